@@ -33,12 +33,13 @@ _LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 
-def _config(name: str, **settings: Any) -> transformers.PreTrainedConfig:
+def tiny_config(name: str, **settings: Any) -> Any:
+    """A config of transformers by its class name, of two layers of four heads."""
     return getattr(transformers, name)(**{**_SIZES, **settings})
 
 
 def _gemma3_vision() -> transformers.PreTrainedConfig:
-    text = _config("Gemma3TextConfig", **_HEADS, **_LAYERS)
+    text = tiny_config("Gemma3TextConfig", **_HEADS, **_LAYERS)
     vision = transformers.SiglipVisionConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -73,20 +74,20 @@ def _t5() -> transformers.PreTrainedConfig:
 
 
 CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
-    "llama": lambda: _config("LlamaConfig"),
-    "llama-tied-bias": lambda: _config("LlamaConfig", tie_word_embeddings=True, attention_bias=True),
-    "qwen3": lambda: _config("Qwen3Config", **_HEADS),
-    "gemma2": lambda: _config("Gemma2Config", **_HEADS, **_LAYERS),
-    "gemma3": lambda: _config("Gemma3TextConfig", **_HEADS, **_LAYERS),
+    "llama": lambda: tiny_config("LlamaConfig"),
+    "llama-tied-bias": lambda: tiny_config("LlamaConfig", tie_word_embeddings=True, attention_bias=True),
+    "qwen3": lambda: tiny_config("Qwen3Config", **_HEADS),
+    "gemma2": lambda: tiny_config("Gemma2Config", **_HEADS, **_LAYERS),
+    "gemma3": lambda: tiny_config("Gemma3TextConfig", **_HEADS, **_LAYERS),
     "gemma3-vision": _gemma3_vision,
-    "mistral": lambda: _config("MistralConfig", sliding_window=8),
-    "phi": lambda: _config("PhiConfig"),
-    "phi3": lambda: _config("Phi3Config"),
-    "gpt-oss": lambda: _config(
+    "mistral": lambda: tiny_config("MistralConfig", sliding_window=8),
+    "phi": lambda: tiny_config("PhiConfig"),
+    "phi3": lambda: tiny_config("Phi3Config"),
+    "gpt-oss": lambda: tiny_config(
         "GptOssConfig", **_HEADS, **_LAYERS, num_local_experts=4, num_experts_per_tok=2
     ),
-    "qwen3-moe": lambda: _config("Qwen3MoeConfig", **_HEADS, **_EXPERTS),
-    "deepseek-v3": lambda: _config(
+    "qwen3-moe": lambda: tiny_config("Qwen3MoeConfig", **_HEADS, **_EXPERTS),
+    "deepseek-v3": lambda: tiny_config(
         "DeepseekV3Config",
         num_key_value_heads=4,
         n_routed_experts=4,
@@ -101,7 +102,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
         qk_nope_head_dim=8,
         v_head_dim=16,
     ),
-    "ernie4_5-moe": lambda: _config(
+    "ernie4_5-moe": lambda: tiny_config(
         "Ernie4_5_MoeConfig", moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_layer_start_index=1
     ),
     "gpt2": lambda: transformers.GPT2Config(

@@ -187,6 +187,8 @@ def test_a_checkpoint_is_measured_from_disk_once(tmp_path: Path) -> None:
     assert damages.key == open_checkpoint(path).fingerprint
     assert kept(Damages, damages.key) == damages
     assert Damages.from_json(damages.to_json()) == damages
+    with pytest.raises(ValueError, match="a layer lacks a format"):
+        Damages.from_json(damages.to_json().replace('"int8": ', '"int7": '))
     assert damages.measured["nf4"] > 0
     loaded = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
     again = isotype.measure_quality(loaded, progress=False)

@@ -24,6 +24,7 @@ from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.core.errors import CheckpointError, SaveError
+from tests.refusals import refused
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -161,9 +162,7 @@ def test_a_directory_with_one_gguf_file_is_that_file(tiny: Path) -> None:
 def test_a_directory_with_two(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     (tmp_path / "b.gguf").touch()
-    with pytest.raises(CheckpointError) as caught:
-        read_headers(tmp_path)
-    assert str(caught.value) == (
+    assert refused(CheckpointError, read_headers, tmp_path) == (
         "more than one GGUF file\n"
         f"  - the directory {tmp_path} holds a.gguf, b.gguf\n"
         "    expected  one GGUF file\n"
@@ -228,9 +227,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, problem: str) -> 
 def test_a_truncated_file_names_the_tensors(tmp_path: Path, tiny: Path) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(tiny.read_bytes()[:-1])
-    with pytest.raises(CheckpointError) as caught:
-        read_gguf_header(path)
-    assert str(caught.value) == (
+    assert refused(CheckpointError, read_gguf_header, path) == (
         f"cannot read {path}\n"
         "  - 1 tensors end beyond the file, first 'blk.1.ffn_norm.weight'\n"
         "    expected  a complete file\n"
@@ -421,9 +418,7 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None
 
 def test_no_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
-    with pytest.raises(SaveError) as caught:
-        tokenizer_copy(read_headers(tiny), cache_dir=tmp_path)
-    assert str(caught.value) == (
+    assert refused(SaveError, tokenizer_copy, read_headers(tiny), cache_dir=tmp_path) == (
         f"not enough disk space\n  - {tmp_path} has 0.0 MiB left\n    expected  room for the tokenizer of a GGUF file\n"
         "    fix       free some space, or set ISOTYPE_CACHE to another disk"
     )

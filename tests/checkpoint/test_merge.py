@@ -34,6 +34,7 @@ from isotype.precision.policy import POLICY_FILE, ModuleException
 from isotype.report.merge import show_merge
 from tests.adapters import save_trained
 from tests.pairwise import few, pairwise
+from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -413,9 +414,7 @@ def test_a_float16_overflow_is_an_error_that_names_the_weights(make: Make, tmp_p
     saved = load_file(file)
     saved["base_model.model.lm_head.weight"][3, 3] = 1e5
     save_file(saved, file, {"format": "pt"})
-    with pytest.raises(PrecisionError) as caught:
-        merge_adapter(adapter, tmp_path / "merged", dtype="fp16")
-    assert str(caught.value) == (
+    assert refused(PrecisionError, merge_adapter, adapter, tmp_path / "merged", dtype="fp16") == (
         "float16 cannot hold the merged weights\n"
         "  - lm_head.weight: values up to 1e+05\n"
         "    expected  at most 65504\n"
@@ -509,9 +508,7 @@ def test_a_full_disk_is_found_before_the_first_byte(
 ) -> None:
     adapter = make()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(SaveError) as caught:
-        merge_adapter(adapter, tmp_path / "merged")
-    assert str(caught.value) == (
+    assert refused(SaveError, merge_adapter, adapter, tmp_path / "merged") == (
         "the merged model cannot be written\n"
         f"  - {tmp_path}: 0.00 GB are free\n"
         "    expected  0.00 GB for the weights\n"
@@ -533,9 +530,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(tmp_pa
 
 def test_an_output_that_is_taken(base: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError) as caught:
-        merge_adapter(tmp_path, tmp_path / "file")
-    assert str(caught.value) == (
+    assert refused(UsageError, merge_adapter, tmp_path, tmp_path / "file") == (
         "the output directory is taken\n"
         f"  - --output {tmp_path}/file: a file\n"
         "    expected  a directory that does not exist yet, or an empty one\n"
@@ -546,17 +541,13 @@ def test_an_output_that_is_taken(base: Path, tmp_path: Path) -> None:
 
 
 def test_no_adapter(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        merge_adapter(tmp_path / "nowhere", tmp_path / "merged")
-    assert str(caught.value) == (
+    assert refused(CheckpointError, merge_adapter, tmp_path / "nowhere", tmp_path / "merged") == (
         "no such adapter\n"
         f"  - adapter {tmp_path}/nowhere\n"
         "    expected  a directory that exists\n"
         "    fix       check the path"
     )
-    with pytest.raises(CheckpointError) as caught:
-        merge_adapter(base, tmp_path / "merged")
-    assert str(caught.value) == (
+    assert refused(CheckpointError, merge_adapter, base, tmp_path / "merged") == (
         "not an adapter\n"
         f"  - the directory {base} holds config.json, generation_config.json, model.safetensors, tokenizer.json, "
         "tokenizer_config.json\n"
@@ -569,9 +560,7 @@ def test_an_adapter_without_weights(make: Make, tmp_path: Path) -> None:
     adapter = make()
     (adapter / "adapter_model.safetensors").unlink()
     (adapter / "README.md").unlink(missing_ok=True)
-    with pytest.raises(CheckpointError) as caught:
-        merge_adapter(adapter, tmp_path / "merged")
-    assert str(caught.value) == (
+    assert refused(CheckpointError, merge_adapter, adapter, tmp_path / "merged") == (
         "an adapter without weights\n"
         f"  - the directory {adapter} holds adapter_config.json, precision_policy.json\n"
         "    expected  adapter_model.safetensors\n"
@@ -587,9 +576,7 @@ def edit_config(adapter: Path, **values: Any) -> None:
 def test_a_base_that_is_gone(make: Make, tmp_path: Path) -> None:
     adapter = make()
     edit_config(adapter, base_model_name_or_path=str(tmp_path / "gone"))
-    with pytest.raises(CheckpointError) as caught:
-        merge_adapter(adapter, tmp_path / "merged")
-    assert str(caught.value) == (
+    assert refused(CheckpointError, merge_adapter, adapter, tmp_path / "merged") == (
         "the base model of the adapter is not there\n"
         f"  - {adapter}/adapter_config.json names {tmp_path}/gone (no such model: model {tmp_path}/gone)\n"
         "    expected  the model that the adapter was trained on\n"
@@ -603,9 +590,7 @@ def test_a_base_that_is_gone(make: Make, tmp_path: Path) -> None:
 def test_a_base_of_another_shape(make: Make, tmp_path: Path) -> None:
     adapter = make(target_modules=["q_proj"])
     other = save_base(tmp_path / "wide", hidden_size=128)
-    with pytest.raises(CheckpointError) as caught:
-        merge_adapter(adapter, tmp_path / "merged", base=other)
-    assert str(caught.value) == (
+    assert refused(CheckpointError, merge_adapter, adapter, tmp_path / "merged", base=other) == (
         f"the adapter {adapter} does not fit the base model, a LlamaForCausalLM\n"
         f"  - {Q}.lora_A.weight of shape (4, 64)\n"
         "    expected  shape (4, 128), for this base model\n"
@@ -618,9 +603,9 @@ def test_a_base_of_another_shape(make: Make, tmp_path: Path) -> None:
 
 def test_a_base_of_another_depth(make: Make, tmp_path: Path) -> None:
     deep = save_base(tmp_path / "deep", num_hidden_layers=2)
-    with pytest.raises(CheckpointError) as caught:
-        merge_adapter(make(), tmp_path / "merged", base=deep)
-    assert "no tensor model.layers.1.self_attn.q_proj.lora_A.weight" in str(caught.value)
+    assert "no tensor model.layers.1.self_attn.q_proj.lora_A.weight" in refused(
+        CheckpointError, merge_adapter, make(), tmp_path / "merged", base=deep
+    )
     adapter = make(on=deep)
     shallow = save_base(tmp_path / "shallow")
     with pytest.raises(CheckpointError) as caught:
@@ -657,9 +642,7 @@ def test_kinds_that_cannot_be_merged(base: Path, make: Make, tmp_path: Path) -> 
     policy = resolve_precision(base, "float32", None, "cpu")
     config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     add_lora(load(base, policy), policy, config).save_pretrained(tmp_path / "prompt")
-    with pytest.raises(UsageError) as caught:
-        merge_adapter(tmp_path / "prompt", tmp_path / "merged")
-    assert str(caught.value) == (
+    assert refused(UsageError, merge_adapter, tmp_path / "prompt", tmp_path / "merged") == (
         "this adapter cannot be merged\n"
         f"  - {tmp_path}/prompt: a PROMPT_TUNING adapter; it adds virtual tokens to the input and changes no weight\n"
         "    expected  an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …\n"

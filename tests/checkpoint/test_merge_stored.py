@@ -25,7 +25,7 @@ from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES
 from isotype.core.errors import PrecisionError, SaveError, UsageError
 from isotype.model.adapters import add_lora
 from isotype.report.merge import show_merge
-from tests.adapters import save_trained
+from tests.adapters import loaded, save_trained
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import TARGETS, Q, reference, save_base, stored
 from tests.pairwise import few
@@ -55,8 +55,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(base: Path) -> Path:
     """Trained on the base in bfloat16: an update of about a hundredth of the weights."""
-    policy = resolve_precision(base, "bfloat16", device="cpu")
-    model = add_lora(load(base, policy), policy, r=4, lora_alpha=8, target_modules=TARGETS)
+    model, _ = loaded(base, "bfloat16", lora_alpha=8, target_modules=TARGETS)
     return save_trained(model, base.parent / "adapter", seed=1, scale=0.01)
 
 

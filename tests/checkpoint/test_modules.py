@@ -14,6 +14,7 @@ import isotype
 from isotype.checkpoint.modules import load_module
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.policy import PrecisionPolicy
+from tests.refusals import refused
 
 WIDTH = 64
 
@@ -130,9 +131,9 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     weights = stored()
     weights["lm_head.bias"] = torch.zeros(11)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(isotype.CheckpointError) as caught:
-        load_module(on_meta(), tmp_path, policy_of("bfloat16"), adapter=Adapter())
-    assert "head.bias is of shape [11]" in str(caught.value)
+    assert "head.bias is of shape [11]" in refused(
+        isotype.CheckpointError, load_module, on_meta(), tmp_path, policy_of("bfloat16"), adapter=Adapter()
+    )
     with pytest.raises(isotype.CheckpointError, match="does not hold the weights of Model"):
         load_module(on_meta(), tmp_path, policy_of("bfloat16"))
 

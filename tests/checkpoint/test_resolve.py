@@ -10,6 +10,7 @@ import isotype
 from isotype.checkpoint import resolve
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.versions import Incompatibility
+from tests.refusals import refused
 
 
 def test_module_config_and_directory_agree(saved):
@@ -53,9 +54,7 @@ def test_versions_that_do_not_fit_are_obstacles_here_and_no_matter_for_a_device_
     )
     monkeypatch.setattr(resolve, "incompatible_here", lambda: (incompatibility,))
     path = saved("llama", torch.float32)
-    with pytest.raises(PrecisionError) as caught:
-        isotype.resolve_precision(path, device="cpu")
-    assert str(caught.value) == (
+    assert refused(PrecisionError, isotype.resolve_precision, path, device="cpu") == (
         "1 conflict in the precision asked for\n"
         "  - peft 0.1 and transformers 5\n"
         "    expected  versions that fit: peft 0.19 or newer\n"

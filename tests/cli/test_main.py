@@ -120,34 +120,22 @@ def test_debug_shows_the_traceback(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_missing_data_file(capsys, model, tmp_path):
-    status, _, err = sft(capsys, model, tmp_path / "trian.jsonl")
-    assert status == 2
-    assert "trian.jsonl" in err
-
-
-def test_a_line_that_is_not_json(capsys, model, data):
-    lines = data.read_text().splitlines()
-    data.write_text("\n".join([*lines[:16], '{"prompt": oops', *lines[16:]]))
-    status, _, err = sft(capsys, model, data)
-    assert status == 2
-    assert "line 17" in err
-
-
-def test_a_wrong_column(capsys, model, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (None, "there is no file or directory"),
+        ('{"prompt": oops\n', "line 1"),
+        ('{"question": "a", "answer": "b"}\n', "rename 'question' to 'prompt'"),
+        ("", "there are no examples"),
+    ],
+)
+def test_data_that_cannot_be_trained_on(capsys, model, tmp_path, content, word):
     path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "a", "answer": "b"}\n')
+    if content is not None:
+        path.write_text(content)
     status, _, err = sft(capsys, model, path)
     assert status == 2
-    assert "question" in err
-
-
-def test_an_empty_data_set(capsys, model, tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text("")
-    status, _, err = sft(capsys, model, path)
-    assert status == 2
-    assert "d.jsonl" in err
+    assert word in err
 
 
 def test_a_directory_that_is_no_checkpoint(capsys, data, tmp_path):

@@ -20,6 +20,7 @@ import pytest
 from isotype.core import compiled
 from isotype.core.compiled import FOLDER, LOCK, SWITCH, NotCompiledError, find_compilers, load_compiled
 from isotype.precision.devices.machine import compiler_here
+from tests.refusals import refused
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler"
@@ -76,9 +77,10 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(cache: Path, source:
 
 def test_no_compiler(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(NotCompiledError) as caught:
-        load_compiled(source, [])
-    assert str(caught.value) == "there is no C++ compiler (c++, g++, clang++) on the path"
+    assert (
+        refused(NotCompiledError, load_compiled, source, [])
+        == "there is no C++ compiler (c++, g++, clang++) on the path"
+    )
     monkeypatch.setenv("CXX", "icpx -static")
     with pytest.raises(NotCompiledError, match=r"there is no C\+\+ compiler \(icpx\) on the path"):
         load_compiled(source, [])

@@ -25,6 +25,7 @@ from isotype.lora.attention.choice import (
 )
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
+from tests.adapters import step
 from tests.lora.conftest import KERNELS
 from tests.lora.test_attention import POSITIONS, tensors
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
@@ -54,19 +55,13 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     choices._CHOICES.known.clear()
 
 
-def step(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    out = model(**batch)
-    out.loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return out.logits.detach(), grads
-
-
 def assert_same_step(model: Any, batch: dict[str, torch.Tensor], present: torch.Tensor | None = None) -> Any:
     """The same logits (where `present`) and gradients with attention in blocks as with torch's kernel."""
-    logits, grads = step(model, batch)
+    grads = step(model, batch)
+    logits = grads.pop("logits")
     report = use_fast_attention(model)
-    own_logits, own_grads = step(model, batch)
+    own_grads = step(model, batch)
+    own_logits = own_grads["logits"]
     if present is not None:
         logits, own_logits = logits[present], own_logits[present]
     assert (own_logits - logits).norm() <= TOLERANCE * logits.norm()
@@ -74,7 +69,7 @@ def assert_same_step(model: Any, batch: dict[str, torch.Tensor], present: torch.
     for name, grad in grads.items():  # those of key biases are zero but for rounding
         assert (own_grads[name] - grad).norm() <= TOLERANCE * (grad.norm() + 0.01 * whole), name
     report.undo()
-    again, _ = step(model, batch)
+    again = step(model, batch)["logits"]
     assert torch.equal(again[present] if present is not None else again, logits)
     return report
 
@@ -147,11 +142,11 @@ def test_packed_batches_take_isotypes_fastest_even_if_torchs_is_faster(
 @pytest.mark.usefixtures("own_kernel")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
-    exact, _ = step(tiny_model("llama").eval(), tiny_batch("llama"))
+    exact = step(tiny_model("llama").eval(), tiny_batch("llama"))["logits"]
     model, batch = tiny_model("llama", dtype).eval(), tiny_batch("llama")
-    theirs, _ = step(model, batch)
+    theirs = step(model, batch)["logits"]
     assert use_fast_attention(model).taken
-    own, _ = step(model, batch)
+    own = step(model, batch)["logits"]
     assert own.dtype == theirs.dtype
     assert (own.float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm()
 
@@ -160,12 +155,10 @@ def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
 def test_autocast_and_gradient_checkpointing() -> None:
     model, batch = tiny_model("llama").train(), tiny_batch("llama")
     use_fast_attention(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits, grads = step(model, batch)
-        model.gradient_checkpointing_enable()
-        again, recomputed = step(model, batch)
-    assert torch.equal(logits, again)
-    assert all(torch.equal(grad, recomputed[name]) for name, grad in grads.items())
+    wanted = step(model, batch, torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    recomputed = step(model, batch, torch.bfloat16)
+    assert all(torch.equal(value, recomputed[name]) for name, value in wanted.items())
 
 
 @pytest.mark.usefixtures("own_kernel")

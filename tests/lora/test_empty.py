@@ -17,7 +17,8 @@ import torch
 from isotype.lora.fuse import fuse
 from isotype.lora.loss.head import head_of
 from isotype.lora.loss.log_probs import log_probs
-from tests.lora.test_fuse import VARIANTS, adapted, under
+from tests.adapters import adapted
+from tests.lora.test_fuse import VARIANTS, under
 from tests.models import tiny_model
 from tests.pairwise import few, pairwise
 

@@ -23,6 +23,7 @@ from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.models import weightless_model
 from tests import processes
+from tests.adapters import adapted, loaded, moved, relative, step
 from tests.cpus import pretend
 from tests.lora.watched import copies_of
 from tests.models import tiny_batch, tiny_model
@@ -44,43 +45,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def adapted(name: str, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
-    """A tiny PEFT model whose adapters are not zero."""
-    settings = {"r": 4, "target_modules": "all-linear", "fan_in_fan_out": name == "gpt2", **lora}
-    return moved(peft.get_peft_model(tiny_model(name, dtype), peft.LoraConfig(**settings)))
-
-
-def moved(model: Any) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name and "magnitude" not in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
-
-
-def step(model: Any, batch: Any, low: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Logits, loss and gradients of one step."""
-    model.zero_grad()
-    torch.manual_seed(5)
-    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
-        outputs = model(**batch)
-    outputs.loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"logits": outputs.logits.detach(), "loss": outputs.loss.detach(), **grads}
-
-
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype, name
         assert relative(found[name], value) < tolerance, name
-
-
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    found, wanted = found.detach().double(), wanted.detach().double()
-    difference = (found - wanted).norm()
-    return float(difference / wanted.norm()) if wanted.any() else float(difference)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -133,9 +102,8 @@ def test_dropout_draws_the_numbers_of_peft_however_the_input_lies(order: tuple[i
 
 
 def under(saved: Saved, dtype: str, quantization: str | None, **lora: Any) -> tuple[Any, PrecisionPolicy]:
-    policy = isotype.resolve_precision(saved("llama"), dtype, quantization, device="cpu")
-    model = isotype.load(saved("llama"), policy)
-    return moved(isotype.add_lora(model, policy, r=4, **lora)).train(), policy
+    model, policy = loaded(saved("llama"), dtype, quantization, **lora)
+    return moved(model).train(), policy
 
 
 @pairwise(
@@ -373,10 +341,10 @@ def test_files_are_those_of_peft(tmp_path: Path) -> None:
     fuse(model)
     assert list(model.state_dict()) == keys
     model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path)
-    torch.testing.assert_close(loaded(**batch).logits, wanted)
-    fuse(loaded)
-    torch.testing.assert_close(loaded(**batch).logits, wanted)
+    again = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path)
+    torch.testing.assert_close(again(**batch).logits, wanted)
+    fuse(again)
+    torch.testing.assert_close(again(**batch).logits, wanted)
 
 
 def close(model: Any, plain: Any, batch: Any) -> None:

@@ -20,8 +20,9 @@ from isotype.lora.attention.plan import plan_of_mask
 from isotype.lora.fuse import fuse
 from isotype.lora.loss.trl_head import put_head
 from isotype.lora.weights import DenseWeights
+from tests.adapters import adapted, moved, relative, step
 from tests.lora.conftest import KERNELS
-from tests.lora.test_fuse import VARIANTS, Pair, adapted, moved, relative, step, under
+from tests.lora.test_fuse import VARIANTS, Pair, under
 from tests.lora.watched import copies_of
 from tests.models import quiet, tiny_batch
 from tests.pairwise import pairwise

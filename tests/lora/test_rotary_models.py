@@ -18,28 +18,13 @@ from isotype.lora.modules import FusedRotary
 from isotype.lora.rotary import NAME
 from isotype.model.boundary import BoundarySettings, set_boundary
 from tests import processes
+from tests.adapters import adapted, step
 from tests.cpus import no_compiler
 from tests.lora.watched import copies_of
-from tests.models import quiet, tiny_batch, tiny_model
+from tests.models import tiny_batch
 from tests.pairwise import few
 
 STANDARD = modeling_llama.apply_rotary_pos_emb
-
-
-def adapted(name: str, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
-    """A tiny PEFT model whose adapters are not zero."""
-    settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **lora}
-    with quiet():
-        return peft.get_peft_model(tiny_model(name, dtype), peft.LoraConfig(**settings)).train()
-
-
-def step(model: Any, batch: Any) -> dict[str, torch.Tensor]:
-    """Logits and gradients of one step."""
-    model.zero_grad()
-    outputs = model(**batch)
-    outputs.loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": outputs.logits.detach(), **grads}
 
 
 def attention_of(model: Any) -> list[Any]:
@@ -56,7 +41,7 @@ def attention_of(model: Any) -> list[Any]:
     "gemma2",
 )
 def test_models(name: str, rotations: list[bool]) -> None:
-    model, batch = adapted(name), tiny_batch(name)
+    model, batch = adapted(name).train(), tiny_batch(name)
     wanted = step(model, batch)
     classes = [type(module) for module in model.modules()]
     report = fuse(model)
@@ -76,7 +61,7 @@ def test_models(name: str, rotations: list[bool]) -> None:
 
 @pytest.mark.parametrize("name", ["gpt-oss", "ernie4_5-moe", "deepseek-v3", "gpt2", "t5"])
 def test_models_that_rotate_another_way_are_left_alone(name: str) -> None:
-    report = fuse(adapted(name, fan_in_fan_out=name == "gpt2"))
+    report = fuse(adapted(name).train())
     assert report.rotary == ()
 
 
@@ -98,7 +83,7 @@ def test_heads_are_rotated_as_a_whole(part: float, count: int, rotations: list[b
 def test_without_a_compiler_the_original_is_called(
     monkeypatch: pytest.MonkeyPatch, rotations: list[bool]
 ) -> None:
-    model, batch = adapted("llama"), tiny_batch("llama")
+    model, batch = adapted("llama").train(), tiny_batch("llama")
     assert len(fuse(model).rotary) == 2
     wanted = step(model, batch)
     assert rotations
@@ -115,7 +100,7 @@ def test_without_a_compiler_the_original_is_called(
 def test_what_is_put_into_the_module_later_is_used(
     monkeypatch: pytest.MonkeyPatch, rotations: list[bool]
 ) -> None:
-    model, batch = adapted("llama"), tiny_batch("llama")
+    model, batch = adapted("llama").train(), tiny_batch("llama")
     model.set_attn_implementation("eager")
     fuse(model)
     assert modeling_llama.apply_rotary_pos_emb is STANDARD
@@ -153,7 +138,7 @@ def test_what_is_put_into_the_module_later_is_used(
 
 
 def test_fused_again_it_looks_again(monkeypatch: pytest.MonkeyPatch, rotations: list[bool]) -> None:
-    model, batch = adapted("llama"), tiny_batch("llama")
+    model, batch = adapted("llama").train(), tiny_batch("llama")
     for other, count in ((lambda q, k, cos, sin: (q, k), 0), (lambda *x: STANDARD(*x), 4)):
         with monkeypatch.context() as patch:
             patch.setattr(modeling_llama, NAME, other)
@@ -171,7 +156,7 @@ def test_fused_again_it_looks_again(monkeypatch: pytest.MonkeyPatch, rotations: 
 
 
 def test_copies_and_pickles_rotate_by_the_loops(rotations: list[bool]) -> None:
-    model, batch = adapted("llama"), tiny_batch("llama")
+    model, batch = adapted("llama").train(), tiny_batch("llama")
     fuse(model)
     wanted = model(**batch).logits
     for other in copies_of(model):
@@ -187,7 +172,7 @@ def test_copies_and_pickles_rotate_by_the_loops(rotations: list[bool]) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool, rotations: list[bool]) -> None:
-    model, batch = adapted("llama", torch.bfloat16), tiny_batch("llama")
+    model, batch = adapted("llama", torch.bfloat16).train(), tiny_batch("llama")
     model.enable_input_require_grads()
     fuse(model)
     wanted = step(model, batch)
@@ -213,7 +198,7 @@ def _compiled() -> None:
     calls: list[Any] = []
     rotate = elementwise.rotate
     elementwise.rotate = lambda *args, **more: (calls.append(args), rotate(*args, **more))[1]  # type: ignore[func-returns-value]
-    model, batch = adapted("llama"), tiny_batch("llama")
+    model, batch = adapted("llama").train(), tiny_batch("llama")
     fuse(model)
     wanted = model(**batch).logits
     calls.clear()
@@ -231,7 +216,7 @@ def test_compiled_it_runs_as_transformers_has_it() -> None:
 
 
 def test_a_boundary_below_is_left_and_one_on_top_is_kept(rotations: list[bool]) -> None:
-    model, batch = adapted("llama"), tiny_batch("llama")
+    model, batch = adapted("llama").train(), tiny_batch("llama")
     wanted = model(**batch).logits
     first, second = (each.self_attn for each in model.base_model.model.model.layers)
     settings = BoundarySettings("float32", torch.float32)
@@ -260,7 +245,7 @@ def test_float16_is_rotated_as_transformers_does_it(rotations: list[bool]) -> No
 
 
 def test_the_preflight_sees_the_same_operators() -> None:
-    model, batch = adapted("llama", torch.bfloat16), tiny_batch("llama")
+    model, batch = adapted("llama", torch.bfloat16).train(), tiny_batch("llama")
     plain = isotype.check(model, batch, verify=False)
     fuse(model)
     report = isotype.check(model, batch, verify=False)

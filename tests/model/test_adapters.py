@@ -17,22 +17,16 @@ import isotype
 from isotype.model.boundary import Boundary
 from isotype.model.enforce import enforce_model
 from isotype.model.quantized import keep_training_layout
+from tests.adapters import loaded
 from tests.models import tiny_batch, tiny_model
 from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, autocast, train
+from tests.refusals import refused
 from tests.train.test_matrix import generate
 
 Saved = Callable[..., Path]
 LOW = ("bfloat16", "float16")
 STORAGES = (None, "nf4", "int8")
-
-
-def adapted(
-    saved: Saved, name: str, dtype: str, quantization: str | None = None, **lora: Any
-) -> tuple[Any, isotype.PrecisionPolicy]:
-    policy = isotype.resolve_precision(saved(name), dtype=dtype, quantization=quantization, device="cpu")
-    model = isotype.load(saved(name), policy)
-    return isotype.add_lora(model, policy, r=4, **lora), policy
 
 
 def assert_trains_and_evaluates(model: Any, policy: isotype.PrecisionPolicy, name: str) -> None:
@@ -53,7 +47,7 @@ def trained_names(model: torch.nn.Module, part: str) -> list[str]:
 
 @pairwise("dtype, quantization, bias", LOW, STORAGES, ["all", "lora_only"], strength=1)
 def test_trained_biases_stay_float32(saved: Saved, dtype: str, quantization: str | None, bias: str) -> None:
-    model, policy = adapted(saved, "llama-tied-bias", dtype, quantization, bias=bias)
+    model, policy = loaded(saved("llama-tied-bias"), dtype, quantization, bias=bias)
     names = trained_names(model, ".bias")
     assert len(names) == 2 * 4  # q, k, v, o of two layers
     before = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
@@ -70,7 +64,7 @@ def test_trained_biases_stay_float32(saved: Saved, dtype: str, quantization: str
 def test_frozen_biases_lie_in_the_compute_dtype_and_are_left_alone(
     saved: Saved, dtype: str, quantization: str | None
 ) -> None:
-    model, policy = adapted(saved, "llama-tied-bias", dtype, quantization)
+    model, policy = loaded(saved("llama-tied-bias"), dtype, quantization)
     frozen = {
         n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("proj.base_layer.bias")
     }
@@ -99,7 +93,7 @@ def test_modules_trained_whole(
 ) -> None:
     name, modules = part
     targets = ["q_proj", "v_proj"]
-    model, policy = adapted(saved, name, dtype, quantization, modules_to_save=modules, target_modules=targets)
+    model, policy = loaded(saved(name), dtype, quantization, modules_to_save=modules, target_modules=targets)
     assert trained_names(model, "modules_to_save")
     assert_trains_and_evaluates(model, policy, name)
 
@@ -107,9 +101,8 @@ def test_modules_trained_whole(
 @pytest.mark.parametrize("weight_tying", [False, True])
 @pytest.mark.parametrize("dtype", LOW)
 def test_tied_embeddings_trained_whole(saved: Saved, dtype: str, weight_tying: bool) -> None:
-    model, policy = adapted(
-        saved,
-        "llama-tied-bias",
+    model, policy = loaded(
+        saved("llama-tied-bias"),
         dtype,
         target_modules=["q_proj"],
         modules_to_save=["embed_tokens", "lm_head"],
@@ -122,8 +115,7 @@ def test_tied_embeddings_trained_whole(saved: Saved, dtype: str, weight_tying: b
 
 @pytest.mark.parametrize("quantization", STORAGES)
 def test_unfrozen_norms_and_head_of_the_base_model(saved: Saved, quantization: str | None) -> None:
-    policy = isotype.resolve_precision(saved("phi"), "bfloat16", quantization, device="cpu")
-    model = isotype.add_lora(isotype.load(saved("phi"), policy), policy, r=4)
+    model, policy = loaded(saved("phi"), "bfloat16", quantization)
     for name, parameter in model.named_parameters():
         if "norm" in name or "lm_head" in name:
             parameter.requires_grad_(True)
@@ -140,7 +132,7 @@ def test_unfrozen_norms_and_head_of_the_base_model(saved: Saved, quantization: s
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", LOW)
 def test_lora_on_an_embedding(saved: Saved, dtype: str, dora: bool) -> None:
-    model, policy = adapted(saved, "gemma2", dtype, target_modules=["embed_tokens", "q_proj"], use_dora=dora)
+    model, policy = loaded(saved("gemma2"), dtype, target_modules=["embed_tokens", "q_proj"], use_dora=dora)
     assert trained_names(model, "lora_embedding_A")
     assert_trains_and_evaluates(model, policy, "gemma2")
 
@@ -162,7 +154,7 @@ def test_the_first_magnitudes_of_dora_are_not_rounded(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_trained_token_rows(saved: Saved, dtype: str) -> None:
-    model, policy = adapted(saved, "llama", dtype, target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    model, policy = loaded(saved("llama"), dtype, target_modules=["q_proj"], trainable_token_indices=[5, 6])
     (delta,) = [p for n, p in model.named_parameters() if "trainable_tokens_delta" in n]
     assert delta.dtype == torch.float32
     losses = []
@@ -182,15 +174,13 @@ def test_trained_token_rows(saved: Saved, dtype: str) -> None:
 )
 def test_other_variants(saved: Saved, lora: dict[str, Any], quantization: str | None) -> None:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]  # the layers that have a bias
-    model, policy = adapted(
-        saved, "llama-tied-bias", "bfloat16", quantization, target_modules=targets, **lora
-    )
+    model, policy = loaded(saved("llama-tied-bias"), "bfloat16", quantization, target_modules=targets, **lora)
     assert_trains_and_evaluates(model, policy, "llama-tied-bias")
 
 
 @pairwise("quantization, name", STORAGES, ["llama", "qwen3-moe"], strength=1)
 def test_several_adapters(saved: Saved, name: str, quantization: str | None) -> None:
-    model, policy = adapted(saved, name, "bfloat16", quantization, modules_to_save=["lm_head"])
+    model, policy = loaded(saved(name), "bfloat16", quantization, modules_to_save=["lm_head"])
     config = copy.deepcopy(model.peft_config["default"])
     assert isotype.add_lora(model, policy, config, adapter_name="second") is model
     for active in ("default", "second", "default"):
@@ -211,7 +201,7 @@ def test_several_adapters(saved: Saved, name: str, quantization: str | None) -> 
 def test_the_adapter_added_last_is_active_and_each_is_saved_with_the_policy(
     saved: Saved, tmp_path: Path
 ) -> None:
-    model, policy = adapted(saved, "llama", "bfloat16")
+    model, policy = loaded(saved("llama"), "bfloat16")
     assert model.active_adapters == ["default"]
     isotype.add_lora(model, policy, adapter_name="second", r=2)
     assert model.active_adapters == ["second"]
@@ -234,7 +224,7 @@ def test_a_model_that_peft_wrapped_is_saved_with_the_policy_too(saved: Saved, tm
 
 
 def test_inactive_masters_keep_their_digits(saved: Saved) -> None:
-    model, policy = adapted(saved, "llama", "bfloat16")
+    model, policy = loaded(saved("llama"), "bfloat16")
     train(model, policy, tiny_batch("llama"), steps=3)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if ".default" in n}
     isotype.add_lora(model, policy, adapter_name="second", r=2)
@@ -253,7 +243,7 @@ def test_inactive_masters_keep_their_digits(saved: Saved) -> None:
 def test_saved_adapters_are_plain_peft(
     saved: Saved, tmp_path: Path, quantization: str | None, modules: list[str] | None, tolerance: float
 ) -> None:
-    model, policy = adapted(saved, "llama", "bfloat16", quantization, modules_to_save=modules)
+    model, policy = loaded(saved("llama"), "bfloat16", quantization, modules_to_save=modules)
     train(model, policy, tiny_batch("llama"), steps=3)
     model.eval().save_pretrained(tmp_path)
     assert isotype.PrecisionPolicy.read(tmp_path) == policy
@@ -287,7 +277,7 @@ def plain_base(directory: Path, policy: isotype.PrecisionPolicy) -> Any:
 
 
 def test_names_do_not_change(saved: Saved) -> None:
-    model, _ = adapted(saved, "gpt-oss", "bfloat16", modules_to_save=["norm"])
+    model, _ = loaded(saved("gpt-oss"), "bfloat16", modules_to_save=["norm"])
     reference = peft.get_peft_model(
         plain_base(saved("gpt-oss"), isotype.resolve_precision(saved("gpt-oss"), "bfloat16", device="cpu")),
         copy.deepcopy(model.peft_config["default"]),
@@ -308,15 +298,15 @@ def test_experts_are_left_out_where_peft_cannot_adapt_them_and_it_is_said(saved:
     ]
     assert not any("experts" in name for name in trained_names(model, "lora_"))
     assert model.adapter_notes == (str(caught[0].message),)
-    plain, _ = adapted(saved, "llama", "bfloat16", use_dora=True)
+    plain, _ = loaded(saved("llama"), "bfloat16", use_dora=True)
     assert plain.adapter_notes == ()
 
 
 def test_settings_given_twice(saved: Saved) -> None:
     policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu")
-    with pytest.raises(isotype.UsageError) as caught:
-        isotype.add_lora(object(), policy, peft.LoraConfig(), r=4, lora_alpha=8)
-    assert str(caught.value) == (
+    assert refused(
+        isotype.UsageError, isotype.add_lora, object(), policy, peft.LoraConfig(), r=4, lora_alpha=8
+    ) == (
         "adapter settings given twice\n"
         "  - config=… and r, lora_alpha\n"
         "    expected  one of the two\n"
@@ -326,9 +316,7 @@ def test_settings_given_twice(saved: Saved) -> None:
 
 def test_no_adapter_where_every_weight_is_trained(saved: Saved) -> None:
     policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu", trainable="full")
-    with pytest.raises(isotype.PrecisionError) as caught:
-        isotype.add_lora(object(), policy)
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, isotype.add_lora, object(), policy) == (
         "no adapter under a policy that trains every weight\n"
         "  - trainable='full'\n"
         "    expected  trainable='lora'\n"

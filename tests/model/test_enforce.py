@@ -17,19 +17,14 @@ import isotype
 from isotype.model.enforce import Change, enforce_model, policy_of, summarize
 from isotype.model.walk import kind_of, places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
+from tests.adapters import loaded
 from tests.models import CONFIGS, tiny_batch, tiny_model
 from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, train
+from tests.refusals import refused
 
 Saved = Callable[..., Path]
 MODELS = ("llama", "gemma3", "gpt-oss", "gemma3-vision")
-
-
-def adapted(
-    saved: Saved, name: str, dtype: str, quantization: str | None = None, **lora: Any
-) -> tuple[Any, PrecisionPolicy]:
-    policy = isotype.resolve_precision(saved(name), dtype=dtype, quantization=quantization, device="cpu")
-    return isotype.add_lora(isotype.load(saved(name), policy), policy, r=4, **lora), policy
 
 
 def float_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -51,7 +46,7 @@ def rotary_scalings(model: nn.Module) -> dict[str, Any]:
 def test_a_blanket_cast_is_undone(
     saved: Saved, name: str, cast: torch.dtype, quantization: str | None
 ) -> None:
-    model, policy = adapted(saved, name, "bfloat16", quantization, modules_to_save=["lm_head"])
+    model, policy = loaded(saved(name), "bfloat16", quantization, modules_to_save=["lm_head"])
     buffers, scalings = float_buffers(model), rotary_scalings(model)
     nn.Module.to(model, cast)  # transformers refuses it for quantized models, a PeftModel passes it by
     changes = isotype.enforce(model)
@@ -67,7 +62,7 @@ def test_a_blanket_cast_is_undone(
 
 
 def test_rotary_frequencies_come_back_bit_for_bit_and_it_is_said(saved: Saved) -> None:
-    model, _ = adapted(saved, "gemma3", "bfloat16")
+    model, _ = loaded(saved("gemma3"), "bfloat16")
     rotary = model.base_model.model.model.rotary_emb
     names = [name for name, buffer in rotary.named_buffers() if "inv_freq" in name]
     assert sorted(names) == [
@@ -93,9 +88,9 @@ def test_rotary_frequencies_that_cannot_be_computed_again() -> None:
             self.register_buffer("inv_freq", torch.ones(2, dtype=torch.bfloat16))
 
     model = nn.ModuleDict({"rotary": Rotary()})
-    with pytest.raises(isotype.PrecisionError) as caught:
-        enforce_model(model, PrecisionPolicy(torch.bfloat16, "bfloat16"))
-    assert str(caught.value) == (
+    assert refused(
+        isotype.PrecisionError, enforce_model, model, PrecisionPolicy(torch.bfloat16, "bfloat16")
+    ) == (
         "rotary frequencies were rounded\n"
         "  - rotary (Rotary) holds 16-bit inv_freq and no config to compute it from\n"
         "    expected  float32 frequencies\n"
@@ -118,7 +113,7 @@ def test_kbit_preparation_is_undone(saved: Saved, name: str, quantization: str) 
 
 
 def test_trl_casts_masters_and_enforce_makes_them_float32_again(saved: Saved) -> None:
-    model, policy = adapted(saved, "llama", "float16", "nf4")
+    model, policy = loaded(saved("llama"), "float16", "nf4")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)  # as TRL 1.16 does
@@ -128,7 +123,7 @@ def test_trl_casts_masters_and_enforce_makes_them_float32_again(saved: Saved) ->
 
 
 def test_gradients_follow_their_parameter(saved: Saved) -> None:
-    model, policy = adapted(saved, "llama", "bfloat16")
+    model, policy = loaded(saved("llama"), "bfloat16")
     model(**tiny_batch("llama")).loss.backward()
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -155,7 +150,7 @@ def test_any_module_can_be_brought_under_a_policy(name: str, dtype: str) -> None
 
 
 def test_from_one_policy_to_another_and_back(saved: Saved) -> None:
-    model, policy = adapted(saved, "gpt-oss", "bfloat16", "nf4", modules_to_save=["lm_head"])
+    model, policy = loaded(saved("gpt-oss"), "bfloat16", "nf4", modules_to_save=["lm_head"])
     half = isotype.resolve_precision(saved("gpt-oss"), "float16", "nf4", device="cpu")
     full = isotype.resolve_precision(saved("gpt-oss"), "float32", "nf4", device="cpu")
     for other in (half, full, policy):
@@ -196,7 +191,7 @@ def test_pinned_buffers_are_float32_again() -> None:
 
 
 def test_places_in_nested_adapters(saved: Saved) -> None:
-    model, _ = adapted(saved, "qwen3-moe", "bfloat16", modules_to_save=["lm_head"])
+    model, _ = loaded(saved("qwen3-moe"), "bfloat16", modules_to_save=["lm_head"])
     found = {place.name.removeprefix("base_model.model."): place for place in places(model)}
     experts = "model.layers.0.mlp.experts"
     q_proj = "model.layers.0.self_attn.q_proj"
@@ -252,9 +247,7 @@ def test_a_policy_for_other_weights_is_refused(
 ) -> None:
     policy = isotype.resolve_precision(saved("llama"), "bfloat16", lies, device="cpu")
     model = isotype.load(saved("llama"), policy)
-    with pytest.raises(isotype.PrecisionError) as caught:
-        isotype.enforce(model, replace(policy, storage=storage))
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, isotype.enforce, model, replace(policy, storage=storage)) == (
         "the policy is for other weights\n"
         f"  - LlamaForCausalLM with {found} under a policy with storage {storage}\n"
         "    expected  the format the weights are stored in\n"
@@ -274,8 +267,7 @@ def test_a_quantizing_policy_where_there_is_nothing_to_quantize() -> None:
 
 
 def test_frozen_weights_stay_as_they_lie_where_the_policy_says_so(saved: Saved) -> None:
-    base = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu")
-    model = isotype.add_lora(isotype.load(saved("llama"), base), base, r=4)
+    model, base = loaded(saved("llama"), "bfloat16")
     head = model.get_submodule("base_model.model.lm_head")
     norm = model.get_submodule("base_model.model.model.norm")
     head.float(), norm.float()
@@ -291,9 +283,7 @@ def test_frozen_weights_stay_as_they_lie_where_the_policy_says_so(saved: Saved) 
 
 
 def test_without_a_policy() -> None:
-    with pytest.raises(isotype.PrecisionError) as caught:
-        isotype.enforce(nn.Linear(2, 2))
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, isotype.enforce, nn.Linear(2, 2)) == (
         "no policy to enforce\n"
         "  - Linear without a precision_policy\n"
         "    expected  a policy\n"

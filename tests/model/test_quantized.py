@@ -16,6 +16,7 @@ from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.enforce import enforce_model
 from isotype.model.quantized import keep_training_layout, repacking, restore_layout
 from isotype.precision.policy import PrecisionPolicy
+from tests.refusals import refused
 
 LOW = (torch.bfloat16, torch.float16)
 EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -130,9 +131,7 @@ def test_int8_row_scales_are_float32() -> None:
 def test_int8_without_row_scales_is_refused() -> None:
     model = linear("int8")
     model[0].weight = bitsandbytes.nn.Int8Params(model[0].weight.data, requires_grad=False)
-    with pytest.raises(isotype.PrecisionError) as caught:
-        enforce_model(model, policy(torch.bfloat16, "int8"))
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, enforce_model, model, policy(torch.bfloat16, "int8")) == (
         "a quantized layer lost its quantization state\n"
         "  - 0: int8 weight of shape (48, 64) without a state\n"
         "    expected  a weight with the row scales that its codes are multiplied with\n"
@@ -143,9 +142,7 @@ def test_int8_without_row_scales_is_refused() -> None:
 def test_4bit_without_a_state_is_refused() -> None:
     model = linear("nf4")
     model[0].weight, model[0].quant_state = nn.Parameter(model[0].weight.data, requires_grad=False), None
-    with pytest.raises(isotype.PrecisionError) as caught:
-        enforce_model(model, policy(torch.bfloat16, "nf4"))
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, enforce_model, model, policy(torch.bfloat16, "nf4")) == (
         "a quantized layer lost its quantization state\n"
         "  - 0: packed 4-bit weight of shape (1536, 1) without a state\n"
         "    expected  a weight with the absmax constants that its 4-bit codes are multiplied with\n"
@@ -157,9 +154,9 @@ def test_packed_codes_that_were_cast_are_refused() -> None:
     model = linear("nf4", packed=torch.bfloat16)
     enforce_model(model, policy(torch.bfloat16, "nf4", torch.bfloat16))
     model.to(torch.float16)
-    with pytest.raises(isotype.PrecisionError) as caught:
-        enforce_model(model, policy(torch.float16, "nf4", torch.bfloat16))
-    assert str(caught.value) == (
+    assert refused(
+        isotype.PrecisionError, enforce_model, model, policy(torch.float16, "nf4", torch.bfloat16)
+    ) == (
         "packed 4-bit codes were cast\n"
         "  - 0: codes packed as bfloat16 are now float16\n"
         "    expected  the bytes as they were packed: casting them changes the codes\n"

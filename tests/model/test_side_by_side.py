@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-import isotype
 from isotype.precision.policy import PrecisionPolicy
+from tests.adapters import loaded
 from tests.models import tiny_batch
 from tests.pairwise import few
 from tests.policy import assert_policy_holds, autocast, train
@@ -22,10 +22,7 @@ NAME = "gpt-oss"  # pinned norms, so that boundaries are at work too
 
 
 def adapted(saved: Saved, dtype: str, quantization: str | None) -> tuple[Any, PrecisionPolicy]:
-    policy = isotype.resolve_precision(saved(NAME), dtype, quantization, device="cpu")
-    model = isotype.load(saved(NAME), policy)
-    torch.manual_seed(0)  # after the model: the first test that asks for it has it drawn and saved
-    return isotype.add_lora(model, policy, r=4, modules_to_save=["lm_head"]), policy
+    return loaded(saved(NAME), dtype, quantization, modules_to_save=["lm_head"])
 
 
 def work(model: Any, policy: PrecisionPolicy, steps: int = 6) -> tuple[list[float], torch.Tensor]:

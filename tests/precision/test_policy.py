@@ -16,6 +16,7 @@ from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import device_profile, profile_names
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 from isotype.precision.policy import POLICY_FILE, LayerStorage, PrecisionPolicy
+from tests.refusals import refused
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 T4, A100, CPU = device_profile("t4"), device_profile("a100"), device_profile("cpu-generic")
@@ -212,9 +213,7 @@ def test_storage_that_cannot_be(facts, asked, problem):
 def test_every_conflict_at_once_with_the_nearest_policy_that_works():
     facts = replace(LLAMA, quantization=NF4, source="llama-nf4")
     asked = PrecisionRequest(dtype="float16", quantization="int8", trainable="full", master="bfloat16")
-    with pytest.raises(PrecisionError) as caught:
-        decide(facts, A100, asked)
-    assert str(caught.value) == (
+    assert refused(PrecisionError, decide, facts, A100, asked) == (
         "3 conflicts in the precision asked for\n"
         "  - every weight trainable, but the weights are stored in int8\n"
         "    expected  float weights: quantized weights have no gradient\n"

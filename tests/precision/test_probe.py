@@ -12,6 +12,7 @@ from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.core.errors import PrecisionError
 from isotype.precision.devices import probe
 from isotype.precision.devices.probe import MatmulRate, measure_all, next_side
+from tests.refusals import refused
 
 
 def measure_matmul(
@@ -94,9 +95,7 @@ def test_measure_all_measures_every_compute_dtype() -> None:
 
 
 def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(PrecisionError) as caught:
-        measure_matmul(torch.float32, "t4")
-    assert str(caught.value) == (
+    assert refused(PrecisionError, measure_matmul, torch.float32, "t4") == (
         "only a device that is here can be measured\n"
         "  - device 't4'\n"
         "    expected  a device of this machine\n"

@@ -21,6 +21,7 @@ from isotype.precision.versions import (
     pip_command,
     tightest,
 )
+from tests.refusals import refused
 
 
 def test_installed_imports_nothing() -> None:
@@ -168,9 +169,7 @@ def test_missing_without_installed_isotype(monkeypatch: pytest.MonkeyPatch) -> N
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", absent)
-    with pytest.raises(PrecisionError) as caught:
-        missing({})
-    assert str(caught.value) == (
+    assert refused(PrecisionError, missing, {}) == (
         "isotype is not installed, so its extras are unknown\n"
         "  - isotype, imported from its source tree\n"
         "    expected  an installed isotype\n"

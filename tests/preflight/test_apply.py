@@ -15,6 +15,7 @@ from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.boundary import Boundary
 from isotype.preflight.apply import apply_actions, take_back
 from isotype.records.finding import Action
+from tests.refusals import refused
 from tests.small import BF16, FP16, FP32, WIDTH, Net, ids, net, wide_norms
 
 
@@ -164,9 +165,7 @@ def test_frequencies_without_a_config_are_refused_and_nothing_stays() -> None:
     del model["rotary"].config
     before = state(model)
     actions = [Action("parameter", "proj.weight", "float32"), Action("buffer", "rotary.inv_freq", "float32")]
-    with pytest.raises(UsageError) as caught:
-        apply_actions(model, actions)
-    assert str(caught.value) == (
+    assert refused(UsageError, apply_actions, model, actions) == (
         "rounded frequencies do not come back by a cast\n"
         "  - inv_freq of a Rotary in bfloat16\n"
         "    expected  a module with a config to compute them from\n"
@@ -187,9 +186,7 @@ def test_frequencies_without_a_config_are_refused_and_nothing_stays() -> None:
 def test_an_unknown_target_leaves_nothing_applied(action: Action, kind: str) -> None:
     model = with_buffer()
     before = state(model)
-    with pytest.raises(UsageError) as caught:
-        apply_actions(model, [*ACTIONS, action])
-    assert str(caught.value) == (
+    assert refused(UsageError, apply_actions, model, [*ACTIONS, action]) == (
         "the fix does not fit this model\n"
         f"  - {action.kind} {action.target!r}\n"
         f"    expected  a {kind} of Net\n"

@@ -29,6 +29,7 @@ from isotype.records.trace import Setup, Trace
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.optimizers import OPTIMIZERS
 from tests.reality import real_step
+from tests.refusals import refused
 from tests.small import BF16, FP16, FP32, WIDTH, ids, net, wide_norms
 
 # ------------------------------------------------------------------------------------------------------- untouched
@@ -333,9 +334,9 @@ def test_fixes_are_tried_only_where_that_was_asked_for() -> None:
 
 @pytest.mark.parametrize("inputs", [None, [1, 2], "ids"])
 def test_arguments_that_do_not_fit_are_all_named(inputs: Any) -> None:
-    with pytest.raises(UsageError) as caught:
-        check(net(), inputs, optimizer="adamw_troch", phases=("forward", "training", "sleep"))
-    assert str(caught.value) == (
+    assert refused(
+        UsageError, check, net(), inputs, optimizer="adamw_troch", phases=("forward", "training", "sleep")
+    ) == (
         "the step cannot be checked as asked\n"
         "  - optimizer 'adamw_troch'\n"
         f"    expected  one of {', '.join(OPTIMIZERS)}\n"
@@ -350,9 +351,7 @@ def test_arguments_that_do_not_fit_are_all_named(inputs: Any) -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(UsageError) as caught:
-        check({"a": 1}, ids())
-    assert str(caught.value) == (
+    assert refused(UsageError, check, {"a": 1}, ids()) == (
         "nothing to check\n"
         "  - a dict\n"
         "    expected  an nn.Module with its inputs, or a transformers or TRL trainer\n"

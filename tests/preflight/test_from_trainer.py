@@ -24,6 +24,7 @@ from isotype.preflight.from_trainer import request_of_trainer
 from isotype.train.preflight.first_step import before_first_step
 from tests.models import quiet
 from tests.pairwise import few
+from tests.refusals import refused
 from tests.train.tiny import reward_by_words, rows, save_chat_model
 
 
@@ -235,9 +236,7 @@ class Nothing(torch.utils.data.IterableDataset[Any]):
 def test_a_trainer_without_data(data: Any, tmp_path: Path) -> None:
     trainer = plain(tmp_path)
     trainer.train_dataset = data
-    with pytest.raises(UsageError) as caught:
-        isotype.check(trainer)
-    assert str(caught.value) == (
+    assert refused(UsageError, isotype.check, trainer) == (
         "nothing to check\n"
         "  - an empty train_dataset\n"
         "    expected  at least one batch\n"

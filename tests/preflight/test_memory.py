@@ -23,6 +23,7 @@ from isotype.lora.attention import registered
 from isotype.model.fold import fold
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.models import weightless_model
+from tests.adapters import loaded
 from tests.cpus import pretend
 from tests.models import quiet
 
@@ -90,10 +91,9 @@ def held(model: nn.Module) -> Iterator[torch.Tensor]:
 def trained(
     path: Any, dtype: str, storage: str | None, checkpointing: bool, fused: bool
 ) -> tuple[nn.Module, PrecisionPolicy]:
-    policy = isotype.resolve_precision(path, dtype=dtype, quantization=storage, device="cpu")
     with quiet():
-        model = isotype.add_lora(isotype.load(path, policy), policy, r=8, target_modules="all-linear").train()
-    ready(model, checkpointing, fused)
+        model, policy = loaded(path, dtype, storage, r=8, target_modules="all-linear")
+    ready(model.train(), checkpointing, fused)
     return model, policy
 
 

@@ -16,6 +16,7 @@ from isotype.preflight.repair import Repairs, plan, repair
 from isotype.records.finding import Action, Finding, Fix, by_preference, in_library
 from isotype.report.check.report import Report
 from tests.reality import real_step
+from tests.refusals import refused
 from tests.small import BF16, ids, net, wide_norms
 
 
@@ -63,9 +64,7 @@ def test_undo_brings_the_crash_back() -> None:
 
 def test_a_report_without_its_step() -> None:
     report = check(wide_norms(), ids(), device="cpu", verify=False)
-    with pytest.raises(UsageError) as caught:
-        repair(wide_norms(), replace(report, again=None))
-    assert str(caught.value) == (
+    assert refused(UsageError, repair, wide_norms(), replace(report, again=None)) == (
         "this report cannot be repaired from\n"
         "  - a report of Net without its step\n"
         "    expected  the report that isotype.check(model, …) returned in this process\n"

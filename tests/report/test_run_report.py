@@ -43,6 +43,7 @@ from isotype.report.run.record import (
 )
 from isotype.report.text import format_duration
 from isotype.train.output.run_report import write_run_report
+from tests.refusals import refused
 
 STEPS = 150
 
@@ -688,9 +689,7 @@ def test_a_failed_write_leaves_the_former_files(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(SaveError) as caught:
-        write_run_report(realistic(notes=()), tmp_path)
-    assert str(caught.value) == (
+    assert refused(SaveError, write_run_report, realistic(notes=()), tmp_path) == (
         f"the run report could not be written\n  - {tmp_path}: No space left on device\n"
         "    expected  a directory that can be written to, with room for the report\n"
         "    fix       free the path or give another directory"

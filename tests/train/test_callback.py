@@ -29,6 +29,7 @@ from isotype.train.callback import (
 from tests.cpus import pretend
 from tests.models import quiet
 from tests.pairwise import few
+from tests.refusals import refused
 from tests.train.tiny import rows, save_chat_model
 
 
@@ -144,9 +145,7 @@ def test_rounded_values_whose_checkpoint_lies_elsewhere_are_an_error_with_a_cure
     # A checkpoint of the same name from another run: its values are not the ones that were rounded.
     (out / "checkpoint-3").mkdir(parents=True)
     shutil.copy(before / "checkpoint-6" / "adapter_model.safetensors", out / "checkpoint-3")
-    with pytest.raises(isotype.PrecisionError) as caught:
-        trainer.train(resume_from_checkpoint=str(elsewhere))
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, trainer.train, resume_from_checkpoint=str(elsewhere)) == (
         "the values this run goes on from were rounded while they were loaded\n"
         "  - trainable parameters hold no more digits than bfloat16, and none of "
         f"{out / 'checkpoint-3'} holds the values they come from\n"
@@ -288,9 +287,7 @@ def test_a_trained_head_on_a_frozen_model(path: Path, tmp_path: Path):
 def test_16_bit_weights_among_float32_masters_need_autocast(path: Path, tmp_path: Path):
     trainer = bare_script(path, tmp_path, torch.bfloat16, lora=False, frozen="embed_tokens")
     trainer.add_callback(isotype.PrecisionCallback())
-    with pytest.raises(isotype.PrecisionError) as caught:
-        trainer.train()
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, trainer.train) == (
         "weights of different dtypes and no autocast\n"
         "  - frozen weights in bfloat16 among float32 masters\n"
         "    expected  one dtype, or autocast between them\n"
@@ -351,9 +348,7 @@ def float16_policy(trainer: Any) -> PrecisionPolicy:
 
 def test_float16_without_a_grad_scaler_is_an_error_with_a_cure(path: Path, tmp_path: Path):
     trainer = float16_script(path, tmp_path)
-    with pytest.raises(isotype.PrecisionError) as caught:
-        trainer.train()
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, trainer.train) == (
         "the trainer and the policy disagree about loss scaling\n"
         "  - no GradScaler with compute dtype float16\n"
         "    expected  a GradScaler with float16 compute and with nothing else\n"
@@ -402,9 +397,7 @@ def test_a_skipped_step_changes_nothing_and_moves_no_schedule(path: Path, tmp_pa
 def test_a_grad_scaler_too_many_is_an_error(path: Path, tmp_path: Path):
     trainer, _ = qlora_script(path, tmp_path)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(isotype.PrecisionError) as caught:
-        trainer.train()
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, trainer.train) == (
         "the trainer and the policy disagree about loss scaling\n"
         "  - a GradScaler with compute dtype bfloat16\n"
         "    expected  a GradScaler with float16 compute and with nothing else\n"
@@ -478,9 +471,7 @@ def test_the_policy_of_a_checkpoint_is_not_written_twice(tmp_path: Path):
 
 
 def test_an_unknown_check_is_refused():
-    with pytest.raises(isotype.UsageError) as caught:
-        isotype.PrecisionCallback(check="maybe")
-    assert str(caught.value) == (
+    assert refused(isotype.UsageError, isotype.PrecisionCallback, check="maybe") == (
         "unknown check\n"
         "  - check='maybe'\n"
         "    expected  'error', 'warning' or None\n"

@@ -25,6 +25,7 @@ from isotype.train.chat import _questions, chat, load_for_inference, stream_answ
 from isotype.train.generate import answer
 from tests.adapters import save_adapter, save_trained
 from tests.pairwise import pairwise
+from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -329,9 +330,7 @@ def test_an_adapter_without_a_policy_takes_the_best_of_this_device(base: Path, t
 
 
 def test_options_that_cannot_work() -> None:
-    with pytest.raises(UsageError) as caught:
-        talk("nowhere", "w1", max_new_tokens=0, temperature=-1.0)
-    assert str(caught.value) == (
+    assert refused(UsageError, talk, "nowhere", "w1", max_new_tokens=0, temperature=-1.0) == (
         "options that cannot work\n"
         "  - --max_new_tokens 0\n"
         "    expected  at least 1\n"
@@ -346,9 +345,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     bare = save_model(tmp_path / "bare")
     for file in bare.glob("token*"):
         file.unlink()
-    with pytest.raises(CheckpointError) as caught:
-        talk(bare, "w1")
-    assert str(caught.value) == (
+    assert refused(CheckpointError, talk, bare, "w1") == (
         "no tokenizer in the checkpoint\n"
         f"  - {bare} has no tokenizer\n"
         "    expected  tokenizer.json and tokenizer_config.json beside the weights\n"
@@ -359,9 +356,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
 def test_a_model_that_writes_no_text(base: Path, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(base, num_labels=1)
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "reward")
-    with pytest.raises(UsageError) as caught:
-        talk(tmp_path / "reward", "w1")
-    assert str(caught.value) == (
+    assert refused(UsageError, talk, tmp_path / "reward", "w1") == (
         "this model does not write text\n"
         f"  - {tmp_path}/reward: a LlamaForSequenceClassification\n"
         "    expected  a model with a language head\n"

@@ -25,7 +25,9 @@ from isotype.data.methods import METHODS
 from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
 from isotype.train.monitor.recorder import StepMeasures
 from isotype.train.output.checkpoints import whole_checkpoints
+from tests.adapters import loaded
 from tests.pairwise import few, pairwise
+from tests.refusals import refused
 from tests.train.tiny import reward_by_words, rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -37,10 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(path: Path, dtype: str) -> tuple[Any, isotype.PrecisionPolicy]:
-    policy = isotype.resolve_precision(path, dtype=dtype, quantization="nf4", device="cpu")
-    transformers.set_seed(0)
-    model = isotype.add_lora(isotype.load(path, policy), policy, r=4, lora_dropout=0.2)
-    return model, policy
+    return loaded(path, dtype, "nf4", lora_dropout=0.2)
 
 
 def trainer_of(model: Any, path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
@@ -242,9 +241,7 @@ def test_the_digits_that_trl_cuts_off_come_back(path: Path, tmp_path: Path):
 def test_a_trainer_in_another_mixed_precision_is_refused(path: Path, tmp_path: Path):
     trainer = build(path, tmp_path)
     policy = isotype.resolve_precision(path, dtype="float16", quantization="nf4", device="cpu")
-    with pytest.raises(isotype.PrecisionError) as caught:
-        enforce_trainer(trainer, policy)
-    assert str(caught.value) == (
+    assert refused(isotype.PrecisionError, enforce_trainer, trainer, policy) == (
         "the trainer and the policy disagree\n"
         "  - a trainer with mixed precision 'no'\n"
         "    expected  'fp16', for compute float16\n"
@@ -383,30 +380,39 @@ def steps_in(printed: str) -> list[int]:
     return [int(line.split()[1].split("/")[0]) for line in printed.splitlines() if line.startswith("step ")]
 
 
+def assert_stopped_whole(out: Path, message: str, problem: str) -> None:
+    """The message names the problem and the command that goes on from the second checkpoint; both are whole."""
+    last = out / "checkpoint-2"
+    told, way = message.split("  = ")
+    assert told == problem
+    assert way.startswith(
+        f"nothing else is lost, {last} is whole; go on with:\n    isotype sft --model_name_or_path "
+    )
+    assert way.endswith(f" --resume_from_checkpoint {last}\n")
+    assert whole_checkpoints(out) == [out / "checkpoint-1", last]
+
+
 def test_a_full_disk_is_one_message_and_everything_saved_before_is_whole(
     small_disk: Path, sft: Callable[..., tuple[int, str, str]]
 ):
     out = small_disk / "out"
     status, printed, message = sft(out)
     assert status == 1
-    last = out / "checkpoint-2"
-    told, way = message.split("  = ")
-    assert told == (
+    assert_stopped_whole(
+        out,
+        message,
         "error: the disk is full: the checkpoint could not be saved\n"
         f"  - {out}: No space left on device\n"
         "    expected  room for the adapter and twice its size for the optimizer state\n"
-        "    fix       free some room, or give --output_dir on another disk, or --save_total_limit 1\n"
+        "    fix       free some room, or give --output_dir on another disk, or --save_total_limit 1\n",
     )
-    assert way.startswith(
-        f"nothing else is lost, {last} is whole; go on with:\n    isotype sft --model_name_or_path "
-    )
-    assert way.endswith(f" --resume_from_checkpoint {last}\n")
-    assert whole_checkpoints(out) == [out / "checkpoint-1", last]
     assert [p.name for p in out.iterdir() if p.name.startswith(".") or p.name == "checkpoint-3"] == []
     assert json.loads((out / "run_report.json").read_text())["status"] == "failed"
 
     shutil.rmtree(out / "checkpoint-1")
-    status, printed, message = sft(out, "--resume_from_checkpoint", str(last), "--save_total_limit", "1")
+    status, printed, message = sft(
+        out, "--resume_from_checkpoint", str(out / "checkpoint-2"), "--save_total_limit", "1"
+    )
     assert (status, message) == (0, "")
     assert steps_in(printed) == [3, 4]
     assert (out / "adapter_model.safetensors").is_file()
@@ -435,19 +441,14 @@ def test_a_limit_on_file_sizes_is_one_message_too(
     file_size_limit(limit)
     status, _, message = sft(out, "--resume_from_checkpoint", "true")
     assert status == 1
-    last = out / "checkpoint-2"
-    told, way = message.split("  = ")
-    assert told == (
+    assert_stopped_whole(
+        out,
+        message,
         "error: the checkpoint could not be saved\n"
         f"  - {out}: {reason}\n"
         "    expected  a directory that takes files of this size\n"
-        "    fix       make it writable and lift limits on file sizes, or give another --output_dir\n"
+        "    fix       make it writable and lift limits on file sizes, or give another --output_dir\n",
     )
-    assert way.startswith(
-        f"nothing else is lost, {last} is whole; go on with:\n    isotype sft --model_name_or_path "
-    )
-    assert way.endswith(f" --resume_from_checkpoint {last}\n")
-    assert whole_checkpoints(out) == [out / "checkpoint-1", last]
     file_size_limit(-1)
     status, printed, _ = sft(out, "--resume_from_checkpoint", "true")
     assert status == 0

@@ -11,6 +11,7 @@ import pytest
 from isotype.cli.main import main
 from isotype.core.errors import TrainingError
 from isotype.train.rewards import reward_functions
+from tests.refusals import refused
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 CODE = """\
@@ -36,9 +37,7 @@ def test_the_users_line_is_named_whoever_raised(module: str, tmp_path: Path) -> 
     scores, later = reward_functions([f"{module}.scores", f"{module}.later"], None)
     assert scores.__name__ == "scores"
     assert scores([[{"content": "1.5"}]]) == [1.5]
-    with pytest.raises(TrainingError) as caught:
-        scores([[{"content": "w1"}]])
-    assert str(caught.value) == (
+    assert refused(TrainingError, scores, [[{"content": "w1"}]]) == (
         "a reward function failed\n"
         f"  - scores: JSONDecodeError: Expecting value: line 1 column 1 (char 0)   at {tmp_path}/{module}.py:4\n"
         "    expected  a list with a float for each completion\n"

@@ -20,6 +20,7 @@ from isotype.train.validate import (
     check_tokenizer,
     dropped_examples,
 )
+from tests.refusals import refused
 from tests.train.tiny import rows, save_chat_model
 
 POLICY = PrecisionPolicy(compute=torch.bfloat16, storage="bfloat16")
@@ -121,9 +122,7 @@ def test_the_output_must_not_be_the_model(model):
 
 def test_auto_must_not_come_out_at_a_refused_dtype():
     check_policy(settings("--fp16", "False"), POLICY)
-    with pytest.raises(PrecisionError) as caught:
-        check_policy(settings("--bf16", "False"), POLICY)
-    assert str(caught.value) == (
+    assert refused(PrecisionError, check_policy, settings("--bf16", "False"), POLICY) == (
         "the arguments disagree about precision\n"
         "  - --dtype auto, which is bfloat16 here, and --bf16 False\n"
         "    expected  a compute dtype that is not ruled out\n"
@@ -134,9 +133,7 @@ def test_auto_must_not_come_out_at_a_refused_dtype():
 def test_a_checkpoint_without_weights(model, tmp_path):
     require_weights(open_checkpoint(str(model)))
     shutil.copy(model / "config.json", tmp_path)
-    with pytest.raises(CheckpointError) as caught:
-        require_weights(open_checkpoint(str(tmp_path)))
-    assert str(caught.value) == (
+    assert refused(CheckpointError, require_weights, open_checkpoint(str(tmp_path))) == (
         "a checkpoint without weights\n"
         f"  - {tmp_path}: a config, and no weights beside it\n"
         "    expected  model.safetensors, or shards with model.safetensors.index.json\n"
@@ -166,9 +163,7 @@ def test_conversations_need_a_chat_template(model, tmp_path):
 
 
 def test_a_special_token_that_is_not_in_the_vocabulary(model):
-    with pytest.raises(UsageError) as caught:
-        check(model, "--eos_token", "<end>")
-    assert str(caught.value) == (
+    assert refused(UsageError, check, model, "--eos_token", "<end>") == (
         "the tokenizer does not fit\n"
         "  - --eos_token <end>\n"
         "    expected  a token of the vocabulary; the tokenizer's own is </s>\n"

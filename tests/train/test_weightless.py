@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isotype.checkpoint.load import load
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import PrecisionError, UsageError
-from isotype.model.adapters import add_lora
 from isotype.model.fold import stands_for
 from isotype.train.models import weightless_model
+from tests.adapters import loaded
 from tests.checkpoint.test_weightless import facts
 from tests.models import CONFIGS
 from tests.pairwise import pairwise
@@ -36,8 +35,7 @@ def config():
 )
 def test_it_is_what_load_and_add_lora_give(saved, quantization, variant):
     path = saved("llama-tied-bias" if variant == {"bias": "lora_only"} else "llama", torch.bfloat16)
-    policy = resolve_precision(path, "bfloat16", quantization, "cpu")
-    real = add_lora(load(path, policy), policy, r=4, **variant)
+    real, policy = loaded(path, "bfloat16", quantization, **variant)
     assert facts(weightless_model(config_of(open_model(path)), policy, lora={"r": 4, **variant})) == facts(
         real
     )

@@ -25,7 +25,7 @@ from tests.corpus.cases.crashes_parts import (
     upcast_norms,
 )
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, VOCABULARY, tiny_batch, tiny_model
+from tests.models import HIDDEN, tiny_batch, tiny_config, tiny_model
 from tests.reality import real_step
 
 # --------------------------------------------------------------------------------------------- adapter_vs_base_dtype
@@ -49,16 +49,7 @@ def opt_int8_inference() -> Broken:
     """OPT-350M in int8 with LoRA as PEFT was before it cast a layer's input to the adapter's dtype."""
     import transformers
 
-    config = transformers.OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        ffn_dim=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=32,
-        do_layer_norm_before=False,
-    )
+    config = tiny_config("OPTConfig", ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False)
     torch.manual_seed(0)
     base = int8(transformers.OPTForCausalLM(config).half(), ("lm_head", "project"))
     model = lora(base, ["q_proj", "v_proj"])
@@ -87,15 +78,7 @@ def reft_on_half_base() -> Broken:
     """A ReFT adapter of the adapters library: its tensors are made in the default dtype, whatever the model's is."""
     import transformers
 
-    config = transformers.RobertaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        max_position_embeddings=64,
-        pad_token_id=0,
-    )
+    config = tiny_config("RobertaConfig")
     torch.manual_seed(0)
     model = transformers.RobertaForSequenceClassification(config).half().requires_grad_(False)
     for layer in model.roberta.encoder.layer:

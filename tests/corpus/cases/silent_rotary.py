@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.corpus.cases.crashes_parts import BF16, FP16, MLP, Block, Decoder, heads, ids, lora
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, VOCABULARY, tiny_batch, tiny_model
+from tests.models import HIDDEN, tiny_batch, tiny_config, tiny_model
 
 POSITION = 2000
 """Where angles are compared: within the context of every model of these reports."""
@@ -113,14 +113,7 @@ def cast_neox() -> Broken:
     """GPT-NeoX, all of it cast to bfloat16."""
     import transformers
 
-    config = transformers.GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
+    config = tiny_config("GPTNeoXConfig")
     torch.manual_seed(0)
     return Broken(
         lora(transformers.GPTNeoXForCausalLM(config).to(BF16), ["query_key_value"]), tiny_batch("llama")

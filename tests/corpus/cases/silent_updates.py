@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from tests.corpus.cases.crashes_parts import BF16, lora, normal
 from tests.corpus.cases.training_parts import after_training, full, loaded, trained, unmoved
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, tiny_batch
+from tests.models import HIDDEN, tiny_batch, tiny_config
 
 
 def lora_in_model_dtype() -> Broken:
@@ -113,14 +113,7 @@ def rl_logprobs() -> Broken:
     """Log-probabilities of a bfloat16 Pythia for RL: `log_softmax` over the vocabulary in bfloat16."""
     import transformers
 
-    config = transformers.GPTNeoXConfig(
-        vocab_size=512,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
+    config = tiny_config("GPTNeoXConfig", vocab_size=512)
     torch.manual_seed(0)
     model = lora(transformers.GPTNeoXForCausalLM(config).to(BF16), ["query_key_value"])
     return Broken(model, logprob_loss(lambda logits: logits), BF16)
