@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,25 @@ def test_an_operator_that_kills_its_process_is_named_and_the_others_are_measured
     assert measured["operators"]["aten.neg.default"] == UNIFORM
     assert measured["operators"]["fatal.spare.default"] == UNIFORM
     assert measured["died"] == {"fatal.kill.default": "its process ended with status -9"}
+
+
+def test_the_command_measures(tmp_path: Path) -> None:
+    """As a program, which ends where its last line calls it."""
+    name = "aten.mm.default"
+    examples, table = tmp_path / "examples.json", tmp_path / "table.json"
+    examples.write_text(json.dumps({name: json.loads(EXAMPLES.read_text(encoding="utf-8"))[name]}))
+    command = [
+        sys.executable,
+        "-m",
+        "isotype.contracts.measure",
+        "--examples",
+        str(examples),
+        "-o",
+        str(table),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-1000:]
+    assert list(json.loads(table.read_text(encoding="utf-8"))["operators"]) == [name]
 
 
 def test_a_table_is_written_in_one_piece_and_read_back(measured: dict[str, Any], tmp_path: Path) -> None:

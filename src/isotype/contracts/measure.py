@@ -379,10 +379,6 @@ def main() -> None:
             print(f"{kind:7} {op}: {why}")
 
 
-if __name__ == "__main__":
-    main()
-
-
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
     """Pattern -> message, to pattern -> template, with as few distinct templates as a greedy choice finds.
 
@@ -415,3 +411,7 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
 def _places(word: str, letters: str) -> list[str]:
     letter, style = _SPELLINGS[word]
     return [f"{{{at}{style}}}" for at, other in enumerate(letters) if other == letter] or [word]
+
+
+if __name__ == "__main__":
+    main()
