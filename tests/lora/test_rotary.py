@@ -6,6 +6,7 @@ cancel, are float32's.
 
 from __future__ import annotations
 
+import functools
 from types import FunctionType
 from typing import Any
 
@@ -287,10 +288,43 @@ def test_which_forwards_are_copied() -> None:
         assert with_loops(names(other)) is not None
     decorated = names(calling)
     decorated.__wrapped__ = calling
-    assert not rotates(decorated)
+    assert not rotates(decorated), "it is not in the closure"
     assert not rotates(names(calling, **{NAME: torch.nn.Identity()}))
     assert not rotates(nn.Linear.forward)
     assert not rotates(len)
+
+
+def test_a_decorator_stays_around_the_copy(rotations: list[bool]) -> None:
+    """As that of transformers 5.24, which renames an argument: without it a cache of keys would be overlooked."""
+
+    def renamed(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if "before" in kwargs:
+                kwargs["now"] = kwargs.pop("before")
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def calling(self: Any, *x: Any, now: Any = None) -> Any:
+        return *apply_rotary_pos_emb(*x), now  # type: ignore[name-defined]  # noqa: F821
+
+    inner = names(calling)
+    inner.__kwdefaults__ = calling.__kwdefaults__
+    decorated = renamed(renamed(inner))
+    assert rotates(decorated)
+    fused = with_loops(decorated)
+    assert fused is not decorated
+    x = given((2, 3, 1, 5, 8, 1))
+    *turned, now = fused(None, *x, before=7)
+    assert now == 7
+    assert rotations
+    for output, wanted in zip(turned, decorated(None, *x)[:2], strict=True):
+        torch.testing.assert_close(output, wanted)
+    assert (
+        decorated.__wrapped__.__wrapped__.__globals__[NAME]
+        is not fused.__wrapped__.__wrapped__.__globals__[NAME]
+    )
 
 
 def test_closures_defaults_and_keywords_are_kept(rotations: list[bool]) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from isotype.contracts.contract import contracts_of
-from isotype.precision.devices.attention import AttentionCall, attention_kernel, needs_repeated_heads
+from isotype.precision.devices.attention import (
+    RELEASE,
+    AttentionCall,
+    attention_kernel,
+    may_return_nan,
+    needs_repeated_heads,
+)
 from isotype.precision.devices.profile import device_profile, profile_names
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -15,51 +23,78 @@ _ON_FAKES = "aten._scaled_dot_product_flash_attention_for_cpu.default"  # what a
 
 
 @pytest.mark.parametrize(
-    ("device", "call", "kernel"),
+    ("device", "call", "kernel", "later"),
     [
-        ("a100-40gb", AttentionCall(BF16, 32, 8, HEAD), "flash"),
-        ("a100-40gb", AttentionCall(F16, 32, 32, HEAD), "flash"),
-        ("a100-40gb", AttentionCall(BF16, 8, 8, HEAD, masked=True), "efficient"),
-        ("a100-40gb", AttentionCall(BF16, 32, 8, HEAD, masked=True), "math"),
-        ("a100-40gb", AttentionCall(F32, 32, 32, HEAD), "efficient"),
-        ("a100-40gb", AttentionCall(F32, 32, 8, HEAD), "math"),
-        ("h100", AttentionCall(BF16, 32, 8, HEAD, masked=True), "cudnn"),
-        ("h100", AttentionCall(BF16, 8, 8, HEAD, masked=True), "cudnn"),
-        ("h100", AttentionCall(BF16, 32, 8, HEAD), "cudnn"),
-        ("h100", AttentionCall(F32, 8, 8, HEAD, masked=True), "efficient"),
-        ("h100", AttentionCall(BF16, 8, 8, (256, 256, 256), masked=True), "efficient"),
-        ("h100", AttentionCall(BF16, 32, 8, (256, 256, 256), masked=True), "math"),
-        ("b200", AttentionCall(F16, 8, 8, HEAD, masked=True), "cudnn"),
-        ("rtx4090", AttentionCall(BF16, 8, 8, HEAD, masked=True), "efficient"),
-        ("rtx4090", AttentionCall(BF16, 32, 8, HEAD, masked=True), "math"),
-        ("h100", AttentionCall(F64, 32, 32, HEAD), "math"),
-        ("h100", AttentionCall(BF16, 32, 32, (256, 256, 256)), "flash"),
-        ("h100", AttentionCall(BF16, 32, 32, (512, 512, 512)), "efficient"),
-        ("h100", AttentionCall(BF16, 32, 32, (192, 192, 128)), "cudnn"),
-        ("h100", AttentionCall(BF16, 32, 32, (192, 192, 192)), "flash"),
-        ("h100", AttentionCall(BF16, 32, 32, (36, 36, 36), masked=True), "math"),
-        ("t4", AttentionCall(F16, 32, 32, HEAD), "efficient"),
-        ("t4", AttentionCall(F16, 32, 8, HEAD), "math"),
-        ("t4", AttentionCall(F32, 32, 32, HEAD), "efficient"),
-        ("t4", AttentionCall(BF16, 32, 32, HEAD), "math"),
-        ("v100", AttentionCall(F16, 32, 8, HEAD), "math"),
-        ("mi300x", AttentionCall(BF16, 32, 8, HEAD), None),
-        ("mps", AttentionCall(F16, 32, 8, HEAD), None),
-        ("cpu-avx2", AttentionCall(F32, 32, 8, HEAD), None),
+        ("a100-40gb", AttentionCall(BF16, 32, 8, HEAD), "flash", "flash"),
+        ("a100-40gb", AttentionCall(F16, 32, 32, HEAD), "flash", "flash"),
+        ("a100-40gb", AttentionCall(BF16, 8, 8, HEAD, masked=True), "efficient", "efficient"),
+        ("a100-40gb", AttentionCall(BF16, 32, 8, HEAD, masked=True), "math", "efficient"),
+        ("a100-40gb", AttentionCall(F32, 32, 32, HEAD), "efficient", "efficient"),
+        ("a100-40gb", AttentionCall(F32, 32, 8, HEAD), "math", "efficient"),
+        ("h100", AttentionCall(BF16, 32, 8, HEAD, masked=True), "cudnn", "cudnn"),
+        ("h100", AttentionCall(BF16, 8, 8, HEAD, masked=True), "cudnn", "cudnn"),
+        ("h100", AttentionCall(BF16, 32, 8, HEAD), "cudnn", "cudnn"),
+        ("h100", AttentionCall(F32, 8, 8, HEAD, masked=True), "efficient", "efficient"),
+        ("h100", AttentionCall(BF16, 8, 8, (256, 256, 256), masked=True), "efficient", "cudnn"),
+        ("h100", AttentionCall(BF16, 32, 8, (256, 256, 256), masked=True), "math", "cudnn"),
+        ("b200", AttentionCall(F16, 8, 8, HEAD, masked=True), "cudnn", "cudnn"),
+        ("rtx4090", AttentionCall(BF16, 8, 8, HEAD, masked=True), "efficient", "efficient"),
+        ("rtx4090", AttentionCall(BF16, 32, 8, HEAD, masked=True), "math", "efficient"),
+        ("h100", AttentionCall(F64, 32, 32, HEAD), "math", "math"),
+        ("h100", AttentionCall(BF16, 32, 32, (256, 256, 256)), "flash", "cudnn"),
+        ("h100", AttentionCall(BF16, 32, 32, (512, 512, 512)), "efficient", "efficient"),
+        ("h100", AttentionCall(BF16, 32, 32, (192, 192, 128)), "cudnn", "cudnn"),
+        ("h100", AttentionCall(BF16, 32, 32, (192, 192, 192)), "flash", "flash"),
+        ("h100", AttentionCall(BF16, 32, 32, (36, 36, 36), masked=True), "math", "math"),
+        ("t4", AttentionCall(F16, 32, 32, HEAD), "efficient", "efficient"),
+        ("t4", AttentionCall(F16, 32, 8, HEAD), "math", "efficient"),
+        ("t4", AttentionCall(F32, 32, 32, HEAD), "efficient", "efficient"),
+        ("t4", AttentionCall(BF16, 32, 32, HEAD), "math", "math"),
+        ("v100", AttentionCall(F16, 32, 8, HEAD), "math", "efficient"),
+        ("mi300x", AttentionCall(BF16, 32, 8, HEAD), None, None),
+        ("mps", AttentionCall(F16, 32, 8, HEAD), None, None),
+        ("cpu-avx2", AttentionCall(F32, 32, 8, HEAD), None, None),
     ],
 )
-def test_kernel_of_a_call(device: str, call: AttentionCall, kernel: str | None) -> None:
-    assert attention_kernel(device_profile(device), call) == kernel
+def test_kernel_of_a_call(device: str, call: AttentionCall, kernel: str | None, later: str | None) -> None:
+    """Up to torch 2.13, and from 2.14 on: there the memory-efficient kernel takes grouped heads, and cuDNN's heads of 256."""
+    assert attention_kernel(device_profile(device), call, (2, 13)) == kernel
+    assert attention_kernel(device_profile(device), call, (2, 14)) == later
+
+
+@pytest.mark.parametrize(("masked", "kernel"), [(False, "flash"), (True, "efficient")])
+def test_with_cudnns_kernel_switched_off(masked: bool, kernel: str) -> None:
+    call = AttentionCall(BF16, 8, 8, HEAD, masked=masked)
+    assert attention_kernel(device_profile("h100"), call) == "cudnn"
+    assert attention_kernel(device_profile("h100"), call, cudnn=False) == kernel
+
+
+def test_where_gradients_may_be_nan() -> None:
+    masked = AttentionCall(BF16, 8, 8, HEAD, masked=True)
+    h100 = device_profile("h100")
+    assert [may_return_nan(h100, masked, (2, minor)) for minor in range(10, 16)] == [
+        False,
+        *[True] * 4,
+        False,
+    ]
+    assert not may_return_nan(h100, replace(masked, masked=False), (2, 13))
+    assert not may_return_nan(h100, replace(masked, dtype=F32), (2, 13))
+    assert not any(
+        may_return_nan(device_profile(name), masked, (2, 13)) for name in ("b200", "a100-40gb", "rtx4090")
+    )
 
 
 def test_heads_are_repeated_where_that_brings_a_fused_kernel_and_nowhere_else() -> None:
     for name in profile_names():
         profile = device_profile(name)
         for dtype in (F16, BF16, F32, F64):
-            grouped, alone = (
-                attention_kernel(profile, AttentionCall(dtype, 32, heads, HEAD)) for heads in (8, 32)
-            )
-            assert needs_repeated_heads(profile, dtype) == (grouped == "math" and alone == "efficient")
+            for release in ((2, 13), (2, 14)):
+                grouped, alone = (
+                    attention_kernel(profile, AttentionCall(dtype, 32, heads, HEAD), release)
+                    for heads in (8, 32)
+                )
+                repeated = grouped == "math" and alone == "efficient"
+                assert needs_repeated_heads(profile, dtype, release) == repeated
 
 
 def test_a_float32_mask_is_refused_where_the_memory_efficient_kernel_takes_the_call() -> None:
@@ -75,5 +110,5 @@ def test_a_float32_mask_is_refused_where_the_memory_efficient_kernel_takes_the_c
 
 
 def test_torch_is_one_whose_conditions_were_read() -> None:
-    """torch's main (001f694) gives the memory-efficient kernel grouped heads: read sdp_utils.cpp again, and repeat no more where it takes them."""
-    assert tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 13)
+    """Of a later one sdp_utils.cpp is read again; of a binary alone, what `strings libtorch_cuda.so` shows of its checks."""
+    assert RELEASE <= (2, 14)

@@ -40,7 +40,7 @@ def test_kinds_of_rules() -> None:
     kinds.pop("step")
     assert kinds == {
         "untraced": ["IST199"],
-        "device": ["IST601", "IST602", "IST604", "IST606"],
+        "device": ["IST601", "IST602", "IST604", "IST606", "IST812"],
         "versions": ["IST603"],
         "memory": ["IST605"],
         "values": ["IST809", "IST810"],

@@ -74,26 +74,68 @@ def _rebuild(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return cls.__new__(cls)
 
 
+def innermost(function: types.FunctionType) -> types.FunctionType | None:
+    """What the decorators of a function hand its arguments on to; itself without any; None where one keeps it elsewhere than in its closure."""
+    if not hasattr(function, "__wrapped__"):
+        return function
+    return None if _cell(function) is None else innermost(function.__wrapped__)
+
+
 def globals_of(function: types.FunctionType) -> set[str] | None:
-    """Names of its module that a function reads; None where a copy would not do the same: it is decorated, or writes to such names."""
-    steps = [(step.opname, str(step.argval)) for step in dis.get_instructions(function)]
-    writes = any(operator in ("STORE_GLOBAL", "DELETE_GLOBAL") for operator, _ in steps)
-    if writes or hasattr(function, "__wrapped__"):
+    """Names of its module that a function reads, within its decorators; None where a copy would not do the same, as if it writes to such names."""
+    inner = innermost(function)
+    if inner is None:
+        return None
+    steps = [(step.opname, str(step.argval)) for step in dis.get_instructions(inner)]
+    if any(operator in ("STORE_GLOBAL", "DELETE_GLOBAL") for operator, _ in steps):
         return None
     return {name for operator, name in steps if operator == "LOAD_GLOBAL"}
 
 
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """A copy of a function that finds `value` under a name of its module, which stays as it is."""
-    names = {**function.__globals__, name: value}
-    code, defaults = function.__code__, function.__defaults__
-    copy = types.FunctionType(code, names, function.__name__, defaults, function.__closure__)
+    """A copy of a function, and of its decorators, that finds `value` under a name of its module, which stays as it is.
+
+    Raises:
+        ValueError: a decorator keeps it elsewhere than in its closure (`globals_of` returns None).
+    """
+    names, closure = function.__globals__, function.__closure__
+    attributes = dict(vars(function))
+    if hasattr(function, "__wrapped__"):
+        at = _cell(function)
+        if at is None or closure is None:
+            raise ValueError(f"{function.__qualname__} is not in the closure of its decorator")
+        inner = with_global(function.__wrapped__, name, value)
+        closure = (*closure[:at], types.CellType(inner), *closure[at + 1 :])
+        attributes["__wrapped__"] = inner
+    else:
+        names = {**names, name: value}
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__qualname__ = function.__qualname__
+    vars(copy).update(attributes)
     return copy
 
 
 def see_module(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
     """Let a copy by `with_global` find everything else as the function's module has it now."""
+    own, original = innermost(copy), innermost(function)
+    assert own is not None
+    assert original is not None
     # One dictionary of names stays, so that CPython's inline caches stay valid.
-    copy.__globals__.update({**function.__globals__, name: copy.__globals__[name]})
+    own.__globals__.update({**original.__globals__, name: own.__globals__[name]})
+
+
+def _cell(function: types.FunctionType) -> int | None:
+    """Where in its closure a decorator's function has the one that it decorates; None where it is not there."""
+    inner = getattr(function, "__wrapped__", None)
+    if not isinstance(inner, types.FunctionType):
+        return None
+    cells = function.__closure__ or ()
+    return next((at for at, cell in enumerate(cells) if _content(cell) is inner), None)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty as yet
+        return None

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from isotype.compat.swapped import globals_of, see_module, with_global
+from isotype.compat.swapped import globals_of, innermost, see_module, with_global
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.trial import is_close, result_of
@@ -58,7 +58,8 @@ def with_loops(forward: Any) -> Any:
 
 
 def _rotation_of(forward: Any) -> FunctionType | None:
-    rotate = forward.__globals__.get(NAME) if isinstance(forward, FunctionType) else None
+    function = innermost(forward) if isinstance(forward, FunctionType) else None
+    rotate = None if function is None else function.__globals__.get(NAME)
     return rotate if isinstance(rotate, FunctionType) else None
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from rich.console import Console
 
+from isotype.compat.torch import without_cudnn_attention
 from isotype.compat.transformers import train_on_first_gpu
 from isotype.core.errors import UsageError
+from isotype.precision.devices.attention import has_faulty_cudnn
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.report.narrow import wrapped
 from isotype.train.options.settings import Settings
@@ -59,6 +63,11 @@ def wait_less(settings: Settings, profile: DeviceProfile) -> None:
     pinned = profile.kind in ("cuda", "rocm") and training.dataloader_pin_memory
     if pinned and "accelerator_config" not in explicit:
         training.accelerator_config.non_blocking = True
+
+
+def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
+    """Within it no kernel of attention is taken whose gradients may be NaN (IST812); the others compute the same."""
+    return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()
 
 
 def _other_device(settings: Settings) -> str:

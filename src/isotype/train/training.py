@@ -36,7 +36,7 @@ from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.compilation import compile_blocks
-from isotype.train.device import take_one_gpu, training_device, wait_less
+from isotype.train.device import sound_attention, take_one_gpu, training_device, wait_less
 from isotype.train.generate import Prompt, answer
 from isotype.train.governed import (
     enforce_trainer,
@@ -120,7 +120,7 @@ def run(settings: Settings, console: Console) -> Outcome:
         with interrupts_kept():
             check_settings(settings)
             check_read_later(settings)
-        with _only_writer(settings, console):
+        with _only_writer(settings, console), sound_attention(profile):
             return _run(settings, start, profile, rewards, console)
 
 

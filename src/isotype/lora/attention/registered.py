@@ -27,7 +27,12 @@ from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.sequences import Sequences, packed
 from isotype.lora.unpadded import MOST_TOKENS, Unpadded, tried, unpadded, unpadded_sides
 from isotype.model.enforce import policy_of
-from isotype.precision.devices.attention import AttentionCall, attention_kernel, needs_repeated_heads
+from isotype.precision.devices.attention import (
+    AttentionCall,
+    attention_kernel,
+    cudnn_is_on,
+    needs_repeated_heads,
+)
 from isotype.precision.devices.profile import DeviceProfile
 
 NAME = "isotype"
@@ -161,7 +166,8 @@ def use_fast_attention(
     if not on_cpu and profile is not None and owners:
         policy = policy_of(model)
         dtype = owners[0].dtype if policy is None else policy.compute
-        if _is_grouped(owners[0]) and attention_kernel(profile, _grouped_call(dtype)) == "math":
+        kernel = attention_kernel(profile, _grouped_call(dtype), cudnn=cudnn_is_on())
+        if _is_grouped(owners[0]) and kernel == "math":
             return _with_repeated_heads(owners, profile, dtype, str(reason))
         return _with_lengths(model, owners, profile, dtype, str(reason))
     if not on_cpu:

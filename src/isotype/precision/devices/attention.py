@@ -1,9 +1,9 @@
 """Which kernel torch's attention takes for a call on an NVIDIA GPU, by the conditions of `scaled_dot_product_attention`.
 
-From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.13), in the order of `priority_order`: cuDNN's kernel comes
+From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.14), in the order of `priority_order`: cuDNN's kernel comes
 first on Hopper and Blackwell's large GPUs (capability 9.x and 10.x, with cuDNN 9.15.1 or later, as torch's builds for CUDA 13 have), and takes
 masks of any float dtype and grouped heads in 16 bits. FlashAttention takes grouped heads and no mask, on compute capability 8.0 and later.
-The memory-efficient kernel takes masks and older GPUs, in these releases no grouped heads. What none takes goes to plain operators
+The memory-efficient kernel takes masks and older GPUs, and grouped heads from torch 2.14 on. What none takes goes to plain operators
 (`math`), which write out all scores in float32. Of other devices nothing is known here.
 """
 
@@ -13,19 +13,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.backends import cuda
 
 from isotype.precision.devices.profile import DeviceProfile
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
+Release = tuple[int, int]
+
+RELEASE: Release = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
+"""Of the torch that is installed, (major, minor)."""
 
 _AMPERE = (8, 0)
+_HOPPER = (9, 0)
 _FLASH_HEAD = 256
 _CUDNN_MAJORS = (9, 10)
 _CUDNN_HEAD = 128
-_CUDNN_PAIR = (192, 128)
-"""Sizes of a head of queries and of values that cuDNN takes besides: those of multi-head latent attention."""
+_CUDNN_PAIRS: tuple[tuple[tuple[int, int], Release], ...] = (((192, 128), (2, 10)), ((256, 256), (2, 14)))
+"""Sizes of a head of queries and of values that cuDNN takes besides, and the release that they are taken from on: those of multi-head
+latent attention, and 256, whose backward takes no others."""
+_GROUPED_EFFICIENT: Release = (2, 14)
+"""From this release on the memory-efficient kernel takes grouped heads (https://github.com/pytorch/pytorch/pull/191085)."""
 _ALIGNED = 16
 """Bytes that rows of the memory-efficient kernel are a multiple of."""
+
+CUDNN_TILE = 128
+_NAN_RELEASES: tuple[Release, Release] = ((2, 11), (2, 14))
+"""The first and the last release that bring a cuDNN (before 9.26) whose backward may return NaN."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +60,68 @@ class AttentionCall:
     masked: bool = False
 
 
-def attention_kernel(profile: DeviceProfile, call: AttentionCall) -> Kernel | None:
-    """The kernel that a call takes on an NVIDIA GPU; None where nothing is known of the device."""
+def cudnn_is_on() -> bool:
+    """Whether `torch.backends.cuda.enable_cudnn_sdp` leaves cuDNN's kernel on."""
+    return bool(cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+
+
+def attention_kernel(
+    profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, *, cudnn: bool = True
+) -> Kernel | None:
+    """The kernel that a call takes on an NVIDIA GPU by a release of torch; None where nothing is known of the device.
+
+    Args:
+        profile: of the device.
+        call: the call.
+        release: of torch.
+        cudnn: whether cuDNN's kernel is on, `cudnn_is_on` for the process.
+    """
     if not _is_known(profile) or profile.capability is None:
         return None
-    if _is_cudnns(profile, call):
+    if cudnn and _is_cudnns(profile, call, release):
         return "cudnn"
-    if not call.masked and call.dtype in profile.flash_attention and _same_sizes(call, at_most=_FLASH_HEAD):
+    if not call.masked and call.dtype in profile.flash_attention and _same_sizes(call, _FLASH_HEAD):
         return "flash"
     query, key, value = (size * call.dtype.itemsize for size in call.sizes)
     aligned = query == key and not (query % _ALIGNED or value % _ALIGNED)
-    fits = call.dtype in _efficient(profile) and call.heads == call.key_heads and aligned
+    grouped = call.heads != call.key_heads
+    fits = call.dtype in _efficient(profile) and aligned and not (grouped and release < _GROUPED_EFFICIENT)
     return "efficient" if fits else "math"
 
 
-def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype) -> bool:
+def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
     """Whether grouped heads have a fused kernel only when keys and values are repeated for each head of the queries."""
-    return _is_known(profile) and dtype not in profile.flash_attention and dtype in _efficient(profile)
+    without = _is_known(profile) and dtype not in profile.flash_attention and dtype in _efficient(profile)
+    return without and release < _GROUPED_EFFICIENT
+
+
+def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
+    """Whether a release of torch brings a cuDNN whose attention may return NaN on a GPU (`may_return_nan`)."""
+    first, last = _NAN_RELEASES
+    return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
+
+
+def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
+    """Whether the backward of a call may give queries gradients that are NaN, at lengths that are 64 more than a multiple of 128.
+
+    cuDNN before 9.26 does on Hopper where a mask is given and a row's scores are all below -88
+    (https://github.com/pytorch/pytorch/issues/196678); later releases of torch bring a later one.
+    """
+    faulty = call.masked and has_faulty_cudnn(profile, release)
+    return faulty and attention_kernel(profile, call, release) == "cudnn"
 
 
 def _is_known(profile: DeviceProfile) -> bool:
     return profile.kind == "cuda" and profile.capability is not None
 
 
-def _is_cudnns(profile: DeviceProfile, call: AttentionCall) -> bool:
+def _is_cudnns(profile: DeviceProfile, call: AttentionCall, release: Release) -> bool:
     assert profile.capability is not None, "asked of GPUs whose capability is known"
     if profile.capability[0] not in _CUDNN_MAJORS or call.dtype not in profile.flash_attention:
         return False
     query, key, value = call.sizes
-    sized = max(call.sizes) <= _CUDNN_HEAD or (query, value) == _CUDNN_PAIR
-    return query == key and sized and not (query % 8 or value % 8)
+    paired = any((query, value) == pair and release >= since for pair, since in _CUDNN_PAIRS)
+    return query == key and (max(call.sizes) <= _CUDNN_HEAD or paired) and not (query % 8 or value % 8)
 
 
 def _efficient(profile: DeviceProfile) -> frozenset[torch.dtype]:

@@ -22,7 +22,12 @@ from torch.overrides import TorchFunctionMode
 from isotype.compat.torch_device import cpu_stands_for, names_of, on_cpu
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
-from isotype.precision.devices.attention import AttentionCall, attention_kernel, needs_repeated_heads
+from isotype.precision.devices.attention import (
+    AttentionCall,
+    attention_kernel,
+    cudnn_is_on,
+    needs_repeated_heads,
+)
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.trace.fake.leaves import map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
@@ -206,7 +211,7 @@ class Attention:
     """
 
     def __init__(self, profile: DeviceProfile) -> None:
-        self._profile = profile
+        self._profile, self._cudnn = profile, cudnn_is_on()
         self._scores: dict[tuple[torch.dtype, bool], int] = {}
 
     @contextmanager
@@ -215,7 +220,7 @@ class Attention:
     ) -> Iterator[None]:
         """For a call of a torch function; of any but attention, nothing changes."""
         call = None if func is not scaled_dot_product_attention else _call_of(args, kwargs, autocast)
-        if call is None or attention_kernel(self._profile, call[0]) != "math":
+        if call is None or attention_kernel(self._profile, call[0], cudnn=self._cudnn) != "math":
             yield
             return
         described, scores = call

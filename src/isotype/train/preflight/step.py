@@ -29,6 +29,7 @@ from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
 from isotype.rules.kit.step_time import step_time
+from isotype.train.device import sound_attention
 from isotype.train.launched import from_first
 from isotype.train.models import weightless_model
 from isotype.train.output.checkpoints import read_json
@@ -178,13 +179,14 @@ def check_plan(plan: StepPlan, command: Sequence[str], phases: Sequence[str]) ->
     config = config_of(checkpoint)
     require_complete_gguf(checkpoint)
     step = PlannedStep(plan, config, policy, ranges, phases)
-    chosen = step.choice() if plan.auto else None
-    if chosen is not None:
-        plan = replace(plan, checkpointing=chosen.arguments)
-    model, fusion = step.model(plan.checkpointing)
-    length = row_length(plan, config)
-    peak = partial(step.peak, plan.checkpointing)
-    report = fitting(step.report(plan.checkpointing, plan.rows, length), plan, length, command, peak)
+    with sound_attention(device_profile(plan.device)):
+        chosen = step.choice() if plan.auto else None
+        if chosen is not None:
+            plan = replace(plan, checkpointing=chosen.arguments)
+        model, fusion = step.model(plan.checkpointing)
+        length = row_length(plan, config)
+        peak = partial(step.peak, plan.checkpointing)
+        report = fitting(step.report(plan.checkpointing, plan.rows, length), plan, length, command, peak)
     trace = replace(
         report.trace,
         setup=replace(

@@ -1,0 +1,87 @@
+"""
+**What it means.** On Hopper (H100, H200) attention with a mask is computed by cuDNN's kernel. The backward of the cuDNN that torch
+2.11 to 2.14 bring may give the queries gradients that are NaN: at lengths that are 64 more than a multiple of 128, where all scores of a
+row are below -88, as in the heads of Qwen2.5 that put everything on one token.
+
+**Why it is bad.** The loss stays healthy, one step's gradients are NaN, and with them every weight from the next step on. Padded batches
+have another length each, so that it comes after minutes or days.
+
+**Why it happens.** The kernel works on tiles of 128 keys. What fills half of the last tile counts as a score of 0 where it should be
+minus infinity, and exp(0 + 88) is infinite in float32.
+
+**An example that fails**
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")     # on an H100, batches padded to 704 tokens
+
+**Repaired**
+
+    torch.backends.cuda.enable_cudnn_sdp(False)     # before the training; isotype's own trainings do it
+
+**How safe is the fix?** Safe: the memory-efficient kernel, or FlashAttention where there is no mask, computes the same attention. Torch
+2.15 brings a cuDNN without the error.
+
+**Seen in** pytorch/pytorch #196678; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.core.names import plural
+from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, cudnn_is_on, may_return_nan
+from isotype.records.finding import Finding, Kind, finding_at
+from isotype.records.trace import Call, Trace
+from isotype.rules.kit.fixes import advice
+
+TITLE = "Gradients of attention that may be NaN on Hopper"
+KIND: Kind = "device"
+
+_KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
+"""The kernel itself, and what stands for any of a GPU's kernels on fake tensors."""
+_MASKS = ("attn_mask", "attn_bias")
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Masked attention that is trained through cuDNN's kernel: a warning at a length at which it may fail, a note at others."""
+    if not cudnn_is_on():
+        return
+    fused = [call for call in trace.calls if any(part in call.op for part in _KERNELS)]
+    if all(call.phase != "backward" for call in fused):
+        return
+    calls = [call for call in fused if call.phase == "forward" and _may_return_nan(trace, call)]
+    if not calls:
+        return
+    hit = [call for call in calls if _keys(call) % CUDNN_TILE == CUDNN_TILE // 2]
+    first, *others = hit or calls
+    lengths = f"at {_keys(first)} tokens" if hit else "at lengths that are 64 more than a multiple of 128"
+    yield finding_at(
+        "IST812",
+        "warning" if hit else "note",
+        f"cuDNN's attention with a mask may return NaN for the queries' gradients {lengths}",
+        first,
+        others,
+        cause=f"the cuDNN of torch 2.11 to 2.14 on {trace.setup.profile.title}",
+        notes=(plural(sum(call.repeats for call in hit or calls), "attention call"),),
+        fixes=(
+            advice(
+                "torch.backends.cuda.enable_cudnn_sdp",
+                "torch.backends.cuda.enable_cudnn_sdp(False) before the training, or torch 2.15",
+                "False",
+            ),
+        ),
+    )
+
+
+def _may_return_nan(trace: Trace, call: Call) -> bool:
+    operands = {operand.role: operand for operand in call.operands}
+    if call.breach is not None or not {"query", "key", "value"} <= operands.keys():
+        return False
+    query, key, value = (operands[name].shape for name in ("query", "key", "value"))
+    sizes = query[-1], key[-1], value[-1]
+    masked = any(name in operands for name in _MASKS)
+    described = AttentionCall(operands["query"].dtype, query[-3], key[-3], sizes, masked)
+    return may_return_nan(trace.setup.profile, described)
+
+
+def _keys(call: Call) -> int:
+    return next(operand.shape[-2] for operand in call.operands if operand.role == "key")

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isotype.precision.devices import attention
+from isotype.records.trace import Trace
+from tests.models import tiny_batch
+from tests.rules.traces import found, llama, on, traced
+
+RULE = "ist812_cudnn_nan"
+
+
+def padded(tokens: int) -> dict[str, torch.Tensor]:
+    """`[2, tokens]` ids with labels, the first row of which is padded: so there is a mask."""
+    batch = tiny_batch("llama")
+    ids = batch["input_ids"][:, :1].repeat(1, tokens)
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return traced(llama(), padded(192))
+
+
+@pytest.fixture(autouse=True)
+def _torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = attention.may_return_nan
+    monkeypatch.setattr(
+        f"isotype.rules.{RULE}.may_return_nan", lambda profile, call: judged(profile, call, (2, 13))
+    )
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_a_length_at_which_it_may_fail(trace: Trace, device: str) -> None:
+    (finding,) = found(RULE, on(trace, device))
+    assert finding.severity == "warning"
+    assert (
+        finding.message
+        == "cuDNN's attention with a mask may return NaN for the queries' gradients at 192 tokens"
+    )
+    (fix,) = finding.fixes
+    assert fix.description == "torch.backends.cuda.enable_cudnn_sdp(False) before the training, or torch 2.15"
+
+
+def test_other_lengths_are_a_note() -> None:
+    (finding,) = found(RULE, on(traced(llama(), padded(128)), "h100"))
+    assert finding.severity == "note"
+    assert finding.message.endswith("at lengths that are 64 more than a multiple of 128")
+
+
+@pytest.mark.parametrize("device", ["b200", "a100", "t4", "cpu-generic"])
+def test_other_devices(trace: Trace, device: str) -> None:
+    assert found(RULE, on(trace, device)) == []
+
+
+def test_without_a_mask_or_a_backward() -> None:
+    whole = padded(192)
+    del whole["attention_mask"]
+    assert found(RULE, on(traced(llama(), whole), "h100")) == []
+    assert found(RULE, on(traced(llama(), padded(192), phases=("forward",)), "h100")) == []
+
+
+def test_with_the_kernel_switched_off(trace: Trace) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert found(RULE, on(trace, "h100")) == []
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)

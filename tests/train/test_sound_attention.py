@@ -1,0 +1,46 @@
+"""No training of isotype's computes attention by a kernel whose gradients may be NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from isotype.precision.devices import attention
+from isotype.precision.devices.attention import AttentionCall, attention_kernel, cudnn_is_on, has_faulty_cudnn
+from isotype.precision.devices.profile import device_profile
+from isotype.train.device import sound_attention
+
+MASKED = AttentionCall(torch.bfloat16, 8, 8, (64, 64, 64), masked=True)
+
+
+@pytest.fixture(autouse=True)
+def _as_with_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    defaults = has_faulty_cudnn.__defaults__
+    has_faulty_cudnn.__defaults__ = ((2, 13),)
+    yield
+    has_faulty_cudnn.__defaults__ = defaults
+
+
+def test_torch_still_brings_the_faulty_kernel() -> None:
+    assert attention.RELEASE <= (2, 14), (
+        "2.15 brings cuDNN 9.26: the switch can go with the releases before it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel"),
+    [("h100", "efficient"), ("h200", "efficient"), ("b200", "cudnn"), ("a100", "efficient")],
+)
+def test_the_kernel_of_a_training(device: str, kernel: str) -> None:
+    profile = device_profile(device)
+    with sound_attention(profile):
+        assert attention_kernel(profile, MASKED, cudnn=cudnn_is_on()) == kernel
+    assert cudnn_is_on()
+
+
+def test_it_is_on_again_after_an_error() -> None:
+    with pytest.raises(KeyError), sound_attention(device_profile("h100")):
+        raise KeyError
+    assert cudnn_is_on()
