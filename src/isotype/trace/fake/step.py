@@ -305,7 +305,8 @@ class _Step:
         if all(
             isinstance(parameter, FakeTensor) for parameter in trainable
         ):  # a DTensor has no hook that counts
-            self.reached = sum(id(parameter) in reached for parameter in trainable)
+            # A parameter that the step's code has moved (`model.to("cuda")`) has a gradient, and its hook is gone.
+            self.reached = sum(each.grad is not None or id(each) in reached for each in trainable)
 
     def _refuse(self, function: str, message: str, given: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write down a function that finds no gradients to work on."""
