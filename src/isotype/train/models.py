@@ -112,7 +112,7 @@ def _adapted(
     with _adapter_arguments():
         model = add_lora(model, policy, _peft_config(settings, model))
         if settings.extra.init_lora_weights == LOFTQ:
-            begin_from_error(model, checkpoint, moments_of_run(checkpoint, policy.device))
+            begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.extra.device))
         return _with_reference(settings, model)
 
 

@@ -26,9 +26,6 @@ from isotype.train.launched import from_first, processes
 
 Result = TypeVar("Result", bound=Ranges | Damages)
 
-WHEN = ("measure", "known")
-"""`measure`: measure a checkpoint whose weights are on this machine and that nobody has measured; `known`: do not."""
-
 
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
@@ -39,7 +36,7 @@ def policy_by_ranges(
         checkpoint: whose weights are measured, if they are on this machine.
         request: what was asked of the precision.
         device: name of a device or of a profile.
-        when: see `WHEN`.
+        when: `measure`: measure a checkpoint whose weights are on this machine and that nobody has measured; `known`: do not.
 
     Raises:
         PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`.

@@ -94,7 +94,7 @@ class StepPlan:
         revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
         notes: what is not traced as asked.
-        ranges: whether value ranges are measured, see `isotype.train.policy.WHEN`.
+        ranges: whether value ranges are measured, `measure` or `known`, as `isotype.train.policy.policy_by_ranges` takes it.
         data: what the rows' lengths say, and as what they are read; "" where no data set was opened.
         fuse: whether the training fuses its LoRA layers.
         data_rows: rows of the training's data set; None where none was opened, or it is a stream.
