@@ -1,4 +1,4 @@
-"""torch (2.10 to 2.13): what has no public name, under names of ours.
+"""torch (2.10 to 2.14): what has no public name, under names of ours.
 
 Every import of torch's private modules, every private function and attribute of its tensors and modules is here, so a release of
 torch that renames one breaks this file and no other. tests/compat/test_torch.py fails where one is gone or means something else.

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch (2.10 to 2.13) looks; the first is its name for all accelerators."""
+"""Where torch (2.10 to 2.14) looks; the first is its name for all accelerators."""
 
 EXPANDABLE = "expandable_segments:True"
 
