@@ -49,9 +49,11 @@ class Gradients:
         if func in _CUTS:
             return
         for _, tensor in tensors:
-            key = getattr(tensor, _PARAMETER, id(tensor))
+            cast_of = getattr(tensor, _PARAMETER, None)  # with a history or, in torch 2.10, without
+            key = id(tensor) if cast_of is None else cast_of
             known = names.get(key)
-            if known is None or known.kind != "parameter" or not tensor.requires_grad:
+            trainable = cast_of is not None or tensor.requires_grad
+            if known is None or known.kind != "parameter" or not trainable:
                 continue
             if func is _CAST:
                 setattr(result, _PARAMETER, key)
