@@ -254,19 +254,21 @@ def main() -> int:
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     parser.add_argument("--small", action="store_true", help="one shape and dtype of each kernel")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every launch there as well")
-    given = parser.parse_args()
-    compiler, built = Compiler(given.cards), []
-    for card in given.cards:
-        for case in cases(given.small):
+    options = parser.parse_args()
+    compiler, built = Compiler(options.cards), []
+    for card in options.cards:
+        for case in cases(options.small):
             built += compiler.built(card, case)
     print(f"Triton {triton.__version__}; registers of a thread x warps of a program")
-    print(table(built, given.cards))
+    print(table(built, options.cards))
     wrong = [each for each in built if not each.good]
     for each in wrong:
         print(f"{each.kernel}, {each.case}, {each.dtype}, {each.card}: {each.failed or each}")
     print(f"{len(built)} launches, {len(wrong)} wrong")
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(each) for each in built], indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps([asdict(each) for each in built], indent=1) + "\n", encoding="utf-8"
+        )
     return int(bool(wrong))
 
 

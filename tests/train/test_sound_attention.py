@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from isotype.compat.torch import cudnn_is_on
 from isotype.precision.devices import attention
-from isotype.precision.devices.attention import AttentionCall, attention_kernel, cudnn_is_on, has_faulty_cudnn
+from isotype.precision.devices.attention import AttentionCall, attention_kernel, has_faulty_cudnn
 from isotype.precision.devices.profile import device_profile
 from isotype.train.device import sound_attention
 

@@ -474,10 +474,15 @@ def fake_errors_unlogged() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def cudnn_is_on() -> bool:
+    """Whether `torch.backends.cuda.enable_cudnn_sdp` leaves cuDNN's kernel of attention on."""
+    return bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
     """Attention by torch's other kernels within it."""
-    was_on = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    was_on = cudnn_is_on()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield

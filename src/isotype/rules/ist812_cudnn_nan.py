@@ -27,8 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from isotype.compat.torch import cudnn_is_on
 from isotype.core.names import plural
-from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, cudnn_is_on, may_return_nan
+from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, may_return_nan
 from isotype.records.finding import Finding, Kind, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.fixes import advice

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import FakeTensor, is_transformed
+from isotype.compat.torch import FakeTensor, cudnn_is_on, is_transformed
 from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
@@ -30,7 +30,6 @@ from isotype.model.enforce import policy_of
 from isotype.precision.devices.attention import (
     AttentionCall,
     attention_kernel,
-    cudnn_is_on,
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile
@@ -166,8 +165,7 @@ def use_fast_attention(
     if not on_cpu and profile is not None and owners:
         policy = policy_of(model)
         dtype = owners[0].dtype if policy is None else policy.compute
-        kernel = attention_kernel(profile, _grouped_call(dtype), cudnn=cudnn_is_on())
-        if _is_grouped(owners[0]) and kernel == "math":
+        if _is_grouped(owners[0]) and _writes_scores(profile, dtype):
             return _with_repeated_heads(owners, profile, dtype, str(reason))
         return _with_lengths(model, owners, profile, dtype, str(reason))
     if not on_cpu:
@@ -191,8 +189,9 @@ def _is_grouped(model: nn.Module) -> bool:
     return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
 
 
-def _grouped_call(dtype: torch.dtype) -> AttentionCall:
-    return AttentionCall(dtype, 2, 1, (64, 64, 64))  # of a common size
+def _writes_scores(profile: DeviceProfile, dtype: torch.dtype) -> bool:
+    call = AttentionCall(dtype, 2, 1, (64, 64, 64))  # of a common size
+    return attention_kernel(profile, call, cudnn=cudnn_is_on()) == "math"
 
 
 def _with_repeated_heads(

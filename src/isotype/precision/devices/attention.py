@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.backends import cuda
 
 from isotype.precision.devices.profile import DeviceProfile
 
@@ -60,11 +59,6 @@ class AttentionCall:
     masked: bool = False
 
 
-def cudnn_is_on() -> bool:
-    """Whether `torch.backends.cuda.enable_cudnn_sdp` leaves cuDNN's kernel on."""
-    return bool(cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
-
-
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, *, cudnn: bool = True
 ) -> Kernel | None:
@@ -74,7 +68,7 @@ def attention_kernel(
         profile: of the device.
         call: the call.
         release: of torch.
-        cudnn: whether cuDNN's kernel is on, `cudnn_is_on` for the process.
+        cudnn: whether cuDNN's kernel is on, `isotype.compat.torch.cudnn_is_on` for the process.
     """
     if not _is_known(profile) or profile.capability is None:
         return None

@@ -38,11 +38,11 @@ def outside(error: BaseException, models: Iterable[nn.Module], step: Trace) -> O
         for model in models
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    source, found = line_of(error), dict(tensors_at_hand(error))
+    source, at_hand = line_of(error), dict(tensors_at_hand(error))
     states = dict(_of_optimizer(error, names))
     seen = tuple(
         (name, tensor.dtype, tuple(tensor.shape), names.get(id(tensor), ""))
-        for name, tensor in (states or found).items()
+        for name, tensor in (states or at_hand).items()
         if tensor.dtype in FLOATS and tensor.dim()
     )
     autocast = max((call.autocast for call in step.calls if call.autocast), key=str, default=None)

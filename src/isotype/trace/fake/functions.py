@@ -19,13 +19,13 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from isotype.compat.torch import cudnn_is_on
 from isotype.compat.torch_device import cpu_stands_for, names_of, on_cpu
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
 from isotype.precision.devices.attention import (
     AttentionCall,
     attention_kernel,
-    cudnn_is_on,
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile

@@ -308,9 +308,9 @@ class _Step:
             # A parameter that the step's code has moved (`model.to("cuda")`) has a gradient, and its hook is gone.
             self.reached = sum(each.grad is not None or id(each) in reached for each in trainable)
 
-    def _refuse(self, function: str, message: str, given: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _refuse(self, function: str, message: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write down a function that finds no gradients to work on."""
-        operands, breach = self.recorder.operands(given), Breach(message, False, None)
+        operands, breach = self.recorder.operands(tensors), Breach(message, False, None)
         self.recorder.calls.append(Call(function, self.recorder.phase, "", "", operands, (), breach=breach))
 
     def _trainable(self) -> list[torch.Tensor]:
