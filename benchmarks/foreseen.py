@@ -1,0 +1,508 @@
+"""The memory that `isotype check` foresees beside what the same command really takes, of random training set-ups.
+
+Of each set-up (drawn by seed: architecture, method, storage, dtype, adapters, packing, checkpointing, accumulation, optimizer, evaluation)
+`isotype check` is asked for the peak, and the command is run: two steps and, if it evaluates, one evaluation. *Real* is the peak of what
+torch's allocator holds on this CPU from the beginning of `Trainer.train` to its end: the bytes of all tensors that are alive when it begins,
+and what the allocator (torch.profiler) hands out and takes back from there. Models are random, of tens of MiB a step, so that a MiB does not
+matter; each set-up runs in a process forked from one that has imported the libraries.
+
+Run: python benchmarks/foreseen.py --seed 1 --count 70 [--only sft none …] [--jobs 2] [--json FILE]. Prints a line per set-up, the shares
+within 5 and 10 %, and of what is off the settings that it has in common. Ends with 1 where fewer than 95 % are within 5 %, or one is not within 10 %.
+`--at SEED/NUMBER …` runs some of the set-ups again, `--kinds` prints what the foreseen peak is made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+NEAR, FAR, LEAST_SHARE = 0.05, 0.10, 0.95
+SECONDS = 600
+"""That a set-up may take."""
+WORDS = 900
+VOCABULARY = 1024
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+_GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+_WIDE = {"head_dim": 32}
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "bos_token_id": 2, "eos_token_id": 3
+}  # fmt: skip
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_SIZES, **_GROUPED}),
+    "llama-tied": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**_SIZES, **_GROUPED, "sliding_window": 64}),
+    "qwen2": ("Qwen2Config", {**_SIZES, **_GROUPED}),
+    "qwen3": ("Qwen3Config", {**_SIZES, **_GROUPED, **_WIDE}),
+    "gemma": ("GemmaConfig", {**_SIZES, **_GROUPED, **_WIDE}),
+    "gemma2": ("Gemma2Config", {**_SIZES, **_GROUPED, **_WIDE, "sliding_window": 64}),
+    "gemma3": ("Gemma3TextConfig", {**_SIZES, **_GROUPED, **_WIDE, "sliding_window": 64}),
+    "phi": ("PhiConfig", _SIZES),
+    "phi3": ("Phi3Config", {**_SIZES, **_GROUPED}),
+    "olmo2": ("Olmo2Config", {**_SIZES, **_GROUPED}),
+    "granite": ("GraniteConfig", {**_SIZES, **_GROUPED}),
+    "stablelm": ("StableLmConfig", {**_SIZES, **_GROUPED}),
+    "starcoder2": ("Starcoder2Config", {**_SIZES, **_GROUPED}),
+    "cohere": ("CohereConfig", {**_SIZES, **_GROUPED}),
+    "smollm3": ("SmolLM3Config", {**_SIZES, **_GROUPED}),
+    "gpt-neox": ("GPTNeoXConfig", _SIZES),
+    "gpt2": ("GPT2Config", _GPT),
+    "opt": (
+        "OPTConfig",
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 128, "ffn_dim": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "max_position_embeddings": 512, "word_embed_proj_dim": 128, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3,
+        },
+    ),
+    "bloom": (
+        "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 128, "n_layer": 4, "n_head": 4, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3},
+    ),
+    "falcon": (
+        "FalconConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "bos_token_id": 2, "eos_token_id": 3},
+    ),
+    "mixtral": ("MixtralConfig", {**_SIZES, **_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**_SIZES, **_GROUPED, **_WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {**_SIZES, **_GROUPED, **_WIDE, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+    ),
+}  # fmt: skip
+"""Name -> (class of its configuration in transformers, its arguments)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training set-up.
+
+    Attributes:
+        architecture: a key of `ARCHITECTURES`.
+        method: `sft` or `dpo`.
+        storage: of the frozen weights: `none`, `nf4` or `int8`.
+        adapters: `lora`, `dora` or `full` (every weight is trained).
+        evaluation: `off`, `default` rows, or rows a step.
+    """
+
+    architecture: str
+    method: str
+    storage: str
+    dtype: str
+    adapters: str
+    rank: int
+    dropout: float
+    packing: bool
+    checkpointing: str
+    accumulation: int
+    optimizer: str
+    evaluation: str
+    rows: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        words = [self.architecture, self.method, self.storage, self.dtype]
+        words += [self.adapters if self.adapters == "full" else f"{self.adapters} r{self.rank}"]
+        words += [f"dropout {self.dropout:g}"] if self.dropout else []
+        words += ["packed"] if self.packing else []
+        words += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "False" else []
+        words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
+        words += [self.optimizer, f"evaluation {self.evaluation}", f"{self.rows} x {self.length}"]
+        return ", ".join(words)
+
+
+def draw(seed: int, number: int) -> Setup:
+    """The set-up with this number of a seed."""
+    dice = random.Random(f"{seed}/{number}")
+    full = dice.random() < 0.25
+    method = "sft" if dice.random() < 0.75 else "dpo"
+    return Setup(
+        architecture=dice.choice(tuple(ARCHITECTURES)),
+        method=method,
+        storage="none" if full else dice.choice(("none", "nf4", "int8")),
+        dtype=dice.choice(("float32", "bfloat16", "float16")),
+        adapters="full" if full else dice.choice(("lora", "lora", "dora")),
+        rank=dice.choice((4, 8, 16, 64)),
+        dropout=dice.choice((0.0, 0.05)),
+        packing=method == "sft" and dice.random() < 0.3,
+        checkpointing=dice.choice(("False", "False", "True", "auto")),
+        accumulation=dice.choice((1, 1, 2, 3)),
+        optimizer=dice.choice(("adamw_torch_fused", "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "rmsprop")),
+        evaluation=dice.choice(("off", "off", "default", "1", "8", "16")),
+        rows=dice.choice((1, 2, 4, 8)),
+        length=dice.choice((64, 96, 128, 192)),
+    )  # fmt: skip
+
+
+# The files of a set-up
+
+
+def save_model(setup: Setup, folder: Path) -> None:
+    """A random model with a tokenizer of whole words."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<unk>", "<s>", "</s>", *(f"w{number}" for number in range(WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    name, settings = ARCHITECTURES[setup.architecture]
+    config = getattr(transformers, name)(**settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def save_rows(setup: Setup, folder: Path) -> None:
+    """Rows as long as a step may take them: packed ones are shorter, others are cut."""
+    dice = random.Random(0)
+
+    def words(count: int) -> str:
+        return " ".join(f"w{dice.randrange(WORDS)}" for _ in range(count))
+
+    def row() -> dict[str, str]:
+        if setup.method == "dpo":
+            half = setup.length // 2
+            return {"prompt": words(half), "chosen": " " + words(half), "rejected": " " + words(half)}
+        return {
+            "text": words(
+                dice.randrange(setup.length // 4, setup.length) if setup.packing else setup.length + 8
+            )
+        }
+
+    steps = 3 * setup.rows * setup.accumulation * (4 if setup.packing else 1)
+    folder.mkdir()
+    held = setup.rows if setup.evaluation in ("off", "default") else int(setup.evaluation)
+    for split, count in (("train", steps), ("test", held * (4 if setup.packing else 1))):
+        lines = "".join(json.dumps(row()) + "\n" for _ in range(count))
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def command_of(setup: Setup, root: Path) -> list[str]:
+    """The arguments of `isotype`, without `check`."""
+    words = [
+        setup.method, "--model_name_or_path", root / "model", "--dataset_name", root / "data", "--output_dir", root / "out",
+        "--dtype", setup.dtype, "--device", "cpu", "--per_device_train_batch_size", setup.rows, "--max_length", setup.length,
+        "--gradient_checkpointing", setup.checkpointing, "--gradient_accumulation_steps", setup.accumulation,
+        "--optim", setup.optimizer, "--max_steps", 2, "--save_strategy", "no", "--report_to", "none", "--learning_rate", 1e-4,
+    ]  # fmt: skip
+    if setup.adapters == "full":
+        words += ["--use_peft", "False"]
+    else:
+        words += ["--lora_r", setup.rank, "--lora_dropout", setup.dropout]
+        words += ["--use_dora", "True"] if setup.adapters == "dora" else []
+    words += ["--quantization", setup.storage] if setup.storage != "none" else []
+    words += ["--packing", "True"] if setup.packing else []
+    if setup.evaluation != "off":
+        words += ["--eval_strategy", "steps", "--eval_steps", 2]
+        words += [] if setup.evaluation == "default" else ["--per_device_eval_batch_size", setup.evaluation]
+    return list(map(str, words))
+
+
+# What it takes, foreseen and real
+
+
+def foreseen(command: Sequence[str]) -> dict[str, Any]:
+    """What `isotype check` says of the command's memory."""
+    from isotype.cli.main import main
+
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        status = main(["check", *command, "--json"])
+    if not output.getvalue().startswith("{"):
+        return {"status": status, "said": _last_words(output.getvalue() + errors.getvalue())}
+    report = json.loads(output.getvalue())
+    memory = report["memory"]
+    return {
+        "status": status,
+        "foreseen": memory["peak_bytes"],
+        "phase": memory["peak_phase"],
+        "kinds": memory["phases"],
+        "not_traced": report["not_traced"],
+        "complete": report["complete"],
+    }
+
+
+def real(command: Sequence[str]) -> dict[str, Any]:
+    """The peak of what the allocator holds while the command trains."""
+    import transformers
+
+    from isotype.cli.main import main
+
+    peaks: list[int] = []
+    train = transformers.Trainer.train
+
+    def measured(self: Any, *arguments: Any, **named: Any) -> Any:
+        with allocated(peaks):
+            return train(self, *arguments, **named)
+
+    output = io.StringIO()
+    transformers.Trainer.train = measured
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            status = main([*command, "-q"])
+    finally:
+        transformers.Trainer.train = train
+    if status or not peaks:
+        return {"status": status, "said": _last_words(output.getvalue())}
+    return {"status": status, "real": peaks[0]}
+
+
+@contextlib.contextmanager
+def allocated(peaks: list[int]) -> Iterator[None]:
+    """Add to `peaks` the most bytes that the CPU's allocator holds while the block runs, with what it holds before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    before = alive()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())]
+    peaks.append(before + max(accumulate(sizes), default=0))
+
+
+def alive() -> int:
+    """Bytes of all real tensors of this process, each storage once."""
+    import torch
+
+    gc.collect()
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        # Some objects raise where they are asked for their class: proxies of what is not there.
+        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without memory of its own
+                storage = each.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _last_words(text: str) -> str:
+    return " | ".join(line.strip() for line in text.strip().splitlines()[-6:])[-500:]
+
+
+def measure(setup: Setup) -> dict[str, Any]:
+    """Foreseen and real bytes of a set-up, in this process."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        save_model(setup, root / "model")
+        save_rows(setup, root / "data")
+        os.chdir(root)
+        command = command_of(setup, root)
+        built = time.process_time()
+        ahead = foreseen(command)
+        checked = time.process_time()
+        trained = real(command)
+        os.chdir("/")
+    result = {
+        **ahead,
+        **trained,
+        "check_status": ahead["status"],
+        "said": ahead.get("said", trained.get("said", "")),
+    }
+    return {**result, "seconds": [built - began, checked - built, time.process_time() - checked]}
+
+
+# Many of them
+
+
+def prepare() -> None:
+    """Import what every set-up needs, and do nothing else: processes are forked from here."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    from importlib import import_module
+
+    import trl
+
+    for name in (
+        "bitsandbytes",
+        "peft",
+        "isotype.cli.main",
+        "isotype.planning.nearest",
+        "isotype.train.preflight.step",
+        "isotype.train.training",
+    ):
+        import_module(name)
+    for name in ("SFTTrainer", "DPOTrainer"):
+        getattr(trl, name)
+    gc.collect()
+    gc.freeze()  # what is imported is not looked through again in every process
+
+
+def _serve(pipe: Connection, setup: Setup) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    try:
+        pipe.send(measure(setup))
+    except Exception as error:  # noqa: BLE001 - what a set-up ends with is its result
+        pipe.send({"said": _last_words("".join(traceback.format_exception(error)))})
+    pipe.close()
+    os._exit(0)
+
+
+def results_of(setups: Sequence[tuple[str, Setup]], jobs: int) -> Iterator[tuple[str, Setup, dict[str, Any]]]:
+    """(place, set-up, its result) as they come, each from a process of its own."""
+    from multiprocessing.connection import wait
+
+    context = multiprocessing.get_context("fork")
+    waiting: list[tuple[str, Setup]] = list(setups)[::-1]
+    running: dict[Any, tuple[str, Setup, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            place, setup = waiting.pop()
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(there, setup), daemon=True)
+            process.start()
+            there.close()
+            running[here] = (place, setup, process, time.monotonic() + SECONDS)
+        ready = set(wait(list(running), timeout=1.0))
+        late = {pipe for pipe in running if pipe not in ready and running[pipe][3] < time.monotonic()}
+        for pipe in (*ready, *late):
+            place, setup, process, _ = running.pop(pipe)
+            if pipe in late:
+                process.kill()
+            try:
+                result = {"said": f"killed after {SECONDS} s"} if pipe in late else pipe.recv()
+            except EOFError:
+                process.join()
+                result = {"said": f"the process ended with {process.exitcode}"}
+            process.join()
+            pipe.close()
+            yield place, setup, result
+
+
+# What is printed
+
+
+def line_of(place: str, setup: Setup, result: Mapping[str, Any], kinds: bool) -> str:
+    """One set-up."""
+    if "real" not in result or "foreseen" not in result:
+        both = result.get("check_status"), result.get("status")
+        return f"{place:>6} {'refused' if both == (2, 2) else 'FAILED':>24} {both} {setup.name}: {result.get('said', '')}"
+    ratio = result["foreseen"] / result["real"]
+    mark = "" if abs(ratio - 1) <= NEAR else " *" if abs(ratio - 1) <= FAR else " **"
+    line = (
+        f"{place:>6} {result['foreseen'] / 2**20:>7.1f} {result['real'] / 2**20:>7.1f} MiB {ratio:>6.3f}{mark:<3} "
+        f"{result['phase']:<9} {setup.name}"
+    )
+    if kinds:
+        for phase, sizes in result["kinds"].items():
+            parts = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sizes.items() if size >= 2**18)
+            line += f"\n         {phase:<9} {sum(sizes.values()) / 2**20:6.1f}: {parts}"
+    return line
+
+
+def summary(ratios: Sequence[tuple[Setup, float]], others: int) -> list[str]:
+    """Shares within bounds, and of each setting how many of its set-ups are off."""
+    near = sum(abs(ratio - 1) <= NEAR for _, ratio in ratios)
+    far = sum(abs(ratio - 1) <= FAR for _, ratio in ratios)
+    total = len(ratios)
+    lines = [
+        f"{total} set-ups measured, {others} refused or failed: within 5 % {near} ({near / max(1, total):.1%}), "
+        f"within 10 % {far} ({far / max(1, total):.1%}); "
+        f"ratios {min((r for _, r in ratios), default=0):.3f} to {max((r for _, r in ratios), default=0):.3f}"
+    ]
+    for field in asdict(ratios[0][0]) if ratios else ():
+        values: dict[str, list[float]] = {}
+        for setup, ratio in ratios:
+            values.setdefault(str(getattr(setup, field)), []).append(ratio)
+        off = {value: [r for r in some if abs(r - 1) > NEAR] for value, some in values.items()}
+        words = [
+            f"{value} {len(some)} of {len(values[value])} ({min(some):.2f} to {max(some):.2f})"
+            for value, some in sorted(off.items(), key=lambda entry: -len(entry[1]))
+            if some
+        ]
+        if words:
+            lines.append(f"  off by {field}: {'; '.join(words)}")
+    return lines
+
+
+def main() -> int:
+    """Run set-ups and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=70)
+    parser.add_argument("--at", nargs="+", default=[], metavar="SEED/NUMBER", help="these set-ups alone")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="set-ups that have all of these values"
+    )
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="WORD", help="set-ups that have none of these values"
+    )
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--kinds", action="store_true", help="print what the foreseen peaks are made of")
+    parser.add_argument("--json", type=Path, help="write the results")
+    options = parser.parse_args()
+    places = options.at or [f"{options.seed}/{number}" for number in range(options.count)]
+    setups = [(place, draw(*map(int, place.split("/")))) for place in places]
+    if not options.at:
+        words = {place: _words_of(setup) for place, setup in setups}
+        setups = [
+            (place, setup)
+            for place, setup in setups
+            if words[place].issuperset(options.only) and words[place].isdisjoint(options.without)
+        ]
+    prepare()
+    print(f"{'':>6} {'foreseen':>8} {'real':>6} {'':>3} {'ratio':>6}    peak in   set-up")
+    ratios, others, results = [], 0, []
+    for place, setup, result in results_of(setups, options.jobs):
+        print(line_of(place, setup, result, options.kinds), flush=True)
+        results.append({"place": place, "setup": asdict(setup), **result})
+        if "real" in result and "foreseen" in result:
+            ratios.append((setup, result["foreseen"] / result["real"]))
+        else:
+            others += 1
+    print("\n".join(summary(ratios, others)))
+    if options.json is not None:
+        options.json.write_text(json.dumps(results), encoding="utf-8")
+    errors = [abs(ratio - 1) for _, ratio in ratios]
+    near = sum(error <= NEAR for error in errors)
+    return int(not errors or near < LEAST_SHARE * len(errors) or max(errors) > FAR)
+
+
+def _words_of(setup: Setup) -> set[str]:
+    words = {str(value) for value in asdict(setup).values()}
+    return words | ({"packed"} if setup.packing else set())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
