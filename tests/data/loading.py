@@ -23,12 +23,18 @@ def load(
     evaluate: bool = False,
     text_field: str = "text",
     chat: bool = False,
+    prompts: bool = False,
     said: list[str] | None = None,
     **script: Any,
 ) -> Any:
     """The splits of a data set, or of a mixture; `said` takes the lines about it."""
     arguments = ScriptArguments(dataset_name=name, **script)
-    options: Any = {"text_field": text_field, "chat": chat, "say": ([] if said is None else said).append}
+    options: Any = {
+        "text_field": text_field,
+        "chat": chat,
+        "prompts": prompts,
+        "say": ([] if said is None else said).append,
+    }
     return load_training_data(arguments, config, method, need_test=evaluate, **options)
 
 

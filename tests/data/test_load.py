@@ -40,7 +40,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], ...]] = {
         {"prompt": USER, "completion": ASSISTANT},
         {"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]},
         {"input_ids": [1, 2, 3]},
-        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "completion_mask": [0, 1, 1]},
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
         {
             "prompt": USER,
             "completion": ASSISTANT,
@@ -452,3 +452,14 @@ def test_importing_loads_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_masks_beside_token_ids_become_labels(kind: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"input_ids": [0, 7, 8, 9, 0], "loss_mask": [1, 0, 1, 1, 1], "completion_mask": [0, 0, 0, 1, 1]}
+    write(f"t.{kind}", WRITERS[kind]([{**row, "attention_mask": [0, 1, 1, 1, 0]}]))
+    labels = {False: [-100, -100, 9], True: [-100, 8, 9]}
+    for prompts, expected in labels.items():
+        taken = load(f"t.{kind}", prompts=prompts)["train"].to_list()
+        assert taken == [{"input_ids": [7, 8, 9], "labels": expected}]

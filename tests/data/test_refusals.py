@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from trl import DatasetMixtureConfig
 
 from isotype.data.methods import METHODS
-from tests.data.loading import refusal, write
+from tests.data.loading import mixture, refusal, write
 
 
 @dataclass
@@ -64,6 +66,11 @@ FILES: dict[str, dict[str, str | bytes]] = {
     "a long line is cut": {"t.jsonl": '{"text": "a"}\n{"text": "' + "x" * 100 + '", ' + "y" * 100},
     "array cut off": {"t.json": '[{"text": "a"},\n{"text"'},
     "nested too deeply": {"t.jsonl": '{"prompt": "a", "x": ' + "[" * 100_000},
+    "nested far": {"t.jsonl": '{"text": "a", "x": ' + "[" * 600 + "]" * 600 + "}"},
+    "gzip under another name": {"t.jsonl": gzip.compress(b'{"text": "a"}')},
+    "UTF-16 without a mark": {"t.csv": "text\na\n".encode("utf-16-le")},
+    "nothing but zeros": {"t.txt": bytes(1 << 21)},
+    "a character cut off at the end of a file": {"t.txt": b"ab\xe2\x82"},
     "not UTF-8": {"t.jsonl": b'{"text": "a"}\n{"text": "caf\xe9"}\n'},
     "UTF-16": {"t.csv": "text\na\n".encode("utf-16")},
     "parquet cut off": {"t.parquet": b"PAR1 and no more"},
@@ -100,3 +107,25 @@ def test_nothing_named() -> None:
         "    expected  a local file or directory, a hub id, or embedded:NAME\n"
         "    fix       --dataset_name train.jsonl"
     )
+
+
+SPECIAL = {
+    "pipe": (os.mkfifo, "is a pipe"),
+    "device": (lambda name: Path(name).symlink_to("/dev/zero"), "is a device"),
+    "dangling": (
+        lambda name: Path(name).symlink_to("nothing"),
+        "is a link that leads to 'nothing', which is not there",
+    ),
+    "loop": (lambda name: Path(name).symlink_to(name), "is a link that leads back to itself"),
+}
+
+
+@pytest.mark.parametrize("title", SPECIAL)
+def test_what_has_a_name_of_data_and_is_no_file(title, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make, what = SPECIAL[title]
+    make("t.jsonl")
+    assert f"'t.jsonl' {what}\n    expected  a file or a directory\n" in refusal("t.jsonl")
+    assert f"'t.jsonl' {what}\n" in refusal(None, config=mixture({"path": "t.jsonl"}))
+    write("train.jsonl", '{"text": "a"}\n')
+    assert f"'{tmp_path}/t.jsonl' {what}\n" in refusal(str(tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from isotype.checkpoint.opened import open_checkpoint, require_weights
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
@@ -179,6 +180,26 @@ def test_a_tokenizer_larger_than_the_model(model, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         check(small)
     assert caught.value.problems[0].given == "a tokenizer with ids up to 63 and a model with 32 embeddings"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"input_ids": [1, 64]}, "column 'input_ids' holds 64\n    expected  0 to 63, the ids that the model has\n"),
+        ({"input_ids": [10**9, 1]}, "column 'input_ids' holds 1000000000\n"),
+        ({"labels": [1, 5000]}, "column 'labels' holds 5000\n    expected  0 to 63, the ids that the model has; or -100\n"),
+        ({"labels": [1, -1]}, "column 'labels' holds -1\n"),
+        ({"labels": [1]}, "column 'labels' has 1 value beside 2 token ids\n"),
+    ],
+)  # fmt: skip
+def test_every_row_of_token_ids_is_one_of_the_models(wrong, what, model):
+    good = {"input_ids": [1, 63], "labels": [-100, 63]}
+    check(model, data=Dataset.from_list([good] * 3))
+    data = Dataset.from_list([good] * 1500 + [{**good, **wrong}] + [good])
+    assert (
+        f"The data set 'd' cannot be trained on\n  - train, row 1501: {what}"
+        in refused(DataError, check, model, data=data) + "\n"
+    )
 
 
 def test_dropped_examples_are_counted():

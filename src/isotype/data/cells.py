@@ -83,7 +83,7 @@ def _ids_fault(value: object) -> str | None:
         return f"is {describe(value)}"
     wrong = set(map(type, value)) - {int}
     if not wrong:
-        return None
+        return f"holds {min(value)}" if min(value) < 0 else None
     return f"holds {describe(next(item for item in value if type(item) in wrong))} where a token id belongs"
 
 
@@ -104,7 +104,7 @@ def _tools_fault(value: object) -> str | None:
         return f"is {describe(value)}"
     try:
         return _tools_fault(json.loads(value))
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return "is text that is not JSON"
 
 
@@ -134,7 +134,7 @@ _TURNS = Column(
 TEXT = Column("text", _text_fault, 'write it as text: "…"')
 
 
-_IDS = Column("a list of token ids", _ids_fault, "write whole numbers, as a tokenizer returns them")
+_IDS = Column("a list of token ids", _ids_fault, "write whole numbers from 0 on, as a tokenizer returns them")
 
 
 _NUMBER = Column("a number", _number_fault, "write a number without quotes")
@@ -162,9 +162,7 @@ COLUMNS: Mapping[str, Column] = {
         "null, or a list of tool schemas", _tools_fault, "write JSON schemas, or JSON text of them"
     ),
     "chat_template_kwargs": Column("an object", _object_fault, "write {} where a row sets nothing"),
-    **dict.fromkeys(
-        ("input_ids", "labels", "completion_mask", "assistant_masks", "chosen_ids", "rejected_ids"), _IDS
-    ),
+    **dict.fromkeys(("input_ids", "chosen_ids", "rejected_ids"), _IDS),
 }
 
 

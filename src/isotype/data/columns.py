@@ -16,7 +16,7 @@ from isotype.core.names import listed
 from isotype.data.cells import COLUMNS, REFILL, TEXT, TURN_COLUMNS, Column, Row, describe
 from isotype.data.methods import METHODS, Format
 from isotype.data.roles import CHATS, chat_problems, mixed_turns
-from isotype.data.shapes import HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
+from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
 
 NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("instruction", "question", "query", "problem", "input"),
@@ -278,6 +278,7 @@ _UNFIT = {
         "write all of them as text, or as numbers",
     ),
     HUGE: ("holds a whole number beyond 64 bits", "whole numbers of at most 64 bits", "write it as text"),
+    DEEP: ("is nested too deeply", f"at most {DEEPEST} lists and objects in one another", "write it as text"),
 }
 
 
@@ -293,7 +294,7 @@ def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> Non
         after = merge(before, seen)
         if after == MIXED and cells:
             after = STRING
-        elif after in (MIXED, HUGE) and after != before:
+        elif after in _UNFIT and after != before:
             what, expected, fix = _UNFIT[str(after)]
             result.note(source, line, Problem(f"column '{name}' {what}", expected, fix))
         result.shapes[name] = after

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -13,6 +15,13 @@ from isotype.core.errors import DataError, Problem
 from isotype.core.names import plural
 from isotype.data.columns import quoted
 from isotype.data.rows import READERS
+
+_SPECIAL = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 EMBEDDED = "embedded:"
 MOST_PROBLEMS = 10
@@ -77,13 +86,35 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
     if name.startswith(EMBEDDED):
         return _find_embedded(name)
     path = Path(name).expanduser()
-    if path.is_dir():
-        return _find_in_directory(name, path)
-    if path.exists():
-        return _find_file(name, path, test_split)
+    mode, wrong = _mode(path)
+    if wrong is not None:
+        raise data_error(name, [wrong])
+    if mode is not None:
+        return _find_in_directory(name, path) if stat.S_ISDIR(mode) else _find_file(name, path, test_split)
     if looks_like_path(name):
         raise data_error(name, [_missing(path)])
     return None
+
+
+def _mode(path: Path) -> tuple[int | None, Problem | None]:
+    """(the mode of a file or directory, None without one; the problem of a path that is something else or leads nowhere)."""
+    expected = "a file or a directory"
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and path.is_symlink():
+            loop = error.errno == errno.ELOOP
+            where = "back to itself" if loop else f"to '{path.readlink()}', which is not there"
+            return None, Problem(f"'{path}' is a link that leads {where}", expected, "name the file itself")
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            return None, None
+        why = getattr(error, "strerror", None) or str(error)
+        return None, Problem(f"'{path}' cannot be read: {why}", expected, "see the path and its permissions")
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return mode, None
+    kind = _SPECIAL.get(stat.S_IFMT(mode), "no file")
+    fix = "write the data into a file first: a run reads it several times"
+    return None, Problem(f"'{path}' is {kind}", expected, fix)
 
 
 def _missing(path: Path) -> Problem:
@@ -124,7 +155,7 @@ def _find_file(name: str, path: Path, test_split: str) -> LocalData:
     siblings = [
         item
         for item in sorted(path.parent.iterdir(), key=lambda item: (item.suffix != path.suffix, item.name))
-        if item.stem == test_split and item.suffix.lower() in _SUFFIXES and item != path
+        if item.stem == test_split and item.suffix.lower() in _SUFFIXES and item != path and item.is_file()
     ]
     if siblings and test_split != "train":
         splits[test_split] = (siblings[0],)
@@ -170,14 +201,23 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    return sorted(
+    """The files among `paths` that hold data.
+
+    Raises:
+        DataError: one has the name of such a file and is none: a pipe, a link that leads nowhere.
+    """
+    named = sorted(
         path
         for path in paths
         if path.suffix.lower() in _SUFFIXES
-        and path.is_file()
         and not any(part.startswith(".") for part in (path.name, path.parent.name))
         and path.name not in _NOT_DATA
     )
+    modes = {path: _mode(path) for path in named}
+    problems = [wrong for _, wrong in modes.values() if wrong is not None]
+    if problems:
+        raise data_error(str(named[0].parent), problems)
+    return [path for path, (mode, _) in modes.items() if mode is not None and stat.S_ISREG(mode)]
 
 
 def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> list[Problem]:

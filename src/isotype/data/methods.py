@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
+from isotype.data.tokens import TOKEN_COLUMNS
+
 Loss = Literal[
     "labels",  # the model's own, of one forward with labels
     "reward",  # of the scores of chosen and rejected answers
@@ -115,7 +117,7 @@ METHODS: dict[str, Method] = {
                 Format(("conversations",), excludes=("prompt",)),
                 Format(("text",), excludes=("prompt",)),
             ),
-            optional=(*CHAT_COLUMNS, "labels", "completion_mask", "assistant_masks"),
+            optional=(*CHAT_COLUMNS, *TOKEN_COLUMNS),
             dropped=_LONG_PROMPT,
         ),
         Method(

@@ -12,6 +12,7 @@ from isotype.data.cells import TURN_COLUMNS, Row
 from isotype.data.methods import CHAT_COLUMNS
 from isotype.data.roles import CHATS
 from isotype.data.sharegpt import standard_chats
+from isotype.data.tokens import TOKEN_COLUMNS, with_labels
 
 PRESETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     # tatsu-lab/stanford_alpaca: an instruction, perhaps an input, and the output.
@@ -106,18 +107,20 @@ class Reading:
         columns: the trainer's names for the data set's columns.
         chat: prompts and answers that are text become messages of user and assistant.
         joined: prompt and completion become one conversation, `messages`; only what belongs to it stays.
+        prompts: the tokens of prompts are learned, too (`--completion_only_loss False`).
     """
 
     method: str
     columns: ColumnMap | None = None
     chat: bool = False
     joined: bool = False
+    prompts: bool = False
 
     @property
     def reads(self) -> frozenset[str]:
         """The columns that may be changed."""
         sources = self.columns.sources if self.columns is not None else frozenset()
-        return CHATS | sources | {"system"}
+        return CHATS | sources | {"system", *TOKEN_COLUMNS}
 
     def apply(self, row: Row, names: Counter[str] | None = None) -> Row | Problem:
         """The row as the trainer takes it, or what is wrong with it.
@@ -129,6 +132,8 @@ class Reading:
         mapped = row if self.columns is None else self.columns.apply(row)
         if isinstance(mapped, Problem):
             return mapped
+        if self.method == "sft" and "input_ids" in mapped:
+            return with_labels(mapped, self.prompts)
         standard = standard_chats(mapped, names, conversations=self.method == "sft")
         if isinstance(standard, Problem):
             return standard

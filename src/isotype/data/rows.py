@@ -25,27 +25,79 @@ from isotype.data.reading import Reading
 
 Record = tuple[int, Any]
 
+LONGEST_LINE = 1 << 28
+"""Bytes of a line at most: a tokenizer takes about a hundred times as much memory."""
+_CHUNK = 1 << 20
+_WHOLE = (".json", ".txt")  # whose lines are no examples
+_UNPACK = "unpack it first, for example: {} OLD > NEW"
+_KINDS = (
+    (b"\x1f\x8b", "a gzip archive", _UNPACK.format("gunzip -c")),
+    (b"BZh", "a bzip2 archive", _UNPACK.format("bunzip2 -c")),
+    (b"\xfd7zXZ\0", "an xz archive", _UNPACK.format("unxz -c")),
+    (b"\x28\xb5\x2f\xfd", "a zstandard archive", _UNPACK.format("zstd -dc")),
+    (b"PK\x03\x04", "a zip archive", _UNPACK.format("unzip -p")),
+    (b"PAR1", "a parquet file", "give it the suffix .parquet"),
+    (b"ARROW1", "an Arrow file", "convert it to parquet"),
+    (b"SQLite format 3\0", "a SQLite database", "write its rows as JSON lines"),
+    (b"\x89HDF\r\n", "an HDF5 file", "write its rows as JSON lines"),
+)  # fmt: skip
+
 _BLANK = " \t\r\n"
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
-    """The hex digest of a file's bytes, and what keeps them from being UTF-8 text (with the byte offset)."""
+    """The hex digest of a file's bytes, and what keeps them from being text in UTF-8 (with the byte offset)."""
     digest = hashlib.blake2b(digest_size=16)
-    offset = 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = lines = length = 0
     try:
         with path.open("rb") as file:
-            for raw in file:
-                if offset == 0 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    return "", _not_utf8(0, raw[0], "UTF-16")
-                raw.decode("utf-8")
+            while raw := file.read(_CHUNK):
+                if offset == 0 and (other := _other_kind(raw)):
+                    return "", other
+                if (offset == 0 and b"\0" in raw[:2]) or 2 * raw.count(b"\0") > max(len(raw), _CHUNK // 256):
+                    return "", _no_text(offset + raw.index(b"\0"))
+                pending = len(decoder.getstate()[0])
+                decoder.decode(raw)
                 digest.update(raw)
                 offset += len(raw)
+                lines, length = lines + raw.count(b"\n"), _line_length(length, raw)
+                if length > LONGEST_LINE and path.suffix.lower() not in _WHOLE:
+                    return "", _long(lines + 1)
+            pending = len(decoder.getstate()[0])
+            decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        return "", _not_utf8(offset + error.start, error.object[error.start], "CP1252")
+        return "", _not_utf8(offset - pending + error.start, error.object[error.start], "CP1252")
     except OSError as error:
         return "", unreadable(error)
     return digest.hexdigest(), None
+
+
+def _line_length(before: int, raw: bytes) -> int:
+    """Bytes of the line that `raw` ends in, of which `before` came earlier."""
+    return before + len(raw) if b"\n" not in raw else len(raw) - raw.rindex(b"\n") - 1
+
+
+def _long(line: int) -> Problem:
+    what = f"line {line} is longer than {LONGEST_LINE >> 20} MiB"
+    return Problem(what, "examples that can be tokenized at once", "split it into several examples")
+
+
+def _no_text(offset: int) -> Problem:
+    what = f"NUL bytes from offset {offset} on"
+    fix = "write it as text; UTF-16 without a mark is converted by: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
+    return Problem(what, "a text file in UTF-8", fix)
+
+
+def _other_kind(raw: bytes) -> Problem | None:
+    """The problem of a file that begins as a file of another kind does, whatever its name says."""
+    if raw.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return _not_utf8(0, raw[0], "UTF-32")
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return _not_utf8(0, raw[0], "UTF-16")
+    kind, fix = next((each for mark, *each in _KINDS if raw.startswith(mark)), ("", ""))
+    return Problem(f"it is {kind}, whatever its name says", "a text file in UTF-8", fix) if kind else None
 
 
 def unreadable(error: OSError) -> Problem:
@@ -130,12 +182,12 @@ def _json_lines(first: int, line: str, rest: Iterable[tuple[int, str]]) -> Itera
 def _json_line(line: str) -> tuple[Any, Problem | None]:
     try:
         value = _DECODER.decode(line)
+        return value, _lone_surrogate(line, value)
     except (ValueError, RecursionError) as error:
         if line.strip(_BLANK) == "{":
             fix = "write each object on one line, or all of them in one array: [{…}, {…}]"
             return None, Problem("the object goes on over several lines", "one JSON object per line", fix)
         return None, _not_json(line, error, "one JSON object per line")
-    return value, _lone_surrogate(line, value)
 
 
 def _json_array(text: str) -> Iterator[Record]:
@@ -146,11 +198,12 @@ def _json_array(text: str) -> Iterator[Record]:
         line, counted = line + text.count("\n", counted, at), at
         try:
             value, end = _DECODER.raw_decode(text, at)
+            value = _lone_surrogate(text[at:end], value) or value
         except (ValueError, RecursionError) as error:
             where = error.lineno if isinstance(error, json.JSONDecodeError) else line
             yield where, _not_json(text, error, expected)
             return
-        yield line, _lone_surrogate(text[at:end], value) or value
+        yield line, value
         end = _skip(text, end)
         separator = text[end : end + 1]
         if separator == "]":

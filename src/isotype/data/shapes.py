@@ -20,38 +20,42 @@ JSON: Shape = (
 )
 MIXED: Shape = "mixed"  # no one type holds it
 HUGE: Shape = "huge"  # an integer beyond 64 bits
+DEEP: Shape = "deep"  # nested deeper than `DEEPEST`, which Arrow and JSON libraries do not read
+DEEPEST = 48
 
 _SCALARS: dict[type, Shape] = {type(None): NULL, bool: "bool", int: "int64", float: "float64", str: STRING}
 
 
-def shape_of(value: object) -> Shape:
-    """The shape of one JSON value."""
+def shape_of(value: object, depth: int = 0) -> Shape:
+    """The shape of one JSON value, which `depth` objects and lists hold."""
+    if depth > DEEPEST:
+        return DEEP
     if isinstance(value, dict):
-        return _struct_of(value)
+        return _struct_of(value, depth)
     if isinstance(value, list):
-        return _list_of(value)
+        return _list_of(value, depth)
     if type(value) is int and not -(2**63) <= value < 2**63:
         return HUGE
     return _SCALARS[type(value)]
 
 
-def _list_of(value: list[Any]) -> Shape:
+def _list_of(value: list[Any], depth: int) -> Shape:
     kinds = set(map(type, value))
     if len(kinds) == 1 and (kind := kinds.pop()) in _SCALARS:
         if kind is int and not (min(value) >= -(2**63) and max(value) < 2**63):
             return HUGE
         return _list(_SCALARS[kind])
-    return _list(reduce(merge, map(shape_of, value), NULL))
+    return _list(reduce(merge, (shape_of(item, depth + 1) for item in value), NULL))
 
 
 def _list(item: Shape) -> Shape:
-    return item if item in (MIXED, HUGE) else ("list", item)
+    return item if item in (MIXED, HUGE, DEEP) else ("list", item)
 
 
-def _struct_of(value: dict[str, Any]) -> Shape:
+def _struct_of(value: dict[str, Any], depth: int) -> Shape:
     if set(map(type, value.values())) == {str}:
         return _string_struct(tuple(value))
-    return _struct(tuple((key, shape_of(item)) for key, item in value.items()))
+    return _struct(tuple((key, shape_of(item, depth + 1)) for key, item in value.items()))
 
 
 @lru_cache(maxsize=4096)
@@ -61,8 +65,8 @@ def _string_struct(keys: tuple[str, ...]) -> Shape:
 
 def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
     kinds = [shape for _, shape in fields]
-    if HUGE in kinds:
-        return HUGE
+    if worst := next((each for each in (DEEP, HUGE) if each in kinds), None):
+        return worst
     # "_type" is the key by which `datasets` tells a feature from an object; Arrow ends a name at its first NUL.
     if not fields or MIXED in kinds or any(key == "_type" or "\0" in key for key, _ in fields):
         return JSON
@@ -75,8 +79,8 @@ def merge(a: Shape, b: Shape) -> Shape:
         return a
     if a == NULL:
         return b
-    if HUGE in (a, b):
-        return HUGE
+    if worst := next((each for each in (DEEP, HUGE) if each in (a, b)), None):
+        return worst
     if {a, b} == {"int64", "float64"}:
         return "float64"
     if isinstance(a, tuple) and isinstance(b, tuple) and a[0] == b[0]:
@@ -87,7 +91,8 @@ def merge(a: Shape, b: Shape) -> Shape:
 
 def _merge_structs(a: dict[str, Shape], b: dict[str, Shape]) -> Shape:
     if a.keys() != b.keys():
-        return HUGE if HUGE in (*a.values(), *b.values()) else JSON
+        kinds = (*a.values(), *b.values())
+        return next((each for each in (DEEP, HUGE) if each in kinds), JSON)
     return _struct(tuple((key, merge(shape, b[key])) for key, shape in a.items()))
 
 

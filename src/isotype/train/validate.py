@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -27,6 +28,8 @@ from isotype.core.errors import (
     one_line,
 )
 from isotype.core.optimizers import package_of
+from isotype.data.locate import data_error
+from isotype.data.tokens import token_faults
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.compilation import compiler_problems
 from isotype.train.options.arguments import name_problems, number_problems
@@ -387,6 +390,24 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
             f"ids below {size}",
             "copy the tokenizer from the model that the weights come from",
         )
+    _check_ids(settings, data, size)
+
+
+def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
+    """Whether the model has every id of rows that are token ids already.
+
+    Raises:
+        DataError: it has not.
+    """
+    name = settings.script.dataset_name or "datasets"
+    problems = [
+        replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
+        for split, rows in data.items()
+        if hasattr(rows, "__len__") and hasattr(rows, "column_names")
+        for at, problem in token_faults(rows, size)
+    ]
+    if problems:
+        raise data_error(name, problems)
 
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
@@ -417,6 +438,8 @@ def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: A
     if dropped <= 0:
         return None
     why = f"{settings.method.dropped} max_length {limit}"
+    if "input_ids" in getattr(given, "column_names", ()):
+        why = f"none of their first {limit} tokens is learned"
     if len(prepared) == 0:
         raise DataError.of(
             "no example is left to train on",

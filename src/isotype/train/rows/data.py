@@ -36,6 +36,7 @@ def training_data(settings: Settings, say: Callable[[str], object]) -> DatasetDi
         text_field=getattr(settings.training, "dataset_text_field", "text"),
         columns=settings.extra.columns,
         chat=settings.extra.apply_chat_template,
+        prompts=getattr(settings.training, "completion_only_loss", None) is False,
         say=say,
     )
 

@@ -1,0 +1,136 @@
+"""Rows of token ids: what their columns may hold, and the labels that masks beside them stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from isotype.core.errors import Problem
+from isotype.core.names import plural
+from isotype.data.cells import Row, describe
+
+IGNORED = -100
+"""The label of a token on which no loss is computed."""
+
+_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
+_UNREAD = ("token_type_ids", "position_ids")
+TOKEN_COLUMNS = ("labels", *_MASKS, "attention_mask", *_UNREAD)
+"""Columns with a meaning beside `input_ids`."""
+ID_COLUMNS = ("input_ids", "labels", "chosen_ids", "rejected_ids")
+
+_LABEL_FIX = f"write {IGNORED} where no loss is computed, and the token's id elsewhere"
+_FIXES = {
+    "labels": _LABEL_FIX,
+    **dict.fromkeys(
+        (*_MASKS, "attention_mask"), "write 1 for a token that counts and 0 for one that does not"
+    ),
+    **dict.fromkeys(_UNREAD, "leave the column out; what is not to be learned has the label -100"),
+}
+
+
+def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
+    """The row with the `labels` that its masks stand for, without the masks and the padding; or what is wrong with it.
+
+    Args:
+        row: with `input_ids`.
+        prompts: tokens of a prompt are learned, too: `completion_mask` says nothing.
+    """
+    ids = row["input_ids"]
+    if not isinstance(ids, list) or not ids or not any(name in row for name in TOKEN_COLUMNS):
+        return row  # the check of the column itself speaks of the ids
+    if fault := next(_faults(row, ids), None):
+        return fault
+    masks = [name for name in _MASKS if name in row and not (prompts and name == "completion_mask")]
+    shown = row.get("attention_mask", [1] * len(ids))
+    learned = list(map(all, zip(shown, *(row[name] for name in masks), strict=True)))
+    labels = [
+        label if counts else IGNORED for label, counts in zip(row.get("labels", ids), learned, strict=True)
+    ]
+    if set(labels) == {IGNORED}:
+        what = f"no token of the row is learned: each label is {IGNORED}, or masked"
+        return Problem(what, "a label that is a token's id", "write one, or remove the example")
+    taken = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
+    if masks or "labels" in row:
+        taken["labels"] = labels
+    if not all(shown):
+        first, last = _ends(shown)
+        taken |= {name: taken[name][first:last] for name in ("input_ids", "labels") if name in taken}
+    return taken
+
+
+def _ends(shown: Sequence[int]) -> tuple[int, int]:
+    """The first place that is not padding, and the one behind the last."""
+    counted = [at for at, value in enumerate(shown) if value]
+    return (counted[0], counted[-1] + 1) if counted else (0, 0)
+
+
+def _faults(row: Row, ids: Sequence[Any]) -> Iterator[Problem]:
+    for name in TOKEN_COLUMNS:
+        if name in row and (fault := _fault(name, row[name], len(ids))):
+            yield Problem(f"column '{name}' {fault[0]}", fault[1], _FIXES[name])
+
+
+def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
+    """(what is wrong, what is expected) of one column beside `count` token ids."""
+    mask = name not in ("labels", *_UNREAD)
+    kinds = (int, bool) if mask else (int,)
+    if not isinstance(values, list) or any(type(value) not in kinds for value in values):
+        wrong = values if not isinstance(values, list) else next(v for v in values if type(v) not in kinds)
+        return f"{'holds' if isinstance(values, list) else 'is'} {describe(wrong)}", "a list of whole numbers"
+    if len(values) != count:
+        return f"has {plural(len(values), 'value')} beside {plural(count, 'token id')}", "one for each token"
+    if mask and not {0, 1}.issuperset(values):
+        return f"holds {next(value for value in values if value not in (0, 1))}", "0 and 1"
+    if name == "labels" and (wrong := next((v for v in values if v < 0 and v != IGNORED), None)):
+        return f"holds {wrong}", f"token ids, or {IGNORED} where no loss is computed"
+    if name == "attention_mask" and not all(values[slice(*_ends(values))] or [0]):
+        return "is 0 for more than the ends", "0 at the ends alone, where padding is"
+    if (name == "token_type_ids" and any(values)) or (
+        name == "position_ids" and values != list(range(count))
+    ):
+        return "says what the trainer does not read", "'input_ids' with 'labels' or masks"
+    return None
+
+
+def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
+    """(row, what is wrong) of the first row of each column with an id that the model does not have, or with labels too many.
+
+    Args:
+        rows: a `datasets.Dataset`.
+        size: of the model's vocabulary; None if it is not known.
+    """
+    import pyarrow.compute as pc
+
+    names = [name for name in ID_COLUMNS if name in rows.column_names]
+    seen: set[str] = set()
+    start = 0
+    for table in rows.select_columns(names).with_format("arrow").iter(batch_size=1000) if names else ():
+        if {"input_ids", "labels"} <= set(names):
+            counts = [pc.list_value_length(table[name]) for name in ("input_ids", "labels")]
+            if pc.any(differ := pc.not_equal(*counts)).as_py() and not seen:
+                at = pc.index(differ, True).as_py()
+                ids, labels = (count[at].as_py() for count in counts)
+                what = f"column 'labels' has {plural(labels, 'value')} beside {plural(ids, 'token id')}"
+                yield start + at, Problem(what, "one for each token", _LABEL_FIX)
+                return
+        for name in names:
+            column = table[name].combine_chunks()
+            values = pc.list_flatten(column)
+            bad = pc.less(values, 0)
+            if name == "labels":
+                bad = pc.and_(bad, pc.not_equal(values, IGNORED))
+            if size is not None:
+                bad = pc.or_(bad, pc.greater_equal(values, size))
+            if name in seen or not pc.any(bad).as_py():
+                continue
+            seen.add(name)
+            at = pc.index(bad, True).as_py()
+            what = f"column '{name}' holds {values[at].as_py()}"
+            expected = "0 or more" if size is None else f"0 to {size - 1}, the ids that the model has"
+            more, fix = (
+                (f"; or {IGNORED}", _LABEL_FIX)
+                if name == "labels"
+                else ("", "make the ids with the tokenizer of this model")
+            )
+            yield start + pc.list_parent_indices(column)[at].as_py(), Problem(what, expected + more, fix)
+        start += table.num_rows
