@@ -6,6 +6,8 @@
 - `peft`: PEFT's own tests, once as they are and once with `isotype.fuse` put into every PEFT model as it is built, loaded or given another
   adapter. What counts are the tests that fail with it and pass without it. These run once more with a tolerance of a rounding
   (peer_suites/plugin.py): those that pass then are listed apart, with the largest difference; they are no failure.
+- `trajectories`: every `isotype` training command beside TRL's trainer with the same arguments, in float32, ten steps of one set-up after
+  another: training losses, gradient norms and held-back losses within 1e-5 (peer_suites/trajectories.py), and both beside float64.
 - `trl`: the six trainers of TRL on tiny models, fused and with the PrecisionCallback, beside the same trainers without either; and TRL's own
   tests as PEFT's, where a folder of them is given.
 
@@ -13,7 +15,7 @@ Nothing is fetched. PEFT's source distribution holds its tests: `pip download --
 what `--peft-tests` takes; they import diffusers and parameterized, too. TRL's are in its repository only. Models and data sets that the tests name on the hub are made on
 this machine, tiny and random; what is not made is skipped by both runs alike.
 
-Run: python benchmarks/peers.py [architectures|peft|trl …] [--only NAME,NAME] [--modes train,eval] [--every 1] [--first 0] [--jobs 2] [--list]
+Run: python benchmarks/peers.py [architectures|trajectories|peft|trl …] [--set-ups NAME,NAME] [--model FOLDER] [--only NAME,NAME] [--modes train,eval] [--every 1] [--first 0] [--jobs 2] [--list]
      [--peft-tests FOLDER] [--trl-tests FOLDER] [--files NAME,NAME] [-k EXPRESSION] [--cache FOLDER] [--json PATH]
 Prints tables and every difference; ends with status 1 where there is one that fusing alone brings, and where a file of tests is
 not run to its end.
@@ -33,10 +35,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from peer_suites import architectures, suites, trainers  # noqa: E402
+from peer_suites import architectures, suites, trainers, trajectories  # noqa: E402
 from peer_suites.hub import make_hub  # noqa: E402
 
-PARTS = ("architectures", "peft", "trl")
+PARTS = ("architectures", "trajectories", "peft", "trl")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,6 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
         results = architectures.run(names, options.modes.split(","), options.every, options.jobs)
         record["architectures"] = architectures.as_json(results)
         failed |= any(result.verdict in architectures.FAULTS for result in results)
+    if "trajectories" in options.parts:
+        asked = options.set_ups.split(",") if options.set_ups else list(trajectories.CASES)
+        courses = trajectories.run(asked, options.model)
+        record["trajectories"] = [vars(row) for row in courses]
+        failed |= any(row.verdict in ("differs", "raises") for row in courses)
     if "trl" in options.parts:
         rows = trainers.run(list(trainers.NAMES), options.jobs)
         record["trainers"] = [vars(row) for row in rows]
@@ -83,6 +90,9 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "isotype-peers"
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="all by default")
     parser.add_argument("--only", default="", help="names of architectures, with commas")
+    names = ", ".join(trajectories.CASES)
+    parser.add_argument("--set-ups", default="", help=f"of trajectories, with commas: {names}")
+    parser.add_argument("--model", help="folder of a model for trajectories (a tiny Llama)")
     parser.add_argument(
         "--modes", default=",".join(architectures.MODES), help="of architectures, with commas"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import peers as benchmark
-from benchmarks.peer_suites import plugin
+from benchmarks.peer_suites import plugin, trajectories
 from benchmarks.peer_suites.suites import Comparison, why_stopped
 
 from tests import peers
@@ -158,3 +158,18 @@ def test_where_plain_peft_gives_nan_only_more_of_it_is_a_difference() -> None:
     for values, verdict in (([nan, 2.0, 1.0], "skipped"), ([nan, nan, nan], "differs")):
         fused = {"loss": torch.ones(()), "a": torch.tensor(values)}
         assert judged(case, plain, fused).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NEFTune + accumulation",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("dpo + NEFTune", "evaluation", "grpo", "kto")
+        ),
+    ],
+)
+def test_a_training_is_that_of_trl_step_by_step(name: str) -> None:
+    row = trajectories.compared(name, steps=3)
+    assert row.verdict == "same", row

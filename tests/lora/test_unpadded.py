@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.integrations.neftune import activate_neftune
 
 from isotype.lora.attention.registered import sides_of, use_fast_attention
 from isotype.lora.loss.trl_head import put_head
@@ -93,8 +94,8 @@ def test_a_step_is_the_same(name: str, rows: tuple[str, ...]) -> None:
     report = use_fast_attention(model)
     put_head(model)
     seen: list[int] = []
-    model.base_model.embed_tokens.register_forward_hook(
-        lambda module, args, result: seen.append(args[0].numel())
+    model.base_model.norm.register_forward_hook(
+        lambda module, args, result: seen.append(args[0].shape[:2].numel())
     )
     found = []
     for _ in range(2):
@@ -115,6 +116,35 @@ def test_a_step_is_the_same(name: str, rows: tuple[str, ...]) -> None:
     largest = max(grad.abs().max() for grad in their_grads.values())
     for key, grad in their_grads.items():
         assert (own_grads[key] - grad).abs().max() < 1e-5 * largest, key
+
+
+@pytest.mark.parametrize("rows", [("xxxxxxx", "xxx....", "xxxxx.."), ("xxxxxxx", "....xxx"), ("xxxx...",)])
+def test_noise_on_embeddings_is_that_of_the_padded_batch(rows: tuple[str, ...]) -> None:
+    """NEFTune's hook divides by the length of rows: the same noise, drawn by the same numbers, of which padding's is left out."""
+    model = tiny_model("llama").train()
+    embeddings = model.get_input_embeddings()
+    activate_neftune(model, 5.0)
+    asked = batch(*rows)
+    asked["labels"] = asked["input_ids"].masked_fill(asked["attention_mask"] == 0, -100)
+    if len(rows) > 1:
+        asked["labels"][:, :-2] = -100
+    report = use_fast_attention(model)
+    put_head(model)
+    shapes: list[torch.Size] = []
+    embeddings.register_forward_hook(lambda module, args, result: shapes.append(result.shape))
+    ran: list[int] = []
+    model.base_model.norm.register_forward_hook(lambda module, args, result: ran.append(args[0].shape[1]))
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(model(**asked, fused_lm_head=True))
+        report.undo()
+    assert ran == [int(asked["attention_mask"].sum()), len(rows[0])]
+    assert shapes == [torch.Size([*asked["input_ids"].shape, model.config.hidden_size])] * 2
+    ours, theirs = results
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=1e-5, atol=1e-5)
+    assert len(embeddings._forward_hooks) == 2
+    assert not embeddings._forward_pre_hooks
 
 
 def test_a_step_of_nothing_but_padding_in_a_row() -> None:

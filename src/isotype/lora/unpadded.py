@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import FakeTensor
+from isotype.compat.torch import FakeTensor, forward_hooks
 from isotype.lora.sequences import Sequences, saying
 from isotype.model.modes import in_evaluation
 
@@ -118,6 +118,44 @@ def _without(
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(ids.device, non_blocking=True)
     place = (present.flatten().cumsum(0) - 1).clamp(min=0).view(ids.shape)
     return Unpadded(inputs, place, Sequences(ends, max(lengths)), index, reads, lengths)
+
+
+@contextmanager
+def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
+    """Within it a model is called with `bare.inputs`: attention knows the sequences, and hooks of the embeddings see the padded batch.
+
+    NEFTune's divides its noise by the length of the rows and draws it for padding, too: of one long row it would be
+    smaller, and differ from batch to batch.
+    """
+    embeddings = model.get_input_embeddings()
+
+    def padded(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return (
+            (args[0][0][bare.place], *args[1:])
+            if args and args[0].shape == (1, bare.tokens.numel())
+            else None
+        )
+
+    def bare_again(module: nn.Module, args: Any, states: torch.Tensor) -> torch.Tensor:
+        rows = states.shape[:2] == bare.place.shape
+        return states.flatten(0, 1).index_select(0, bare.tokens.to(states.device))[None] if rows else states
+
+    with saying(bare.sequences):
+        if not any(_is_foreign(hook) for hook in forward_hooks(embeddings).values()):
+            yield
+            return
+        before = embeddings.register_forward_pre_hook(padded, prepend=True)
+        after = embeddings.register_forward_hook(bare_again)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Whether a hook is neither of isotype nor of torch, both of which take a batch of any shape."""
+    return str(getattr(hook, "__module__", None)).partition(".")[0] not in ("isotype", "torch")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from isotype.lora.loss.head_choice import HeadChoice, choose
 from isotype.lora.loss.head_times import HeadShape, token_class
 from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
 from isotype.lora.sequences import saying
-from isotype.lora.unpadded import Unpadded
+from isotype.lora.unpadded import Unpadded, in_one_row
 
 _SMOOTHER = "_isotype_label_smoother"
 HEAD_CHOICE = "_isotype_head_choice"
@@ -265,7 +265,7 @@ def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]
             return theirs(*args, fused_lm_head=True, **_said(named), **kwargs)
     shifted = labels.flatten().index_select(0, bare.tokens)[None]
     more = _said({**named, "labels": None, "shift_labels": shifted})
-    with saying(bare.sequences):
+    with in_one_row(model, bare):
         outputs = theirs(fused_lm_head=True, **more, **bare.inputs)
     # As it would be of the padded batch: zero where there is no label, and without the last token of the rows, which has none.
     last = labels.shape[1] - (named["shift_labels"] is None)
@@ -342,7 +342,7 @@ def _run(
         output = former_forward(model)(*args, **kwargs)
         return output, output.logits, None
     bare = None if args else without_padding(model, kwargs, labelled)
-    with saying(packed_by_lengths(model, kwargs) if bare is None else bare.sequences):
+    with saying(packed_by_lengths(model, kwargs)) if bare is None else in_one_row(model, bare):
         output = model.base_model(*args, **(kwargs if bare is None else bare.inputs))
     # The backbone may end on another device than the head's.
     states = output.last_hidden_state.to(model.get_output_embeddings().weight.device)
