@@ -29,6 +29,7 @@ from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.merge.report import MergeReport, WeightLoss, compare_logits, rounding_loss
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, PrecisionError, SaveError, UsageError
+from isotype.core.lock import held, remove_abandoned
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import POLICY_FILE, ModuleException
 from isotype.report.merge import show_merge
@@ -510,12 +511,27 @@ def test_a_full_disk_is_found_before_the_first_byte(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     assert refused(SaveError, merge_adapter, adapter, tmp_path / "merged") == (
         "the merged model cannot be written\n"
-        f"  - {tmp_path}: 0.00 GB are free\n"
-        "    expected  0.00 GB for the weights\n"
+        f"  - {tmp_path}: 0 B are free\n"
+        "    expected  178 KiB for the weights\n"
         "    fix       free some space, or give --output on another disk\n"
         "  = the adapter and its base are as they were, and nothing is left behind: the same command goes on"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_what_a_killed_merge_left_is_removed_and_what_a_living_one_builds_is_not(
+    make: Make, tmp_path: Path
+) -> None:
+    adapter = make()
+    left, lives = (tmp_path / f".{name}.0a1b.isotype-merging" for name in ("other", "merged"))
+    for each in (left, lives):
+        each.mkdir()
+        (each / "model.safetensors").write_bytes(bytes(100))
+    with held(lives):
+        merge_adapter(adapter, tmp_path / "merged")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [lives.name, "adapter", "merged"]
+    remove_abandoned([lives])
+    assert not lives.exists()
 
 
 # ------------------------------------------------------------------------------------------------------ errors

@@ -245,11 +245,14 @@ def test_an_adapter_brings_its_base_back(adapted: tuple[Any, PrecisionPolicy], t
     assert other.layers == ()
 
 
+@pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("stored", [None, "f32"])
-def test_a_merge_adds_to_the_weights_that_were_trained_on(tmp_path: Path, stored: str | None) -> None:
+def test_a_merge_adds_to_the_weights_that_were_trained_on(
+    tmp_path: Path, stored: str | None, double: bool
+) -> None:
     base = save_base(tmp_path / "base", vocab_size=384, num_hidden_layers=2, attention_bias=False)
     byte_level("smollm").save_pretrained(base)
-    policy = mixed(base)
+    policy = replace(mixed(base), double_quant=double)  # as `--quantization mixed` has it
     model = add_lora(isotype.load(base, policy), policy, r=4, target_modules="all-linear")
     folder = save_trained(model, tmp_path / "adapter", seed=1, scale=0.01)
     policy.save(folder)

@@ -43,7 +43,9 @@ class KeepsValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.to and not args[0].is_meta:
-            device, dtype, *_ = parsed_to(*args[1:], **kwargs)
+            device, dtype, *_ = parsed_to(
+                *args[1:], **{name: value for name, value in kwargs.items() if name != "copy"}
+            )
             if device is not None and device.type == "meta":
                 return args[0] if dtype is None else args[0].to(dtype)
         return func(*args, **kwargs)

@@ -94,6 +94,7 @@ class DeferredBlocks:
             owner.sources[name], owner.owners[name] = origin, module
             if name in placement.quantized:
                 quantize_blank(module, placement.dtypes[name])
+                _with_offset(module)
         self.blocks = tuple(blocks.values())
         if placement.turn is None:  # a GGUF file has dtypes of its own
             plain = (
@@ -204,7 +205,7 @@ class DeferredBlocks:
         A block may be passed by, its layers called on their own: then they read it, and the next block drops it.
         """
         for block in self.blocks:
-            if block.sources:
+            if block.sources or block.dense:
                 for module in {block.module, *block.owners.values()}:
                     module.register_forward_pre_hook(lambda *_, block=block: self.use(block))
                 block.module.register_forward_hook(lambda *_: self.use(None))
@@ -252,6 +253,13 @@ def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
         if name in blocks:
             return blocks[name]
     return None
+
+
+def _with_offset(layer: Any) -> None:
+    """Give double-quantized constants without values an offset that has one: bitsandbytes asks for it in `state_dict`, and PEFT for that."""
+    state = getattr(layer.weight, "quant_state", None)
+    if state is not None and state.nested:
+        state.offset = torch.zeros(())
 
 
 def _held(block: Block, name: str) -> nn.Parameter:

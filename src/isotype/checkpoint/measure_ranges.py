@@ -20,7 +20,7 @@ from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_b
 from isotype.core.errors import CheckpointError
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.ranges import Ranges
-from isotype.ranges.batches import Batches, given_batches, made_batches
+from isotype.ranges.batches import Batches, given_batches, made_batches, require_positions
 from isotype.ranges.measure import measure
 from isotype.ranges.measured import Measured, base_of, of_module
 from isotype.ranges.weights import Weight
@@ -85,7 +85,7 @@ def module_to_measure(model: nn.Module, batch: Any, tokens: int) -> tuple[Measur
     """(the model in memory, what it is called with): the batch, or as many tokens of the texts that come with isotype."""
     measured = of_module(model)
     if batch is not None:
-        return measured, given_batches(batch)
+        return measured, require_positions(measured.model, given_batches(batch))
     return measured, made_batches(measured.model, _tokenizer_of_module(measured.model), tokens)
 
 
@@ -93,7 +93,7 @@ def to_measure(checkpoint: Checkpoint, batch: Any, tokens: int) -> tuple[Measure
     """`module_to_measure` of a checkpoint whose weights are on this machine."""
     measured = of_checkpoint(checkpoint)
     if batch is not None:
-        return measured, given_batches(batch)
+        return measured, require_positions(measured.model, given_batches(batch))
     return measured, made_batches(measured.model, tokenizer_of(tokenizer_source(checkpoint)), tokens)
 
 

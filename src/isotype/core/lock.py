@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,6 +84,43 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
         yield alone
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Hold a directory that is being built: `remove_abandoned` leaves it alone until this process ends, or leaves here."""
+    descriptor = _hold(directory)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def remove_abandoned(directories: Iterable[Path]) -> None:
+    """Remove those of the directories that no living process has `held`; none where the system has no locks."""
+    for each in directories:
+        descriptor = _hold(each)
+        if descriptor is not None:
+            shutil.rmtree(each, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _hold(directory: Path) -> int | None:
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _lock(path: Path) -> int | str:

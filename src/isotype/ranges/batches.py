@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -56,6 +57,53 @@ def given_batches(batch: Any) -> Batches:
     return Batches(tuple(map(dict, batches)), 0, said, sum(map(_tokens_in, batches)))
 
 
+_LEARNED = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
+_PICTURES = re.compile(r"vision|visual|image|patch")
+
+
+def positions(model: nn.Module) -> int | None:
+    """Tokens of the longest text that a model has positions for; None where its config sets no bound."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    bounds = [limit] if isinstance(limit, int) and limit > 0 else []
+    return min([*bounds, *_learned(model)], default=None)
+
+
+def _learned(model: nn.Module) -> list[int]:
+    """Rows of the tables of positions: OPT's count from 2 on, RoBERTa's from the one after the padding token's."""
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(module, nn.Embedding)
+    ]
+    return [
+        each.num_embeddings
+        - (getattr(each, "offset", 0) or (-1 if each.padding_idx is None else each.padding_idx) + 1)
+        for each in tables
+    ]
+
+
+def require_positions(model: nn.Module, batches: Batches) -> Batches:
+    """The batches, where a model with a table of positions has one for each of their tokens.
+
+    Raises:
+        UsageError: a row is longer.
+    """
+    room = min(_learned(model), default=None)
+    ids = [
+        batch["input_ids"] for batch in batches.batches if isinstance(batch.get("input_ids"), torch.Tensor)
+    ]
+    longest = max((each.shape[-1] for each in ids), default=0)
+    if room is not None and longest > room:
+        what, expected = (
+            f"a row of {longest} tokens",
+            f"at most {room}, the positions that {type(model).__name__} has",
+        )
+        raise UsageError.of("the batch is longer than the model's positions", what, expected, "cut the rows")
+    return batches
+
+
 def _tokens_in(batch: Mapping[str, Any]) -> int:
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     named = [batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch]
@@ -95,13 +143,13 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
             "a batch",
             "give batch=, what the model is called with",
         )
-    length = min(LENGTH, max(2, tokens))
+    length = min(LENGTH, max(2, tokens), positions(base) or LENGTH)
     rows = -(-tokens // length)
     words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0))
     if words is not None:
-        ids = _texts(words, rows, length)
+        ids = text_rows(words, rows, length)
         said = f"{plural(rows, 'text')} of {length} tokens that come with isotype"
     else:
         ids = _drawn(size, rows, length)
@@ -112,7 +160,7 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     return Batches((batch,), rows, said, ids.numel(), notes)
 
 
-def _texts(tokenizer: Any, rows: int, length: int) -> torch.Tensor:
+def text_rows(tokenizer: Any, rows: int, length: int) -> torch.Tensor:
     """Row r begins with passage r and goes on with the following ones until it is long enough."""
     texts = passages()
     # The special tokens that a text begins with come once a row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,11 +103,17 @@ class Merging:
         """`one_dtype`: also of tensors that the base's files store in another dtype than most of them. `written`: what an
         earlier merge of the same has written, which `weights` is then about. `instead`: as in `Rounding`.
         """
-        dense = _dense_policy(policy)
+        dense = dense_policy(policy)
         # An unquantized base is only added to, and the CPU is where that has room.
         here = policy if policy.quantized else replace(policy, device="cpu")
         self._deferred = waiting(adapter)
         self.model = load_base(adapter, base, here, revision=revision, deferred=self._deferred)
+        if (
+            policy.quantized
+            and adapter.config.peft_type == "LORA"
+            and adapter.config.init_lora_weights == "olora"
+        ):
+            adapter = _without_part(self.model, adapter, here)
         self._deferred.dequantize(self.model, dense.plain)
         tied = _untie(self.model)
         self._blocks = self._deferred.blocks or tuple(Block(*each) for each in outermost_blocks(self.model))
@@ -175,7 +182,7 @@ class Merging:
         """Merge the layers of a block, and collect its tensors; without one, those outside of blocks."""
         prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
         elsewhere = tuple(f"{each.name}." for each in self._blocks) if block is None else ()
-        for own, layer in _tuner_layers(root):
+        for own, layer in tuner_layers(root):
             name = base_name(f"{prefix}{own}")
             if name.startswith(elsewhere):
                 continue
@@ -211,7 +218,7 @@ class Merging:
         )
 
 
-def _dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
+def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
     """The policy of the dequantized base: float32 masters, so that the adapter is read as it is stored."""
     eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
     plain = torch.float32 if eight else policy.compute
@@ -225,6 +232,14 @@ def _dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
         layers=(),
         pinned=policy.pinned if plain != torch.float32 else (),
     )
+
+
+def _without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
+    """Take out of a quantized base what OLoRA does, which quantizes the rest again; returns the adapter for what is left of it."""
+    inject(model, adapter, policy).base_model.unload()
+    config = copy.copy(adapter.config)
+    config.init_lora_weights = True
+    return replace(adapter, config=config)
 
 
 def _untie(model: Any) -> bool:
@@ -267,24 +282,33 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """PEFT's layers in a module, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [(name, each) for name, each in module.named_modules() if isinstance(each, BaseTunerLayer)]
     return iter(layers)
 
 
-def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
-    """Merge one layer in float32 by PEFT's own code and round it."""
-    wrapped = layer.get_base_layer()
-    before = {each: parameter.data for each, parameter in wrapped.named_parameters()}
-    wrapped.to(torch.float32)
+def merge_in_float32(name: str, layer: Any) -> None:
+    """Merge one layer of PEFT's, in place.
+
+    Raises:
+        UsageError: PEFT cannot merge this kind of adapter.
+    """
+    layer.get_base_layer().to(torch.float32)
     try:
         layer.merge(safe_merge=True)
     except (NotImplementedError, ValueError) as error:
         raise UsageError.of(
             "this adapter cannot be merged", f"{name}: {error}", _MERGEABLE, _BESIDE
         ) from error
+
+
+def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
+    """Merge one layer in float32 by PEFT's own code and round it."""
+    before = {each: parameter.data for each, parameter in layer.get_base_layer().named_parameters()}
+    merge_in_float32(name, layer)
     after = {f"{name}.{each}": parameter for each, parameter in layer.get_base_layer().named_parameters()}
     losses = _losses(
         {full: (before[full.removeprefix(f"{name}.")], parameter.data) for full, parameter in after.items()},

@@ -28,6 +28,8 @@ from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES
 from isotype.core.errors import SaveError, UsageError
 from isotype.core.files import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
 from isotype.core.formats import QUANTIZATIONS
+from isotype.core.lock import held, remove_abandoned
+from isotype.core.units import format_bytes
 from isotype.model.boundary import original_class
 from isotype.model.walk import places
 
@@ -75,18 +77,25 @@ def written_path(output: Path, directory: Path, stored: str | None) -> Path:
     return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
 
 
+_BUILDING = ".isotype-merging"
+
+
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Where to build what is published as `output` in the end.
+    """Where to build what is published as `output` in the end; what merges that were killed have left beside it is removed.
 
     Raises:
         SaveError: the disk is full or cannot be written; nothing is left behind.
     """
-    built = output.parent / f".{output.name}.{uuid.uuid4().hex}"
+    fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
+    built = fresh.with_name(fresh.name + _BUILDING)
     try:
         with disk_errors(output):
-            built.mkdir(parents=True)
-        yield built
+            remove_abandoned(output.parent.glob(f".*{_BUILDING}"))
+            fresh.mkdir(parents=True)
+        with held(fresh):
+            fresh.rename(built)  # held already: another merge takes it for nothing that was left behind
+            yield built
         check_output(output)  # again: what came there in the meantime is not ours to remove
         with disk_errors(output):
             require_readable(built)
@@ -124,7 +133,7 @@ def write_merged(
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise _no_room(
-            directory.parent, f"{free / 1e9:.2f} GB are free", f"{needed / 1e9:.2f} GB for the weights"
+            directory.parent, f"{format_bytes(free)} are free", f"{format_bytes(needed)} for the weights"
         )
     if stored in GGUF_TYPES:
         words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import torch
 
+from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.stored_weights import blank_model
 from isotype.core.errors import CheckpointError, Problem
 from isotype.data.load import load_training_data
+from isotype.ranges.batches import positions
 from isotype.train.models import tokenizer_here
 from isotype.train.rows.lengths import ids_of_row
 
@@ -18,7 +21,7 @@ _LENGTH = 128
 
 
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
-    """About `tokens` tokens of a data set's rows, from all over it, each cut to 128, as one batch that is padded on the right.
+    """About `tokens` tokens of a data set's rows, from all over it, each cut to 128 or the model's positions, as one batch that is padded on the right.
 
     Args:
         model: whose tokenizer and chat template are taken.
@@ -38,6 +41,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         )
         raise CheckpointError("no tokenizer for the data", [problem])
     words = getattr(tokenizer, "tokenizer", tokenizer)
+    length = min(_LENGTH, positions(blank_model(config_of(open_model(model, revision)))) or _LENGTH)
     script = SimpleNamespace(
         dataset_name=name,
         dataset_config=None,
@@ -50,7 +54,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
     for at in _spread(len(rows)):
         if sum(map(len, texts)) >= tokens:
             break
-        texts.append(ids_of_row(words, rows[at])[:_LENGTH])
+        texts.append(ids_of_row(words, rows[at])[:length])
     longest = max(map(len, texts))
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
