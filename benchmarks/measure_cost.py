@@ -74,7 +74,7 @@ def plain(path: str) -> None:
     """Read it all, forward, backward."""
     from transformers import AutoModelForCausalLM
 
-    from isotype.checkpoint.adapter import tokenizer_of
+    from isotype.checkpoint.tokenizer import tokenizer_of
     from isotype.ranges.batches import made_batches
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)

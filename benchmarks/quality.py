@@ -30,10 +30,10 @@ import torch
 from safetensors.torch import load_file
 
 import isotype
-from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.values.dequantize import dense_weight
 from isotype.cli.main import main as isotype_command
 from isotype.cli.training import DEMO

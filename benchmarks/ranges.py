@@ -170,9 +170,9 @@ def foretold(report: Report) -> str | None:
 
 def batches_of(tokens: int, count: int) -> list[dict[str, Any]]:
     """Rows of the embedded text through SmolLM2's own tokenizer."""
-    from isotype.checkpoint.adapter import tokenizer_of
     from isotype.checkpoint.load import tokenizer_source
     from isotype.checkpoint.opened import open_checkpoint
+    from isotype.checkpoint.tokenizer import tokenizer_of
     from isotype.ranges.batches import passages
 
     tokenizer: Any = tokenizer_of(tokenizer_source(open_checkpoint("embedded:smollm2")))

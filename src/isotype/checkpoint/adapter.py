@@ -20,10 +20,11 @@ from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
-from isotype.compat.hub import asking
-from isotype.core.errors import CheckpointError, Problem, UsageError, first_line
+from isotype.checkpoint.tokenizer import tokenizer_of
+from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name
+from isotype.core.pretrained import pretrained
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
@@ -129,7 +130,7 @@ def _config(directory: Path) -> Any:
             "update PEFT, or correct the file",
         )
     try:
-        return PeftConfig.from_pretrained(str(directory))
+        return pretrained(PeftConfig, str(directory))
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError.of(
             f"{CONFIG_FILE} cannot be read",
@@ -247,19 +248,19 @@ def load_for_inference(
         policy = replace(
             inference_policy(path, saved, dtype, quantization, profile.name, revision), master=torch.float32
         )
-        model = load(path, policy, device_map=device_map, **at_revision(revision)).eval()
-        return model, tokenizer_of(tokenizer_source(open_checkpoint(path, revision)), revision), policy
+        tokenizer = tokenizer_of(tokenizer_source(open_checkpoint(path, revision)), revision)
+        return load(path, policy, device_map=device_map, **at_revision(revision)).eval(), tokenizer, policy
     adapter = read_adapter(path)
     revision = revision or adapter.revision
     policy = base_policy(adapter, dtype, quantization, profile.name, revision)
     base = str(adapter.base)
+    tokenizer = tokenizer_of(adapter.directory) or tokenizer_of(
+        tokenizer_source(open_checkpoint(base, revision)), revision
+    )
     deferred = waiting(adapter) if block_by_block and profile.kind == "cpu" else None
     model = attach(load_base(adapter, base, policy, device_map, revision, deferred), adapter)
     if deferred is not None:
         deferred.on_forward()
-    tokenizer = tokenizer_of(adapter.directory) or tokenizer_of(
-        tokenizer_source(open_checkpoint(base, revision)), revision
-    )
     return model.eval(), tokenizer, policy
 
 
@@ -410,31 +411,6 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
         problems[:_MAX_PROBLEMS],
         hint=f"and {more} more tensors" if more > 0 else None,
     )
-
-
-def tokenizer_of(source: str | Path, revision: str | None = None) -> Any | None:
-    """The tokenizer (or the processor, where the model takes images) of a directory or hub id, or None."""
-    from transformers import AutoProcessor
-
-    if isinstance(source, Path) and not any(
-        (source / f"tokenizer{end}").is_file() for end in _TOKENIZER_ENDS
-    ):
-        return None
-    try:
-        with asking(source):
-            return AutoProcessor.from_pretrained(source, **at_revision(revision))
-    except (OSError, ValueError) as error:
-        if isinstance(source, str):  # a hub repository without one
-            return None
-        raise CheckpointError.of(
-            "the tokenizer cannot be read",
-            f"{source}: {first_line(error)}",
-            "a tokenizer",
-            "copy its files again",
-        ) from error
-
-
-_TOKENIZER_ENDS = (".json", ".model", "_config.json")
 
 
 @contextmanager

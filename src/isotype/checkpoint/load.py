@@ -40,6 +40,7 @@ from isotype.compat.hub import asking
 from isotype.compat.transformers import class_for_load, mark_as_loaded, own_class_again, rename
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import QUANTIZATIONS
+from isotype.core.pretrained import pretrained
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
@@ -71,7 +72,7 @@ def load(
         model_class: a transformers model class or auto class; by default the class that the config names.
         device_map: as in `from_pretrained`; by default the policy's device when it is here.
         deferred: takes the weights of blocks that are to be read when their block is needed; none by default.
-        **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, `trust_remote_code`, …).
+        **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, …; not `trust_remote_code`).
 
     Raises:
         CheckpointError: `path` is no checkpoint, holds a format that cannot be loaded as asked, tensors of other
@@ -118,8 +119,12 @@ def load_checkpoint(
         cls, policy, checkpoint.name, broken, headers=headers, packing=packing, deferred=deferred
     )
     with without_bars(), asking(source):
-        model = loading.from_pretrained(
-            name, dtype=policy.plain, device_map=device_map or _default_device_map(policy), **keywords
+        model = pretrained(
+            loading,
+            name,
+            dtype=policy.plain,
+            device_map=device_map or _default_device_map(policy),
+            **keywords,
         )
     own_class_again(model)
     refuse(checkpoint.name, broken)

@@ -44,7 +44,7 @@ def load(
         model_class: a transformers model class or auto class; by default the class that the config names, or the head that
             the adapter was trained with.
         device_map: as in `from_pretrained`; by default the policy's device when it is here.
-        **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, `trust_remote_code`, …), for an adapter
+        **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, …; not `trust_remote_code`), for an adapter
             that of its base.
 
     Raises:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.adapter import tokenizer_of
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.kept import kept_or_noted
 from isotype.checkpoint.load import load_checkpoint, saved_format, tokenizer_source
@@ -17,6 +16,7 @@ from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_request
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
+from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import CheckpointError
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.ranges import Ranges

@@ -110,6 +110,14 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
             str(name), source, None, config, None, facts_of_config(str(source), config, notes=(note,))
         )
     headers = read_headers(source)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > len(headers.tensors):  # before they are built
+        raise CheckpointError.of(
+            f"{source}: config.json contradicts the weights",
+            f"{source / 'config.json'}: num_hidden_layers {layers}",
+            f"layers of the {len(headers.tensors)} tensors beside it",
+            "take config.json and the weights from the same save of the model",
+        )
     return Checkpoint(
         str(name), source, source, config, headers, facts_of_config(str(source), config, headers)
     )

@@ -11,12 +11,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 
 from rich.console import Console
 
 from isotype.cli.output import console_of_failure, console_on, print_error, show_warnings_of_libraries
+from isotype.compat.imports import code_refused
 from isotype.compat.interrupt import exit_status, signal_of, terminate
 from isotype.core.cache import prepare_library_caches
 from isotype.core.errors import IsotypeError, UsageError
@@ -83,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_library_caches()
     try:
         handler = _handler(command)
-        return handler(rest, console)
+        with nullcontext() if command == "run" else code_refused():
+            return handler(rest, console)
     except IsotypeError as error:
         if debug:
             traceback.print_exc()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,26 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
     else:
         sys.meta_path.insert(0, finder)
     return finder.leave
+
+
+@contextmanager
+def code_refused() -> Iterator[None]:
+    """Within it transformers refuses code of a checkpoint where it would ask "run the custom code? [y/N]", once it is imported."""
+    name = "transformers.dynamic_module_utils"
+    before: list[int] = []
+
+    def refuse() -> None:
+        module: Any = sys.modules[name]
+        before.append(module.TIME_OUT_REMOTE_CODE)
+        module.TIME_OUT_REMOTE_CODE = 0  # seconds that it waits for an answer
+
+    leave = when_imported(name, refuse)
+    try:
+        yield
+    finally:
+        leave()
+        if before:
+            vars(sys.modules[name])["TIME_OUT_REMOTE_CODE"] = before[0]
 
 
 class _Finder:

@@ -17,7 +17,7 @@ from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.terminal import as_typed
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
-from isotype.train.generate import Message, encode, evaluating
+from isotype.train.generate import PLAIN, Message, encode, evaluating
 
 __all__ = ["chat", "load_for_inference", "stream_answer"]
 
@@ -100,7 +100,7 @@ def stream_answer(
     whole = True
     with torch.no_grad(), evaluating(model):
         try:
-            model.generate(**inputs, pad_token_id=end, streamer=writer, **generation)
+            model.generate(**inputs, pad_token_id=end, streamer=writer, **PLAIN, **generation)
         except Terminated:
             raise
         except KeyboardInterrupt:

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 
 Message = dict[str, str]
+PLAIN = dict.fromkeys(
+    ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
+)
+PLAIN |= {"num_beams": 1}
+"""Of a checkpoint's generation settings, those that are code of the hub, or that a stream of words has no use for, are off."""
 Prompt = str | Sequence[Message]
 """A plain text to go on with, or a conversation."""
 
@@ -49,6 +54,9 @@ def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 6
     end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with evaluating(model):
         out = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, pad_token_id=end, **{"do_sample": False, **kwargs}
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=end,
+            **{**PLAIN, "do_sample": False, **kwargs},
         )
     return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()

@@ -22,10 +22,10 @@ from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.shard import load_rows
+from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import skeleton, skipped_modules, store
-from isotype.compat.hub import asking
 from isotype.compat.transformers import mark_as_sharded
-from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError, first_line, one_line
+from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.fold import fold as fold_layers
@@ -249,25 +249,17 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
     return directory, processing_class(directory)
 
 
-def processing_class(source: Path | str, **kwargs: Any) -> Any:
+def processing_class(source: Path | str, revision: str | None = None) -> Any:
     """The tokenizer of a checkpoint, or its processor where it takes images.
 
     Raises:
-        CheckpointError: the checkpoint has none.
+        CheckpointError: the checkpoint has none, or it cannot be read.
     """
-    from transformers import AutoProcessor
-
-    why = ""
-    try:
-        with asking(source) as why:
-            return AutoProcessor.from_pretrained(source, **kwargs)
-    except (OSError, ValueError) as error:
-        raise CheckpointError.of(
-            "no tokenizer in the checkpoint",
-            f"{source}: {why or first_line(error)}",
-            "tokenizer.json and tokenizer_config.json beside the weights",
-            "copy them from the model that the weights come from",
-        ) from error
+    return tokenizer_of(
+        source if isinstance(source, str) and not Path(source).is_dir() else Path(source),
+        revision,
+        required=True,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ without weights

@@ -28,6 +28,7 @@ from isotype.core.errors import (
     one_line,
 )
 from isotype.core.optimizers import package_of
+from isotype.core.pretrained import pretrained
 from isotype.data.locate import data_error
 from isotype.data.tokens import token_faults
 from isotype.precision.policy import PrecisionPolicy
@@ -284,7 +285,7 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
         why = ""
         try:
             with nullcontext("") if Path(name).is_dir() else offline_if_unreachable() as why:
-                kind.from_pretrained(name)
+                pretrained(kind, name)
         except (OSError, ValueError) as error:
             setting = f"--{flag} {name}: {why or first_line(error)}"
             yield Problem(
@@ -378,7 +379,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     if problems:
         raise UsageError("the tokenizer does not fit", problems)
     with asking(source):
-        config = AutoConfig.from_pretrained(source, revision=settings.model.model_revision)
+        config = pretrained(AutoConfig, source, revision=settings.model.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
     # Added tokens may lie beyond the embedding unused (Gemma 3 1B has one for images); these are used.
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
+import math
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.gguf import without_vocabulary
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.compat.transformers import mapping_of
-from isotype.core.errors import CheckpointError
+from isotype.core.errors import CheckpointError, Problem, one_line
+from isotype.core.pretrained import pretrained
 
 BUILD_ERRORS = (
     ArithmeticError,
@@ -61,15 +66,92 @@ def read_config(directory: Path) -> Any:
         raise CheckpointError.of("unknown model", what, expected, fix)
     for key in ("dtype", "torch_dtype"):
         torch_dtype(content.get(key), f"{key} in {path}")
+    if problems := [*_problems(content, path, CONFIG_MAPPING[model_type]), *_generation_problems(directory)]:
+        raise CheckpointError(f"settings of {directory} that cannot work", problems)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        return pretrained(AutoConfig, directory)
+    except (*BUILD_ERRORS, OSError, StrictDataclassError) as error:
         raise CheckpointError.of(
             "config.json cannot be read",
             f"{path}: {error}",
             f"a config of a {model_type} model",
             "copy or download it again",
         ) from error
+
+
+_AGAIN = "correct it, or copy or download the file again"
+_MAX_LAYERS, _MAX_MODULES = 2_000, 100_000
+_LIMITS: tuple[tuple[re.Pattern[str], float, float], ...] = (
+    (re.compile("layers"), -math.inf, _MAX_LAYERS),
+    (re.compile("(dropout|dropout_prob|pdrop)$"), 0, 1),
+    (re.compile("^(max_position_embeddings|n_positions)$"), 1, 2**31),
+    (re.compile("^rope_theta$"), 1e-6, math.inf),
+)
+"""Names of entries, and the least and the largest number that they can be."""
+_FLAGS = ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload")
+
+
+def _problems(content: Mapping[str, Any], path: Path, kind: type) -> Iterator[Problem]:
+    """Entries of config.json, and of the objects in it, that no class says anything about before it fails by them, or runs code."""
+    architectures = content.get("architectures")
+    if not (
+        architectures is None
+        or (isinstance(architectures, list) and all(isinstance(a, str) for a in architectures))
+    ):
+        yield Problem(f"{path}: architectures is {architectures!r:.80}", "a list of names of classes", _AGAIN)
+    for key, value in _entries(content):
+        what = f"{path}: {key} is {value!r:.80}"
+        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
+            expected = "an implementation of transformers: code of the hub is not run"
+            yield Problem(what, expected, "leave it out")
+        if (key in _FLAGS and not isinstance(value, bool)) or (key == "return_dict" and value is not True):
+            yield Problem(what, "true" if key == "return_dict" else "true or false", _AGAIN)
+        limits = next((limits for words, *limits in _LIMITS if words.search(key)), None)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if limits and number and not limits[0] <= value <= limits[1]:
+            yield Problem(
+                what,
+                f"a number from {limits[0]:g} to {limits[1]:g}".replace("from -inf to", "of at most"),
+                _AGAIN,
+            )
+    for key in content:
+        if not key.startswith("__") and callable(getattr(kind, key, None)):
+            yield Problem(f"{path}: {key}, a method of {kind.__name__}", "entries of a config", _AGAIN)
+
+
+def _entries(content: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from _entries(value)
+
+
+def _generation_problems(directory: Path) -> Iterator[Problem]:
+    """What is wrong with generation_config.json, which is read with the weights."""
+    from transformers import GenerationConfig
+
+    path = directory / "generation_config.json"
+    if path.is_file():
+        try:
+            content = read_json(path)
+            GenerationConfig.from_dict(content).validate()
+        except BUILD_ERRORS as error:
+            yield Problem(f"{path}: {one_line(error)}", "settings that generation can work by", _AGAIN)
+            return
+        for key, value in content.items():
+            ids = [value] if key.endswith("_token_id") and type(value) is not list else value
+            if key.endswith(("_token_id", "suppress_tokens")) and not _are(ids, int):
+                yield Problem(f"{path}: {key} is {value!r:.80}", "ids of tokens", _AGAIN)
+            if key == "bad_words_ids" and not (
+                _are(value, list) and all(_are(ids, int) for ids in value or ())
+            ):
+                yield Problem(f"{path}: {key} is {value!r:.80}", "lists of ids of tokens", _AGAIN)
+
+
+def _are(values: Any, kind: type) -> bool:
+    return values in (None, [None]) or (
+        isinstance(values, list) and all(type(each) is kind for each in values)
+    )
 
 
 def build_on_meta(config: Any, source: str) -> nn.Module:
@@ -101,6 +183,18 @@ def building(cls: type, source: str = "") -> Iterator[None]:
     Raises:
         CheckpointError: the config is none of the class; it names `source`, where there is one.
     """
+    modules = itertools.count(1)
+
+    def one_more(*_: Any) -> None:
+        if next(modules) > _MAX_MODULES:
+            raise CheckpointError.of(
+                "the config describes a model that is too large to be built",
+                f"{source or cls.__name__}: more than {_MAX_MODULES:,} modules",
+                "the config of a model",
+                "correct the numbers in config.json",
+            )
+
+    counting = register_module_module_registration_hook(one_more)
     try:
         with NoDraws():
             yield
@@ -112,6 +206,8 @@ def building(cls: type, source: str = "") -> Iterator[None]:
             "a config that the class can be built from",
             "take config.json and transformers as the checkpoint was published with",
         ) from error
+    finally:
+        counting.remove()
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
@@ -132,8 +228,9 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
         mappings = (mapping_of(auto_class),)
     else:
         for name in config.architectures or ():
-            if hasattr(transformers, name):
-                return getattr(transformers, name)
+            cls = getattr(transformers, name, None)
+            if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+                return cls
     for mapping in mappings:
         if type(config) in mapping:
             classes = mapping[type(config)]
@@ -205,7 +302,7 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
 def _config(path: Path) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    return pretrained(AutoConfig, path.parent, gguf_file=path.name)
 
 
 def _size_is_read(architecture: str) -> bool:

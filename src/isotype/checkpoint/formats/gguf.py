@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, by_name, damaged, file_size
+from isotype.checkpoint.formats.tensor import (
+    DAMAGED,
+    TensorHeader,
+    by_name,
+    damaged,
+    file_size,
+    limit_tensors,
+)
 from isotype.core.errors import CheckpointError, Problem
 
 # ggml refuses tensors of more dimensions.
@@ -61,10 +68,14 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
         raise damaged(path, [Problem(f"GGUF version {version}", "version 2 or 3", fix)])
     metadata: dict[str, object] = {}
     *_, (_, _, at) = (("", 0, 24), *_entries(data, entry_count, metadata, path))
+    if not isinstance(architecture := metadata.get("general.architecture", ""), str):
+        what = f"general.architecture {architecture!r}"
+        raise damaged(path, [Problem(what, "the name of an architecture", DAMAGED)])
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         fix = "join them with llama.cpp: llama-gguf-split --merge"
         raise damaged(path, [Problem(f"one of {parts} parts of a split GGUF", "a whole GGUF file", fix)])
+    limit_tensors(path, tensor_count)
     entries = []
     for _ in range(tensor_count):
         name, at = _string(data, at)

@@ -17,6 +17,7 @@ from isotype.compat.transformers import gguf_bar_hidden
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, SaveError
 from isotype.core.files import fsync_tree, write_failure
+from isotype.core.pretrained import pretrained
 
 _MIB = 1 << 20
 # Part of a copy's fingerprint: raise it whenever what tokenizer_copy() writes changes, so that no stale copy is used.
@@ -114,8 +115,8 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
 
     with _quiet_bars():
         try:
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            config = pretrained(AutoConfig, path.parent, gguf_file=path.name)
+            tokenizer = pretrained(AutoTokenizer, path.parent, gguf_file=path.name)
         except (ValueError, KeyError, NotImplementedError) as error:
             raise CheckpointError.of(
                 "transformers cannot read this GGUF file",

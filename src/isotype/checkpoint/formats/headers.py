@@ -17,7 +17,15 @@ from typing import Literal
 from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.json_file import parse_unique
 from isotype.checkpoint.formats.safetensors import read_safetensors, read_safetensors_header
-from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, by_name, damaged, file_size, printable
+from isotype.checkpoint.formats.tensor import (
+    DAMAGED,
+    TensorHeader,
+    by_name,
+    damaged,
+    file_size,
+    limit_tensors,
+    printable,
+)
 from isotype.checkpoint.formats.torch_file import read_torch_header
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed
@@ -287,6 +295,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, [Problem("no weight_map", "a weight_map: the shard of every tensor", DAMAGED)])
+    limit_tensors(index, len(weight_map))
     good: set[object] = set()
     for name, shard in weight_map.items():
         if isinstance(shard, str) and shard in good and printable(name):

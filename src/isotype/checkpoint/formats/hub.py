@@ -9,6 +9,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, 
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import CheckpointError, first_line
+from isotype.core.pretrained import pretrained
 
 _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -25,7 +26,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
     why = ""
     try:
         with offline_if_unreachable() as why:
-            return AutoConfig.from_pretrained(model_id, revision=revision or "main", trust_remote_code=False)
+            return pretrained(AutoConfig, model_id, revision=revision or "main")
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = why or first_line(error)
         raise CheckpointError.of(

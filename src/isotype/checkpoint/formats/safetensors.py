@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from isotype.checkpoint.formats.json_file import parse_unique
-from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, damaged, file_size, printable
+from isotype.checkpoint.formats.tensor import (
+    DAMAGED,
+    TensorHeader,
+    damaged,
+    file_size,
+    limit_tensors,
+    printable,
+)
 from isotype.core.errors import Problem
 
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library itself
@@ -42,6 +49,7 @@ def read_safetensors_header(path: Path) -> tuple[TensorHeader, ...]:
 def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     header, data_bytes = _safetensors_json(path)
     problems: list[Problem] = []
+    limit_tensors(path, len(header))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         problems.append(Problem(f"__metadata__ {metadata!r}", "an object of text", DAMAGED))
@@ -126,7 +134,7 @@ def _bits(dtype_name: str) -> int | None:
 
 def _sizes(value: object) -> TypeGuard[list[int]]:
     # type() rather than isinstance: JSON's true is an int to Python.
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 
 def _check_spans(tensors: Sequence[TensorHeader], start: int, data_bytes: int) -> list[Problem]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_PROBLEMS = 12  # a damaged header can hold thousands; these are enough to see the pattern
+MAX_TENSORS = 250_000  # a mixture of 384 experts in 61 layers has 140,000
 DAMAGED = "the file is damaged: download, copy or save it again"
 
 
@@ -48,6 +49,13 @@ class TensorHeader:
     def elements(self) -> int:
         """Number of elements (1 for a scalar)."""
         return math.prod(self.shape)
+
+
+def limit_tensors(path: Path, count: int) -> None:
+    """Raise `CheckpointError` if a file describes more tensors than any model has: each costs memory and time."""
+    if count > MAX_TENSORS:
+        fix = "give a checkpoint of a model"
+        raise damaged(path, [Problem(f"{count:,} tensors", f"at most {MAX_TENSORS:,}", fix)])
 
 
 def printable(name: str) -> bool:

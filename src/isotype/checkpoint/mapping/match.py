@@ -24,6 +24,7 @@ _SHOWN = 12  # patterns of names in one error
 _SAME_PLACE = "take config.json and the weights from the same save of the model"
 # Buffers that nothing is computed from in training, and that older checkpoints lack.
 _COUNTERS = (".num_batches_tracked",)
+_NOT_REAL = ("BOOL", "C", "complex")
 # Quantization methods whose tensors `stored_tensors` puts together.
 _KNOWN_QUANTIZATIONS = frozenset({"bitsandbytes", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq"})
 
@@ -187,8 +188,10 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
         wanted = tuple(state[name].shape)
         shape = source.shapes.get(name, ())
         stored = tuple(tensor for tensor, _ in source.tensors)
-        if source.failure:
-            yield WrongShape(name, wanted, (), stored, source.failure)
+        kinds = [t.weight.dtype_name for t in stored if t.weight.dtype_name.startswith(_NOT_REAL)]
+        if source.failure or (kinds and state[name].is_floating_point()):
+            failure = source.failure or f"stored as {kinds[0]}, which is no dtype of weights"
+            yield WrongShape(name, wanted, (), stored, failure)
         elif shape is None:
             values = sum(tensor.values for tensor in stored)
             if values != math.prod(wanted) and "packed" not in {tensor.form for tensor in stored}:

@@ -16,7 +16,6 @@ from isotype.checkpoint.adapter import (
     inference_policy,
     load_for_inference,
     read_adapter,
-    tokenizer_of,
 )
 from isotype.checkpoint.export.gguf_model import check_exportable
 from isotype.checkpoint.export.llama_cpp import require_program
@@ -35,6 +34,7 @@ from isotype.checkpoint.merge.write import (
 from isotype.checkpoint.merge.written_model import WrittenModel
 from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint, open_model
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, Problem, UsageError
 from isotype.core.formats import QUANTIZATIONS

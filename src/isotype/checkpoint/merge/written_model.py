@@ -13,6 +13,7 @@ from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.values.dequantize import dense_weight
 from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES
 from isotype.core.formats import QUANTIZATIONS
+from isotype.core.pretrained import pretrained
 from isotype.model.walk import kind_of
 
 
@@ -37,7 +38,7 @@ class WrittenModel:
         self._dtype = None if stored is None else GGUF_TYPES.get(stored)
         if stored not in GGUF_TYPES:
             with without_bars():
-                self.model = model_class.from_pretrained(path, dtype="auto")
+                self.model = pretrained(model_class, path, dtype="auto")
             return
         policy = resolve_precision(path, "float32", device="cpu")
         self.model = load(path, policy, model_class=model_class, deferred=self._deferred)

@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from isotype.core.errors import DataError, Problem, UsageError
+from isotype.core.pretrained import pretrained
 from isotype.train.options.settings import Settings
 
 Message = Mapping[str, Any]
@@ -107,7 +108,7 @@ def _with_template(tokenizer: Any, path: str | None) -> Any:
         return speaking
     from transformers import AutoTokenizer
 
-    other = AutoTokenizer.from_pretrained(path)
+    other = pretrained(AutoTokenizer, path)
     speaking.chat_template = other.get_chat_template()
     if trl_finds_tokens(speaking):
         return None

@@ -1,0 +1,116 @@
+"""The tokenizer of a checkpoint, or its processor where it takes images: its files checked, and read without running code of theirs."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from isotype.checkpoint.formats.config import BUILD_ERRORS
+from isotype.checkpoint.formats.json_file import read_json
+from isotype.compat.hub import asking
+from isotype.core.errors import CheckpointError, Problem, first_line
+from isotype.core.pretrained import TOKENIZER_FILES, code_named, pretrained
+
+_ENDS = (".json", ".model", "_config.json")
+_HEADLINE = "the tokenizer cannot be read"
+_AGAIN = "correct the file, or copy it again from the model that the weights come from"
+_FILE_NAME = re.compile(r"[\w.-]*[\w-]", re.ASCII)
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "model_max_length": ((int, float), "a number of tokens"),
+    "chat_template": ((str, list, dict), "a template, or a list of templates with their names"),
+    "tokenizer_class": ((str,), "the name of a class"),
+    "processor_class": ((str,), "the name of a class"),
+    "auto_map": ((list, dict), "an object"),
+}
+
+
+def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
+    """The tokenizer or processor of a directory or hub id; None if it has none and none is required.
+
+    Raises:
+        CheckpointError: its files are damaged, or only code of the checkpoint could read them; with `required`, there is none.
+    """
+    from transformers import AutoProcessor
+
+    if isinstance(source, Path):
+        if not any((source / f"tokenizer{end}").is_file() for end in _ENDS):
+            if required:
+                raise _none(source, "no tokenizer.json, tokenizer.model or tokenizer_config.json in it")
+            return None
+        _check_files(source)
+    why = ""
+    try:
+        with asking(source) as why:
+            tokenizer = pretrained(
+                AutoProcessor, source, **({} if revision is None else {"revision": revision})
+            )
+    except (OSError, *BUILD_ERRORS) as error:
+        if isinstance(source, str):
+            if required:
+                raise _none(source, why or first_line(error)) from error
+            return None
+        reason = _reason(source) or first_line(error)
+        raise CheckpointError.of(_HEADLINE, f"{source}: {reason}", "a tokenizer", _AGAIN) from error
+    for file, key, reference in code_named(source, revision):
+        kind = type(getattr(tokenizer, "tokenizer", tokenizer)).__name__
+        if key == "auto_map.AutoTokenizer" and not _is_transformers(read_json(file).get("tokenizer_class")):
+            warnings.warn(
+                f"{file}: {key} names {reference}, code of the checkpoint that is not run; transformers' {kind} reads its files",
+                stacklevel=2,
+            )
+    return tokenizer
+
+
+def _is_transformers(name: Any) -> bool:
+    import transformers
+
+    return name is None or (isinstance(name, str) and hasattr(transformers, name))
+
+
+def _none(source: str | Path, reason: str) -> CheckpointError:
+    return CheckpointError.of(
+        "no tokenizer in the checkpoint",
+        f"{source}: {reason}",
+        "tokenizer.json and tokenizer_config.json beside the weights",
+        "copy them from the model that the weights come from",
+    )
+
+
+def _check_files(directory: Path) -> None:
+    """Whether the files are objects whose entries are of the kinds that transformers takes them for."""
+    problems = []
+    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", *TOKENIZER_FILES):
+        path = directory / name
+        content = read_json(path) if path.is_file() else {}
+        for key, (types, expected) in _TYPES.items():
+            value = content.get(key)
+            if value is not None and (not isinstance(value, types) or isinstance(value, bool)):
+                problems.append(Problem(f"{path}: {key} is {value!r}", expected, _AGAIN))
+        templates = content.get("chat_template")
+        for each in templates if isinstance(templates, list) else ():
+            if not isinstance(each, dict) or not all(
+                isinstance(each.get(k), str) for k in ("name", "template")
+            ):
+                problems.append(
+                    Problem(f"{path}: chat_template holds {each!r:.60}", "a name and a template", _AGAIN)
+                )
+            elif not _FILE_NAME.fullmatch(each["name"]):
+                what = f"{path}: chat_template has the name {each['name']!r}"
+                problems.append(
+                    Problem(what, "letters, digits, '-', '_' and '.': the template is saved under it", _AGAIN)
+                )
+    if problems:
+        raise CheckpointError(_HEADLINE, problems)
+
+
+def _reason(source: Path) -> str:
+    """Why transformers takes the files for no tokenizer: its door for tokenizers and processors keeps that to itself."""
+    from transformers import AutoTokenizer
+
+    try:
+        pretrained(AutoTokenizer, source)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises no other class; what it says is passed on
+        return f"{type(error).__name__}: {first_line(error)}"
+    return ""

@@ -1,0 +1,87 @@
+"""The one door to `from_pretrained`: code that comes with a checkpoint is not run, whoever asks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isotype.compat.imports import code_refused
+from isotype.core.errors import CheckpointError, UsageError
+
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
+    """`kind.from_pretrained(source, …)`; where the files name code of their own, by transformers' own class.
+
+    Args:
+        kind: a class of transformers or PEFT.
+        source: a directory or hub id.
+        **arguments: of `from_pretrained`.
+
+    Raises:
+        CheckpointError: nothing but code of the checkpoint can read it; it names the file and the key.
+        UsageError: `trust_remote_code` is asked for.
+        OSError, ValueError: as `from_pretrained`.
+    """
+    if arguments.pop("trust_remote_code", False):
+        raise UsageError.of(
+            "code of a checkpoint is not run",
+            "trust_remote_code=True",
+            "a model and a tokenizer whose classes transformers has",
+            "leave it out; to use code that you trust, load the model yourself and give the nn.Module",
+        )
+    name = str(kind.__name__)
+    if automatic := name.startswith("Auto"):
+        arguments["trust_remote_code"] = False
+    try:
+        with code_refused():
+            return kind.from_pretrained(source, **arguments)
+    except (OSError, ValueError) as error:
+        files = ("config.json",) if name == "AutoConfig" else (*TOKENIZER_FILES, "config.json")
+        named = code_named(source, arguments.get("revision"), files) if automatic and source else iter(())
+        for file, key, reference in named:
+            raise CheckpointError.of(
+                "code of a checkpoint is not run",
+                f"{file}: {key} names {reference}",
+                "files that a class of transformers reads without it",
+                "take a conversion of the checkpoint that needs no code of its own, or the tokenizer of the model that it was made from",
+            ) from error
+        raise
+
+
+def code_named(
+    source: Path | str, revision: str | None, files: tuple[str, ...] = TOKENIZER_FILES
+) -> Iterator[tuple[Path, str, str]]:
+    """(file, key, class) for each class that the files of a checkpoint want to be imported from beside them."""
+    for name in files:
+        path = _local(source, name, revision)
+        if path is None:
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # its own reader says so
+        entries = content.get("auto_map") if isinstance(content, dict) else None
+        if isinstance(entries, dict):
+            keys = ("AutoConfig",) if name == "config.json" else tuple(entries)
+            yield from ((path, f"auto_map.{key}", str(entries[key])) for key in keys if entries.get(key))
+        elif entries:
+            yield path, "auto_map", str(entries)
+
+
+def _local(source: Path | str, name: str, revision: str | None) -> Path | None:
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(str(source), name, revision=revision)
+    return Path(cached) if isinstance(cached, str) else None
