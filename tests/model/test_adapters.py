@@ -290,11 +290,12 @@ def test_names_do_not_change(saved: Saved) -> None:
 def test_experts_are_left_out_where_peft_cannot_adapt_them_and_it_is_said(saved: Saved) -> None:
     policy = isotype.resolve_precision(saved("qwen3-moe"), "bfloat16", device="cpu")
     model = isotype.load(saved("qwen3-moe"), policy)
-    with pytest.warns(UserWarning, match="stacked experts") as caught:
+    with pytest.warns(UserWarning, match="stacked expert") as caught:
         model = isotype.add_lora(model, policy, use_dora=True, lora_dropout=0.05)
     assert [str(warning.message) for warning in caught if warning.category is UserWarning] == [
-        "use_dora and lora_dropout: adapters go on k_proj, o_proj, q_proj, v_proj, not on the stacked experts "
-        "(down_proj, gate.weight, gate_up_proj), which PEFT adapts by plain LoRA only"
+        "adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: 24,576 of 74,240 values); not on 4 stacked expert "
+        "weights (down_proj, gate_up_proj: 49,152 of 74,240 values): PEFT cannot adapt them with use_dora True and "
+        "lora_dropout 0.05; not on 2 routers (gate: 512 of 74,240 values): routers are adapted only where their names are given"
     ]
     assert not any("experts" in name for name in trained_names(model, "lora_"))
     assert model.adapter_notes == (str(caught[0].message),)

@@ -127,7 +127,7 @@ def generates(model: Any, batch: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT, of GPT-2's Conv1D
-@pytest.mark.filterwarnings("ignore:use_dora. adapters go on:UserWarning")  # not on stacked experts
+@pytest.mark.filterwarnings("ignore:adapters are on:UserWarning")  # not on stacked experts
 @pytest.mark.parametrize(("name", "storage", "method", "device"), cases())
 def test_float16_trains_as_float32(name: str, storage: str, method: str, device: str, tmp_path: Path) -> None:
     spot, model = SPOTS[name], weak_model(name)

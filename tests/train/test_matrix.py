@@ -68,7 +68,7 @@ def test_trains_under_its_policy(
     model = isotype.load(saved(name), policy)
     with warnings.catch_warnings():
         if dora and name in PLAIN_LORA_ONLY:
-            warnings.filterwarnings("ignore", message="use_dora: adapters go on")
+            warnings.filterwarnings("ignore", message="adapters are on")
         model = isotype.add_lora(model, policy, r=4, use_dora=dora)
 
     seen = assert_policy_holds(model, policy)

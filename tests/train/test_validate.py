@@ -48,6 +48,26 @@ def test_sound_arguments_pass():
     check_settings(settings("--chat_template_path", "Qwen/Qwen3-0.6B", "--use_peft", "False", "--lora_r", 0))
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "task", ["SEQ_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
+)
+def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task: str):
+    request = settings("--lora_task_type", task, method=method)
+    if task == METHODS[method].task_type:
+        check_settings(request)
+        return
+    with pytest.raises(UsageError, match="arguments that cannot work") as caught:
+        check_settings(request)
+    (problem,) = caught.value.problems
+    assert problem.given == f"--lora_task_type {task} with {method}"
+    assert problem.expected == f"{METHODS[method].task_type}, which isotype {method} trains"
+    other = {"SEQ_CLS": "reward", "CAUSAL_LM": "sft"}.get(task)
+    assert problem.fix == "leave it out" + (
+        f", or isotype {other}, which trains {task}" if other is not None else ""
+    )
+
+
 def test_all_problems_are_named_at_once():
     argv = ["--learning_rate", "nan", "--lora_r", 0, "--per_device_train_batch_size", 0, "--max_length", 0]
     argv += ["--max_steps", 0, "--chat_template_path", "nosuch.jinja", "--trust_remote_code", "True"]

@@ -15,12 +15,14 @@ import torch
 
 from isotype.checkpoint.blank import KeepsValues
 from isotype.checkpoint.deferred import DeferredBlocks
+from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.json_file import read_json
-from isotype.checkpoint.load import load, tokenizer_source
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.load import load, load_checkpoint, tokenizer_source
+from isotype.checkpoint.opened import config_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.tokenizer import tokenizer_of
+from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name
@@ -28,20 +30,21 @@ from isotype.core.pretrained import pretrained
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
+from isotype.model.heads import task_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 
 CONFIG_FILE = "adapter_config.json"
 
-# PEFT's task type -> the auto class of a model with that head; for causal models the config names the class.
+# PEFT's task type -> the auto class of a model with that head; for causal models the config names the class, unless it has no head.
 _HEADS: Mapping[str, str] = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "FEATURE_EXTRACTION": "AutoModel",
 }
-_CLASSIFIER = re.compile(r"(^|\.)(score|classifier|classification_head)\.weight$")
 _SIZE_MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[(.*?)\]\) from checkpoint, "
     r"the shape in current model is torch\.Size\(\[(.*?)\]\)"
@@ -281,20 +284,47 @@ def load_base(
     **arguments: Any,
 ) -> Any:
     """The base model with the head (that of `model_class`, if given) and the vocabulary that the adapter was trained with."""
-    import transformers
-
-    task = getattr(adapter.config.task_type, "value", adapter.config.task_type)
-    head = getattr(transformers, _HEADS[task]) if task in _HEADS else None
-    labels = [t.shape[0] for t in adapter.headers.tensors if _CLASSIFIER.search(t.name)]
-    kwargs: dict[str, Any] = arguments | at_revision(revision)
-    kwargs |= {"num_labels": labels[0]} if labels and task in ("SEQ_CLS", "TOKEN_CLS") else {}
-    model = load(
-        base, policy, model_class=model_class or head, device_map=device_map, deferred=deferred, **kwargs
+    checkpoint = open_checkpoint(base, revision)
+    head = model_class or _head(adapter, config_of(checkpoint))
+    labels = _labels(adapter, config_of(checkpoint), policy, head)
+    kwargs: dict[str, Any] = arguments | ({} if labels is None else {"num_labels": labels})
+    model = load_checkpoint(
+        checkpoint, policy, model_class=head, device_map=device_map, deferred=deferred, **kwargs
     )
     rows = _vocabulary(adapter, model)
-    if rows > model.get_input_embeddings().weight.shape[0]:
+    if rows and rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
     return model
+
+
+def _head(adapter: Adapter, config: Any) -> Any:
+    """The class of the model that the adapter was trained on, where the base's config does not name it."""
+    import transformers
+
+    task = task_of(adapter.config)
+    named = (adapter.config.auto_mapping or {}).get("base_model_class") if task is None else _HEADS.get(task)
+    saved = class_of(config)
+    if task == "CAUSAL_LM" and not hasattr(saved, "prepare_inputs_for_generation"):
+        named = "AutoModelForCausalLM"
+    return (
+        None
+        if named is None or named == getattr(saved, "__name__", None)
+        else getattr(transformers, named, None)
+    )
+
+
+_ODD = 991  # a number of labels that no other side of a weight has
+
+
+def _labels(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -> int | None:
+    """The number of labels of a head that the adapter's file holds; None where it holds none."""
+    task = task_of(adapter.config)
+    if head is None or task in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"):
+        return None
+    sides = {base_name(tensor.name): tensor.shape for tensor in adapter.headers.tensors}
+    model = skeleton(config, policy, model_class=head, num_labels=_ODD)
+    named = ((sides.get(name), tuple(p.shape)) for name, p in model.named_parameters() if _ODD in p.shape)
+    return next((shape[wanted.index(_ODD)] for shape, wanted in named if shape), None)
 
 
 # Initialisations of LoRA that draw values, or take zeros; every other one computes them from the base's weights.
@@ -342,6 +372,14 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     PEFT's own `from_pretrained` would read float32 `modules_to_save` and biases into parameters of the base's
     dtype, and round them.
     """
+    saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
+    lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
+    if lost:
+        expected = "every weight of the model: without this one its outputs are others at each load"
+        problems = [
+            Problem(f"{name} is neither in the base nor in the adapter", expected, _LOST) for name in lost
+        ]
+        raise _incompatible(adapter, model, problems)
     config = copy.deepcopy(adapter.config)
     begun = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(begun, str) and begun.startswith(_OF_WHOLE_WEIGHTS):
@@ -363,6 +401,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
 
 # PEFT decomposes the base's weights for them, and no quantized ones (`pissa_init`, `mica_init`).
 _OF_WHOLE_WEIGHTS = ("pissa", "mica")
+_LOST = "train the adapter again (isotype saves such weights with it), or give a base that holds them"
 _FIX = "give the base model that the adapter was trained on"
 
 

@@ -44,6 +44,7 @@ from isotype.core.pretrained import pretrained
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
+from isotype.model.heads import remember_drawn
 from isotype.model.mixed import store_layers
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import places
@@ -115,8 +116,9 @@ def load_checkpoint(
         del keywords["quantization_config"]
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
+    lacking: set[str] = set()
     loading = _class(
-        cls, policy, checkpoint.name, broken, headers=headers, packing=packing, deferred=deferred
+        cls, policy, checkpoint.name, broken, lacking, headers=headers, packing=packing, deferred=deferred
     )
     with without_bars(), asking(source):
         model = pretrained(
@@ -128,6 +130,7 @@ def load_checkpoint(
         )
     own_class_again(model)
     refuse(checkpoint.name, broken)
+    remember_drawn(model, lacking)
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)
@@ -176,6 +179,7 @@ def _class(
     policy: PrecisionPolicy,
     source: str,
     broken: dict[str, str],
+    lacking: set[str],
     *,
     headers: CheckpointHeaders | None,
     packing: Packing,
@@ -183,7 +187,7 @@ def _class(
 ) -> Any:
     """`cls` for one load, its weights streamed: from `headers`, else from the files that transformers finds.
 
-    `broken` takes the names of parameters that are not finite.
+    `broken` takes the names of parameters that are not finite, `lacking` those that no file holds.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
@@ -191,10 +195,12 @@ def _class(
             held = _headers_of(source, files) if headers is None else headers
             info, infinite = stream(model, held, settings, policy, packing, deferred)
             broken.update(infinite)
+            lacking.update(info.missing_keys)
             return info, None
         if policy.layers:
             raise _not_mixed(source)
         loaded = theirs()
+        lacking.update(loaded[0].missing_keys)
         broken.update(not_finite(model.named_parameters()))  # not the buffers: a mask may well hold infinity
         return loaded
 

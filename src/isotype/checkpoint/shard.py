@@ -25,6 +25,7 @@ from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name
 from isotype.model.finite import require_finite
 from isotype.model.fitted import quantize_by
+from isotype.model.heads import remember_drawn
 from isotype.model.quantize import quantize_int8, state_4bit
 from isotype.model.quantized import holds_turned, quantization_state
 from isotype.model.shard import device_of, mesh_over_all, shard_model
@@ -103,6 +104,7 @@ def load_rows(
     matched.require_complete()
     stored = StoredWeights(model, headers, matched.weights)
     _start_fresh(model, matched.initialised)
+    remember_drawn(model, matched.initialised)
     model.name_or_path = checkpoint.name
     rename(model.config, checkpoint.name)
     fill_buffers(model, stored)

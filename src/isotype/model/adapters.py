@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import types
 import warnings
@@ -17,6 +16,8 @@ from isotype.compat.hub import asking
 from isotype.compat.transformers import rename
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.enforce import enforce_model, policy_of
+from isotype.model.heads import save_drawn, task_type_of
+from isotype.model.targets import choose_targets, what_is_adapted
 from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -63,7 +64,8 @@ def add_lora(
         )
     config = _config(model, config, lora_kwargs)
     remember_base(model, config)
-    notes = (*getattr(model, "adapter_notes", ()), *_leave_out_experts(model, config))
+    notes = (*getattr(model, "adapter_notes", ()), *save_drawn(model, config))
+    targets = choose_targets(model, config)
     if isinstance(model, peft.PeftModel):
         model.add_adapter(adapter_name, config)
         model.set_adapter(adapter_name)
@@ -73,7 +75,10 @@ def add_lora(
             # PEFT 0.21 asks transformers (5.23) for it by its former name (`PeftModel.__init__`).
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             model = peft.get_peft_model(model, config, adapter_name=adapter_name)
-    model.adapter_notes = notes
+    left_out = what_is_adapted(model, targets, config)
+    model.adapter_notes = (*notes, *left_out)
+    if left_out and (targets.unable or targets.reads):
+        warnings.warn("; ".join(left_out), stacklevel=2)
     save_policy_too(model)
     _magnitudes_again(model, adapter_name)
     enforce_model(model, policy)
@@ -127,34 +132,9 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
     import peft
 
     lora_kwargs.setdefault("target_modules", "all-linear")
-    if hasattr(model, "prepare_inputs_for_generation"):
-        lora_kwargs.setdefault("task_type", "CAUSAL_LM")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    lora_kwargs.setdefault("task_type", task_type_of(base))
     return peft.LoraConfig(**lora_kwargs)
-
-
-def _leave_out_experts(model: Any, config: Any) -> tuple[str, ...]:
-    """Take stacked experts off the targets where PEFT cannot adapt them as asked; say so in a warning and return it.
-
-    PEFT reaches experts that are stacked in one parameter by reparametrizing it, which leaves no activation to
-    drop out, no output to scale and no bias (`ParamWrapper.__init__` raises ValueError).
-    """
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    unable = [name for name in ("use_dora", "lora_dropout", "lora_bias") if getattr(config, name, None)]
-    if not unable:
-        return ()
-    converted = copy.deepcopy(config)
-    convert_peft_config_for_transformers(converted, model, None)
-    experts = set(converted.target_parameters or ()) - set(config.target_parameters or ())
-    if not experts or not converted.target_modules:
-        return ()
-    config.target_modules = converted.target_modules
-    note = (
-        f"{' and '.join(unable)}: adapters go on {', '.join(sorted(config.target_modules))}, not on the stacked "
-        f"experts ({', '.join(sorted(experts))}), which PEFT adapts by plain LoRA only"
-    )
-    warnings.warn(note, stacklevel=3)
-    return (note,)
 
 
 def adapter_words(model: Any) -> tuple[str, ...]:
@@ -167,8 +147,14 @@ def adapter_words(model: Any) -> tuple[str, ...]:
         rank = f" r {config.r}" if hasattr(config, "r") else ""
         scale = f" alpha {config.lora_alpha:g}" if hasattr(config, "lora_alpha") else ""
         targets = getattr(config, "target_modules", None) or ()
-        last = {name.rsplit(".", 1)[-1] for name in ([] if isinstance(targets, str) else targets)}
-        named = targets if isinstance(targets, str) else ", ".join(sorted(last))
+        names = (
+            []
+            if isinstance(targets, str)
+            else [*targets, *(getattr(config, "target_parameters", None) or ())]
+        )
+        named = (
+            targets if isinstance(targets, str) else ", ".join(sorted({n.rpartition(".")[2] for n in names}))
+        )
         words.append(f"{kind}{rank}{scale}" + (f" on {named}" if named else ""))
     return tuple(words)
 

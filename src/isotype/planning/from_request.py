@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
 from isotype.core.random_states import random_states_kept
 from isotype.core.units import format_bytes
+from isotype.model.targets import ADAPTED
 from isotype.planning.command import EXAMPLE_DATA
 from isotype.planning.goal import picked
 from isotype.planning.html import to_html
@@ -138,7 +139,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
     return Plan(
         source,
         request.step.method,
-        _settings(request),
+        _settings(request, notes),
         request.goal,
         devices,
         tuple(row for profile in profiles for row in rows[profile.name]),
@@ -213,7 +214,7 @@ def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
     return row
 
 
-def _settings(request: PlanRequest) -> str:
+def _settings(request: PlanRequest, notes: Iterable[str]) -> str:
     """Adapters, optimizer and step in words."""
     step = request.step
     lora = step.lora
@@ -223,11 +224,11 @@ def _settings(request: PlanRequest) -> str:
     else:
         targets = read("target_modules") or "all-linear"
         named = targets if isinstance(targets, str) else ", ".join(sorted(targets))
-        what = (
-            f"LoRA r {read('r')} on {named} layers"
-            if named == "all-linear"
-            else f"LoRA r {read('r')} on {named}"
-        )
+        some = [
+            note.removeprefix(ADAPTED).partition("; not on ")[0] for note in notes if note.startswith(ADAPTED)
+        ]
+        every = some[0] if some else "all-linear layers"
+        what = f"LoRA r {read('r')} on {every if named == 'all-linear' else named}"
     return f"{what}, {step.optimizer}"
 
 

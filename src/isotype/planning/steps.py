@@ -28,7 +28,7 @@ class Traced:
         phase: of that moment.
         kinds: what is alive there, kind -> bytes.
         times: name of a profile -> its least and traced time; None where it has no rates.
-        notes: of the trace: what it leaves out.
+        notes: what the trace leaves out, and what has no adapter.
     """
 
     peak: int
@@ -62,10 +62,12 @@ class Steps:
         """
         key = (rows, tokens)
         if key not in self.traced:
-            trace = trace_of(self.step.request(self.arguments, rows, tokens))
+            request = self.step.request(self.arguments, rows, tokens)
+            trace = trace_of(request)
             if trace.failure is not None:
                 raise NotForeseenError(f"it could not be traced ({trace.failure.error})")
-            self.traced[key] = _traced(trace, self.profiles)
+            adapted = tuple(getattr(request.model, "adapter_notes", ()))
+            self.traced[key] = _traced(replace(trace, notes=(*trace.notes, *adapted)), self.profiles)
         return self.traced[key]
 
     def peak(self, rows: int, tokens: int) -> int:

@@ -29,6 +29,7 @@ from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.fold import fold as fold_layers
+from isotype.model.heads import save_drawn, task_type_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.launched import Sharding
 from isotype.train.options.settings import Settings
@@ -90,6 +91,7 @@ def adapted_model(
         return model, None
     peft_config = _peft_config(settings, model)
     remember_base(model, peft_config)
+    model.adapter_notes = (*getattr(model, "adapter_notes", ()), *save_drawn(model, peft_config))
     return model, peft_config
 
 
@@ -110,7 +112,7 @@ def _adapted(
     if start is not None:
         return _with_reference(settings, attach(model, start))
     with _adapter_arguments():
-        model = add_lora(model, policy, _peft_config(settings, model))
+        model = _noted(model, policy, _peft_config(settings, model))
         if settings.extra.init_lora_weights == LOFTQ:
             begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.extra.device))
         return _with_reference(settings, model)
@@ -321,8 +323,7 @@ def _lora_config(model: Any, lora: Any) -> Any:
         return lora
     from peft import LoraConfig
 
-    causal = {"task_type": "CAUSAL_LM"} if hasattr(model, "prepare_inputs_for_generation") else {}
-    return LoraConfig(**{"target_modules": "all-linear", **causal, **lora})
+    return LoraConfig(**{"target_modules": "all-linear", "task_type": task_type_of(model), **lora})
 
 
 def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
@@ -341,10 +342,15 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
 
 def _with_blank_adapter(model: Any, policy: PrecisionPolicy, lora: Any) -> Any:
     check_module_names(model, lora)
-    with _adapter_arguments(), torch.device("meta"), NoDraws(), warnings.catch_warnings():
-        # What cannot be adapted as asked is in the model's `adapter_notes` too.
+    with _adapter_arguments(), torch.device("meta"), NoDraws():
+        return _noted(model, policy, lora)
+
+
+def _noted(model: Any, policy: PrecisionPolicy, config: Any) -> Any:
+    """`add_lora` without its warnings: what cannot be adapted as asked is in the model's `adapter_notes` too, and is printed."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return add_lora(model, policy, lora)
+        return add_lora(model, policy, config)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_ad
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, MIXED
+from isotype.model.heads import task_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.options.settings import Settings
 
@@ -74,7 +75,7 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
 
 
 def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:
-    task = getattr(adapter.config.task_type, "value", adapter.config.task_type)
+    task = task_of(adapter.config)
     wanted = settings.method.task_type
     if task in (wanted, None):
         return []

@@ -30,6 +30,7 @@ from isotype.core.errors import (
 from isotype.core.optimizers import package_of
 from isotype.core.pretrained import pretrained
 from isotype.data.locate import data_error
+from isotype.data.methods import METHODS
 from isotype.data.tokens import token_faults
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.compilation import compiler_problems
@@ -67,6 +68,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_checkpointing(settings),
         *_liger(settings),
         *_model_arguments(settings),
+        *_task(settings),
         *early_stopping_problems(settings),
         *initial_problems(settings),
     ]
@@ -75,6 +77,18 @@ def argument_problems(settings: Settings) -> list[Problem]:
 def _read(settings: Settings, name: str) -> Any:
     holders = (settings.training, settings.model, settings.script, settings.extra)
     return next((getattr(holder, name) for holder in holders if hasattr(holder, name)), None)
+
+
+def _task(settings: Settings) -> Iterator[Problem]:
+    """PEFT makes a head of it and writes it into the adapter: what is trained is the method's."""
+    task, method = settings.model.lora_task_type, settings.method
+    if "lora_task_type" in settings.explicit and task != method.task_type:
+        fits = [each.name for each in METHODS.values() if each.task_type == task]
+        yield Problem(
+            f"--lora_task_type {task} with {method.name}",
+            f"{method.task_type}, which isotype {method.name} trains",
+            f"leave it out{f', or isotype {fits[0]}, which trains {task}' if fits else ''}",
+        )
 
 
 def _stream_without_steps(settings: Settings) -> Iterator[Problem]:

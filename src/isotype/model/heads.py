@@ -1,0 +1,97 @@
+"""The head of a model under an adapter: which of PEFT's task types it is, and weights that no file held when it was loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from isotype.core.errors import UsageError
+from isotype.core.names import listed
+
+_ENDS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+    "Model": "FEATURE_EXTRACTION",
+}
+"""The end of a transformers class's name -> PEFT's task type."""
+
+
+TRAINED_WHOLE = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+"""Task type -> the names of modules that PEFT trains and saves with every adapter of it."""
+
+
+def task_of(config: Any) -> str | None:
+    """The task type of a PEFT config."""
+    task: str | None = getattr(config.task_type, "value", config.task_type)
+    return task
+
+
+def task_type_of(model: Any) -> str | None:
+    """PEFT's task type of a model, by its class; None for those that are not called with `input_ids` as PEFT calls them (speech, images)."""
+    cls = type(model)
+    takes = inspect.signature(cls.forward).parameters.keys()
+    if not cls.__module__.startswith("transformers.") or not {"input_ids", "inputs_embeds"} <= takes:
+        return None
+    task = next((task for end, task in _ENDS.items() if cls.__name__.endswith(end)), None)
+    if "labels" not in takes or task not in (None, "FEATURE_EXTRACTION"):
+        return task
+    answers = hasattr(model, "prepare_inputs_for_generation")
+    return ("SEQ_2_SEQ_LM" if "decoder_input_ids" in takes else "CAUSAL_LM") if answers else None
+
+
+def remember_drawn(model: Any, names: Collection[str]) -> None:
+    """Leave on a loaded model the names of the parameters that are in no file (`drawn_parameters`): an adapter has to bring them."""
+    in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
+    model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
+
+
+def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
+    """Let an adapter's config train and save the modules whose weights are in no file; returns a sentence about those it did not yet.
+
+    Raises:
+        UsageError: they are in modules together with weights of the files, or the kind of adapter saves no modules.
+    """
+    drawn = getattr(model, "drawn_parameters", ())
+    saved = list(getattr(config, "modules_to_save", None) or ())
+    saved += TRAINED_WHOLE.get(task_of(config) or "", ())
+    new, stuck = [], []
+    for name in drawn:
+        path = _module_of(model, name, set(drawn))
+        if any(f".{path}.".endswith(f".{each}.") or f".{each}." in f".{path}." for each in saved):
+            continue
+        if path and hasattr(config, "modules_to_save"):
+            new.append(path)
+            saved.append(path)
+        else:
+            stuck.append(name)
+    if stuck:
+        raise UsageError.of(
+            "weights that are in no file would be lost",
+            f"{listed(stuck)}: drawn when the model was loaded, and no module that the adapter can save",
+            "weights that are in the checkpoint or in the adapter",
+            "model.save_pretrained(DIRECTORY) before add_lora, and load the model from there",
+        )
+    if not new:
+        return ()
+    config.modules_to_save = [*(getattr(config, "modules_to_save", None) or ()), *new]
+    return (f"{listed(new)}: in no file of the checkpoint, so trained whole and saved with the adapter",)
+
+
+def _module_of(model: Any, name: str, drawn: set[str]) -> str:
+    """The outermost module around a parameter that holds drawn ones only; "" where there is none."""
+    path, best = name.rpartition(".")[0], ""
+    while path:
+        module = model.get_submodule(path)
+        if any(f"{path}.{each}" not in drawn for each, _ in module.named_parameters()):
+            break
+        best = best if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else path
+        path = path.rpartition(".")[0]
+    return best

@@ -1,0 +1,267 @@
+"""Which layers `all-linear` stands for, and what of a model gets no adapter.
+
+Left out are routers, which fine-tuning by adapters leaves as they are, and layers whose weight the model reads itself
+(`F.linear(x, self.out_proj.weight)`, the fused scans of Mamba), past any adapter around them: of these PEFT 0.21 knows two names in
+five architectures (`_check_lora_target_modules_mamba`), and raises. What a user names stays as it is named.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from isotype.compat.peft import all_linear
+from isotype.core.names import plain_name, plural
+from isotype.model.fold import repeats_of
+from isotype.model.heads import TRAINED_WHOLE, task_of
+from isotype.model.walk import is_tuner_layer, places
+
+_UNABLE = ("use_dora", "lora_dropout", "lora_bias")
+"""What PEFT cannot do to a parameter, which has no activation to drop out, no output to scale and no bias (`ParamWrapper`)."""
+_EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What was decided about a config's targets.
+
+    Attributes:
+        wide: whether it asks for all linear layers.
+        unable: its settings that keep adapters off the stacked experts that it asks for.
+        reads: name of a layer -> the class that reads its weight itself.
+    """
+
+    wide: bool = False
+    unable: tuple[str, ...] = ()
+    reads: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose_targets(model: Any, config: Any) -> Targets:
+    """Take off a config's targets what cannot be adapted as asked and, of `all-linear`, what is left as it is."""
+    if not getattr(config, "target_modules", None):
+        return Targets()
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wide = str(config.target_modules).lower() == "all-linear"
+    converted = copy.deepcopy(config)
+    convert_peft_config_for_transformers(converted, base, None)
+    experts = set(getattr(converted, "target_parameters", None) or ()) - set(
+        getattr(config, "target_parameters", None) or ()
+    )
+    unable = tuple(name for name in _UNABLE if experts and getattr(config, name, None))
+    if unable:
+        config.target_modules = converted.target_modules or config.target_modules
+    elif wide and experts:
+        converted.target_parameters = {name for name in converted.target_parameters if name != "gate.weight"}
+        for name in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"):
+            setattr(config, name, getattr(converted, name))
+    if not wide:
+        return Targets(unable=unable)
+    whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # PEFT wraps no layer twice
+    linear, reads = all_linear(copy.deepcopy(config), base), _reads(base)
+    kept = {
+        name
+        for name in linear - reads.keys()
+        if not any(f".{name}.".endswith(f".{each}.") for each in whole)
+        and not _routes(base, name)
+        and (not experts or check_target_module_exists(converted, name))
+    }
+    if kept != linear:
+        config.target_modules = kept
+    return Targets(True, unable, reads)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    kind: str
+    name: str
+    size: int
+    count: int
+    adapted: bool
+    reader: str | None
+
+
+ADAPTED = "adapters are on "
+"""How the sentence about what is adapted begins."""
+_LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
+
+
+def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
+    """What has adapters and what has none, with numbers, where that is not all that the config asked for."""
+    weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
+    total = sum(weight.size * weight.count for weight in weights)
+    left: dict[tuple[str, str], list[_Weight]] = {}
+    for weight in weights:
+        if not weight.adapted and (targets.wide or weight.kind == _STACKED):
+            left.setdefault((weight.kind, _reason(weight, targets, config)), []).append(weight)
+    if not left:
+        return ()
+    on = [
+        _counted([w for w in weights if w.adapted and w.kind == kind], total)
+        for kind in (_LINEAR, _STACKED, _ROUTER)
+    ]
+    off = [f"{_counted(rows, total)}: {reason}" for (_, reason), rows in left.items()]
+    return (f"{ADAPTED}{' and '.join(filter(None, on)) or 'nothing'}; not on {'; not on '.join(off)}",)
+
+
+def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
+    if weight.reader is not None:
+        return f"{weight.reader} reads their weights itself, past an adapter"
+    if weight.kind == _ROUTER:
+        return "routers are adapted only where their names are given"
+    if weight.kind == _LINEAR:
+        return "PEFT takes their names for those of the experts"
+    if targets.unable:
+        settings = " and ".join(f"{name} {getattr(config, name)}" for name in targets.unable)
+        return f"PEFT cannot adapt them with {settings}"
+    return "they are parameters, and no linear layers; target_parameters names them"
+
+
+def _counted(weights: list[_Weight], total: int) -> str:
+    """`4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`; "" for none."""
+    if not weights:
+        return ""
+    size = sum(weight.size * weight.count for weight in weights)
+    names = ", ".join(sorted({weight.name.rpartition(".")[2] for weight in weights}))
+    noun = plural(sum(weight.count for weight in weights), weights[0].kind)
+    return f"{noun} ({names}: {size:,} of {total:,} values)"
+
+
+def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
+    """The weights of a PEFT model's base that multiply activations, but for the embeddings, the head and what is trained whole."""
+    base, adapted = model.get_base_model(), set()
+    repeats, head = (
+        repeats_of(base),
+        base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None,
+    )
+    for place in places(base):
+        module: Any = place.module
+        name = plain_name(place.name)
+        if is_tuner_layer(module):
+            adapted.add((id(module.get_base_layer()), getattr(module, "parameter_name", "weight")))
+            continue
+        if place.adapter or module is head or ".original_module" in place.name:
+            continue
+        for own, value in module.named_parameters(recurse=False):
+            kind = _kind(base, place.name, module, own, value)
+            if kind is not None:
+                state = getattr(value, "quant_state", None)
+                size = value.numel() if state is None else state.shape.numel()
+                full = name if own == "weight" else f"{name}.{own}"
+                yield _Weight(
+                    kind,
+                    full,
+                    size,
+                    repeats[place.name],
+                    (id(module), own) in adapted,
+                    targets.reads.get(name),
+                )
+
+
+def _kind(base: Any, name: str, module: Any, own: str, value: Any) -> str | None:
+    if own == "weight" and value.ndim == 2 and _routes(base, name):
+        return _ROUTER
+    if own == "weight" and (isinstance(module, nn.Linear) or hasattr(module, "nx")):
+        return _LINEAR
+    cls = type(module).__name__
+    experts = _EXPERT.search(cls + name) and value.is_floating_point() and "bias" not in own
+    layer = isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    stacked = value.ndim == 3 or (value.ndim == 2 and "expert" in cls.lower())
+    return _STACKED if experts and stacked and not layer else None
+
+
+def _routes(base: Any, name: str) -> bool:
+    """Whether a layer chooses among experts: by the names of it and of what is around it, or by one output an expert."""
+    parts = name.split(".")
+    around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
+    experts = [
+        each for each in around[1:4] for child, _ in each.named_children() if "expert" in child.lower()
+    ]
+    named = [type(each).__name__ for each in around] + parts
+    if any("router" in each.lower() for each in named):
+        return bool(experts) or any(_EXPERT.search(each) for each in named)
+    return any(
+        getattr(around[0], "out_features", None) == count for each in experts[:1] for count in _counts(each)
+    )
+
+
+def _counts(block: Any) -> set[int]:
+    """The numbers of experts that a module holds."""
+    lists = {
+        len(child)
+        for child in block.children()
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len(child) > 1
+    }
+    return lists | {
+        p.shape[0] for child in block.children() for p in child.parameters(recurse=False) if p.ndim == 3
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ read past an adapter
+
+_MAKES = frozenset(
+    {"t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze"}
+)
+_ASKS = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
+
+
+def _reads(base: Any) -> dict[str, str]:
+    """Name of each linear layer whose weight a module around it reads in one of its methods -> that module's class."""
+    reads = {}
+    for name, module in base.named_modules():
+        cls: Any = type(module)
+        for path in _read_by(cls):
+            full = f"{name}.{path}".lstrip(".")
+            try:
+                layer = base.get_submodule(full)
+            except AttributeError:
+                continue
+            if isinstance(layer, nn.Linear) or is_tuner_layer(layer):
+                reads[full] = cls.__name__
+    return reads
+
+
+@cache
+def _read_by(cls: Any) -> frozenset[str]:
+    """The parts of a module of this class whose `weight` its methods compute with."""
+    paths: set[str] = set()
+    for each in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, method in vars(each).items():
+            method = inspect.unwrap(method) if callable(method) else method
+            code = getattr(method, "__code__", None)
+            if not callable(method) or code is None or "weight" not in code.co_names or _ASKS.search(name):
+                continue
+            try:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+            except (OSError, SyntaxError):
+                continue
+            paths |= set(_paths(tree))
+    return frozenset(paths)
+
+
+def _paths(tree: ast.AST) -> Iterator[str]:
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node, parent in parents.items():
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) and node.attr == "weight" else ""
+        path = re.fullmatch(r"self\.([\w.]+)\.weight", text)
+        if path and (
+            isinstance(parent, (ast.keyword, ast.BinOp, ast.List))
+            or (isinstance(parent, ast.Attribute) and parent.attr in _MAKES)
+            or (
+                isinstance(parent, ast.Call)
+                and node in parent.args
+                and not _ASKS.search(ast.unparse(parent.func))
+            )
+        ):
+            yield path[1]

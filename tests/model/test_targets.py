@@ -1,0 +1,165 @@
+"""Which layers get adapters by default, and what is said of the others."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import isotype
+from isotype.model.heads import task_type_of
+from isotype.model.targets import choose_targets
+from tests.zoo import ARCHITECTURES
+
+
+def adapted(name: str, config: Any = None, **lora: Any) -> Any:
+    model = ARCHITECTURES[name].build(torch.float32)
+    policy = isotype.resolve_precision(model, "float32", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return isotype.add_lora(model, policy, config, **({} if config else {"r": 2, **lora}))
+
+
+def names_adapted(model: Any) -> set[str]:
+    names = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    return {name.partition(".lora_A")[0].rpartition("model.")[2] for name in names}
+
+
+def last(names: set[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+READ = {
+    "mamba": ({"in_proj"}, {"dt_proj", "out_proj", "x_proj"}),
+    "mamba2": ({"in_proj"}, {"out_proj"}),
+    "falcon_mamba": ({"in_proj"}, {"dt_proj", "out_proj", "x_proj"}),
+    "falcon_h1": (
+        {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {"out_proj"},
+    ),
+    "nemotron_h": ({"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}, {"out_proj"}),
+    "bamba": (
+        {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {"out_proj"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_layers_whose_weight_the_model_reads_itself_are_left_out(name: str) -> None:
+    wanted, left = READ[name]
+    model = adapted(name)
+    assert last(names_adapted(model)) == wanted
+    (note,) = model.adapter_notes
+    assert f"({', '.join(sorted(left))}: " in note
+    assert "reads their weights itself, past an adapter" in note
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv", "lfm2", "qwen3_next"])
+def test_layers_that_are_called_are_all_adapted(name: str) -> None:
+    model = adapted(name)
+    assert not any("reads their weights" in note for note in model.adapter_notes)
+    if name != "qwen3_next":
+        assert model.adapter_notes == ()
+
+
+def test_a_layer_that_is_left_out_really_is_passed_by() -> None:
+    """A layer that `nn.MultiheadAttention` reads: its adapter would get no gradient."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2)
+            self.called = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.called(self.attention(x, x, x)[0])
+
+    config = peft.LoraConfig(target_modules="all-linear")
+    targets = choose_targets(Block(), config)
+    assert config.target_modules == {"called"}
+    assert dict(targets.reads) == {"attention.out_proj": "MultiheadAttention"}
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3_moe", "granitemoe", "phimoe", "llama4_text", "jamba", "dbrx"]
+)
+def test_routers_are_left_out_unless_named(name: str) -> None:
+    model = adapted(name)
+    assert not {"gate", "router", "layer"} & last(names_adapted(model))
+    assert "routers are adapted only where their names are given" in model.adapter_notes[0]
+
+
+def test_a_router_that_is_named_is_adapted() -> None:
+    model = adapted("mixtral", target_modules=["q_proj", "gate"])
+    assert {"gate", "q_proj"} <= last(names_adapted(model))
+    assert model.adapter_notes == ()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["gate.weight"])
+    assert "gate" in last(names_adapted(adapted("mixtral", config)))
+
+
+def test_what_is_adapted_is_counted() -> None:
+    attention = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64)
+    experts, routers = 2 * 4 * 3 * 64 * 32, 2 * 4 * 64
+    total = attention + experts + routers
+    assert adapted("qwen3_moe").adapter_notes == (
+        f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {attention:,} of {total:,} values) and "
+        f"4 stacked expert weights (down_proj, gate_up_proj: {experts:,} of {total:,} values); not on 2 routers "
+        f"(gate: {routers} of {total:,} values): routers are adapted only where their names are given",
+    )
+    assert adapted("qwen3_moe", lora_dropout=0.05).adapter_notes == (
+        f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {attention:,} of {total:,} values); not on "
+        f"4 stacked expert weights (down_proj, gate_up_proj: {experts:,} of {total:,} values): PEFT cannot adapt them "
+        f"with lora_dropout 0.05; not on 2 routers (gate: {routers} of {total:,} values): routers are adapted only where "
+        "their names are given",
+    )
+    assert adapted("llama").adapter_notes == ()
+
+
+def test_dense_layers_that_peft_takes_for_experts_are_named() -> None:
+    (note,) = adapted("deepseek_v3").adapter_notes
+    assert "not on 6 linear layers (down_proj, gate_proj, up_proj: " in note
+    assert "PEFT takes their names for those of the experts" in note
+
+
+TASKS = {
+    "LlamaForCausalLM": "CAUSAL_LM",
+    "MambaForCausalLM": "CAUSAL_LM",
+    "RwkvForCausalLM": "CAUSAL_LM",
+    "GPT2LMHeadModel": "CAUSAL_LM",
+    "LlavaForConditionalGeneration": "CAUSAL_LM",
+    "T5ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "BartForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "BertForSequenceClassification": "SEQ_CLS",
+    "BartForSequenceClassification": "SEQ_CLS",
+    "LlamaForTokenClassification": "TOKEN_CLS",
+    "RobertaForQuestionAnswering": "QUESTION_ANS",
+    "BertModel": "FEATURE_EXTRACTION",
+    "T5EncoderModel": "FEATURE_EXTRACTION",
+    "BertForMaskedLM": None,
+    "WhisperForConditionalGeneration": None,
+    "Speech2TextForConditionalGeneration": None,
+    "Wav2Vec2ForSequenceClassification": None,
+    "ViTModel": None,
+    "ViTForImageClassification": None,
+    "BlipForConditionalGeneration": None,
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_task_type_follows_from_the_class(name: str) -> None:
+    import transformers
+
+    cls = getattr(transformers, name)
+    assert task_type_of(cls.__new__(cls)) == TASKS[name]
+
+
+@pytest.mark.parametrize("name", ["whisper-s2s", "speech_to_text-s2s", "blip-vl", "t5-s2s", "bert-cls"])
+def test_a_model_with_adapters_takes_its_own_batch(name: str) -> None:
+    model = adapted(name)
+    model(**ARCHITECTURES[name].batch()).loss.backward()
+    assert any(p.grad is not None for n, p in model.named_parameters() if "lora_B" in n)
