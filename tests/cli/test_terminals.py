@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from rich.text import Text
 import isotype
 from isotype.cli.main import main
 from isotype.core.files import write_whole
-from isotype.core.terminal import _NEAREST, as_typed, print_the_nearest
+from isotype.core.terminal import _NEAREST, as_typed, lost_output, outlive_output, print_the_nearest
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.files import write_report
 from isotype.report.narrow import fitting, wrapped
@@ -86,6 +89,44 @@ def test_a_question_on_a_pipe_in_the_c_locale(monkeypatch: pytest.MonkeyPatch) -
     print_the_nearest()
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
     assert as_typed(sys.stdin.readline()) == "é\n"
+
+
+@contextmanager
+def no_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.TextIOWrapper]:
+    """Standard output on a pipe whose reader has gone."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "__stdout__", stream)
+        yield stream
+    monkeypatch.undo()
+
+
+def test_a_command_that_makes_files_outlives_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    with no_reader(monkeypatch) as stream:
+        outlive_output(raises=False)
+        Console().print("one")
+        assert lost_output() == ("standard output could not be written: Broken pipe",)
+        Console().print("two")
+        os.write(stream.fileno(), b"of a child or of code in C")
+        assert lost_output() == ("standard output could not be written: Broken pipe",)
+
+
+def test_a_command_whose_result_is_its_output_fails_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with no_reader(monkeypatch):
+        with pytest.raises(SystemExit, match="1"):  # rich's
+            main(["explain", "IST101"])
+        print("this goes nowhere", flush=True)
+
+
+def test_streams_of_others_stay_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = ascii_stream(monkeypatch, "stdout")
+    stream = sys.stdout
+    outlive_output(raises=False)
+    assert sys.stdout is stream
+    assert lost_output() == ()
+    assert written.getvalue() == b""
 
 
 # ------------------------------------------------------------------------------------------------- 40 columns

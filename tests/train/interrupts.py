@@ -25,14 +25,14 @@ from tests.train.tiny import arguments, rows, save_rows
 class Run:
     """One command under way, what it printed, and where its checkpoints go."""
 
-    def __init__(self, root: Path, name: str, argv: Sequence[str]) -> None:
-        self.log, self.out = root / f"{name}.log", root / name
+    def __init__(self, root: Path, name: str, argv: Sequence[str], log: Path | None = None) -> None:
+        self.log, self.out = log or root / f"{name}.log", root / name
         self.pid = start(argv, self.log)
         self.ended: list[int] = []
         self.before: int | None = None
 
     def printed(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
+        return self.log.read_text() if self.log.is_file() else ""
 
     def when(self, condition: Callable[[], bool]) -> Run:
         assert wait_for(self.pid, condition, self.ended), self.printed()
@@ -84,6 +84,14 @@ def main() -> None:
     stopped = int(command[-1].rpartition("-")[2])
     near = ["--max_steps", str(stopped + 5), "--save_strategy", "steps"]
     found["command"] = Run(root, "once", [*command, *near]).end()
+
+    run = Run(root, "hangup", arguments(root, "hangup", 400, "--save_strategy", "no"))
+    run.when_printed("step 6/").send(signal.SIGHUP).when_printed("once more")
+    found["hangup"] = run.send(signal.SIGHUP).end()  # the kernel says so, and the shell
+
+    found["full"] = Run(
+        root, "full", arguments(root, "full", 4, "--save_strategy", "no"), Path("/dev/full")
+    ).end()
 
     if not few:
         run = Run(root, "terminated", arguments(root, "terminated", 400, "--save_steps", "1000"))

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, once and twice, while training, saving and loading: real signals to real processes."""
+"""Ctrl-C, SIGTERM and SIGHUP, once and twice, while training, saving and loading: real signals to real processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from isotype.compat.interrupt import terminate
+from isotype.compat.interrupt import stop_signals, terminate
 from isotype.data.methods import METHODS
 from isotype.train.options.arguments import IsotypeArguments
 from isotype.train.options.settings import Settings
@@ -42,10 +42,10 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@few("name", ["once", "terminated"], "once")
+@few("name", ["once", "terminated", "hangup"], "once", "hangup")
 def test_one_signal_ends_the_step_and_saves(found: dict[str, Any], name: str):
     run = found[name]
-    assert run["status"] == (143 if name == "terminated" else 130)
+    assert run["status"] == {"once": 130, "terminated": 143, "hangup": 129}[name]
     assert run["printed"].count(STOPPING) == 1  # the data loader's worker says nothing
     assert "Traceback" not in run["printed"]
     (checkpoint,) = run["whole"]
@@ -54,6 +54,19 @@ def test_one_signal_ends_the_step_and_saves(found: dict[str, Any], name: str):
     assert f"\nstopped; {path} is whole. Go on with:\n  isotype sft --model" in run["printed"]
     assert run["printed"].endswith(f" --resume_from_checkpoint {path}\n")
     assert (run["hidden"], run["adapter"], run["report"]) == ([], False, True)
+
+
+@pytest.mark.slow
+@pytest.mark.lacking(None if Path("/dev/full").exists() else "there is no /dev/full")
+def test_a_log_on_a_full_disk_ends_no_training(found: dict[str, Any]):
+    run = found["full"]
+    assert (run["status"], run["adapter"], run["report"]) == (0, True, True)
+    record = json.loads((Path(found["root"]) / "full" / "run_report.json").read_text())
+    assert (record["status"], len(record["steps"])) == ("finished", 4)
+    streams = ("standard output", "standard error")
+    assert set(record["notes"]) & {
+        f"{name} could not be written: No space left on device" for name in streams
+    }
 
 
 @pytest.mark.slow
@@ -93,6 +106,24 @@ def test_a_signal_before_the_training_says_so_and_nothing_else(found: dict[str, 
     assert run["printed"].endswith("\ninterrupted\n")
     assert "Traceback" not in run["printed"]
     assert (run["whole"], run["hidden"], run["report"]) == ([], [], False)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_nohup_lets_a_terminal_hang_up(ignored: bool):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    if ignored:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stop_signals() == (signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP]))
+        with graceful_stop(Trainer(), Console(quiet=True)) as stopped:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)  # a second one stops nothing at once
+        assert stopped == ([] if ignored else [signal.SIGHUP])
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == ignored
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Trainer:

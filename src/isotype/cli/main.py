@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import difflib
 import gc
-import os
 import signal
 import sys
 import threading
@@ -19,11 +18,11 @@ from rich.console import Console
 
 from isotype.cli.output import console_of_failure, console_on, print_error, show_warnings_of_libraries
 from isotype.compat.imports import code_refused
-from isotype.compat.interrupt import exit_status, signal_of, terminate
+from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signals, terminate
 from isotype.core.cache import prepare_library_caches
 from isotype.core.errors import IsotypeError, UsageError
 from isotype.core.package import VERSION
-from isotype.core.terminal import print_the_nearest
+from isotype.core.terminal import lost_output, outlive_output, print_the_nearest
 from isotype.data.methods import METHODS
 from isotype.report.narrow import wrapped
 
@@ -31,6 +30,8 @@ COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "completion
 """Commands with a module of their own, which is imported when they are run."""
 
 CRASHED = 1
+_LASTING = [[name] for name in (*METHODS, "demo", "merge")]
+"""What these make is in files: they go on where nothing can be printed any more."""
 
 _METHODS = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
 _USAGE = f"""\
@@ -59,23 +60,19 @@ isotype completion bash|zsh|tcsh prints what your shell completes commands by.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
+    """Run one command and return its exit status: 0 done, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # What follows `run` is another script's: its --debug is its own.
     arguments, debug = (arguments, False) if arguments[:1] == ["run"] else take_debug_flag(arguments)
     if arguments[:1] != ["run"]:  # another script's output, and its warnings, are its own
         print_the_nearest()
+        outlive_output(raises=arguments[:1] not in _LASTING)
         show_warnings_of_libraries()
     console = console_on(stderr=False)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        console.print(wrapped(_USAGE, console), highlight=False, markup=False, soft_wrap=True, end="")
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
-        console.print(f"isotype {VERSION}", highlight=False)
-        return 0
-    command, rest = arguments[0], arguments[1:]
+    command, rest = arguments[0] if arguments else "", arguments[1:]
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, terminate)
+        for number in set(stop_signals()) - {signal.SIGINT, *([HANGUP] if command == "run" else [])}:
+            signal.signal(number, terminate)
     if argv is None and command in ("check", "plan"):
         # This process ends with the report: looking for garbage among what it has loaded takes a tenth of its time,
         # and as much again when it ends.
@@ -99,13 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: what is left to do is to end
         console_of_failure().print("interrupted")
         return exit_status(signal_of(interrupt))
-    except BrokenPipeError:
-        # The reader of our output has gone (`isotype … | head`); there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CRASHED
     except Exception as error:  # noqa: BLE001 - the last frame: any crash ends in one message and a status
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and lost_output():
+            print_error(console_of_failure(), lost_output()[0])
+            return CRASHED
         # A script that `run` runs has libraries of its own.
         if isinstance(error, ModuleNotFoundError) and command != "run":
             from isotype.cli.missing import missing_libraries
@@ -133,7 +129,15 @@ def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
     return rest, debug
 
 
+def _usage(command: str, rest: list[str], console: Console) -> int:
+    text = f"isotype {VERSION}\n" if command == "--version" else wrapped(_USAGE, console)
+    console.print(text, highlight=False, markup=False, soft_wrap=True, end="")
+    return 0 if command else 2
+
+
 def _handler(command: str) -> Callable[[list[str], Console], int]:
+    if command in ("", "-h", "--help", "help", "--version"):
+        return partial(_usage, command)
     if command in METHODS:
         from isotype.cli.training import train
 

@@ -1,4 +1,4 @@
-"""What ends a command from outside: Ctrl-C and SIGTERM, and the exit status of each."""
+"""What ends a command from outside: Ctrl-C, SIGTERM and a terminal that hangs up, and the exit status of each."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
+
+HANGUP: Final[int | None] = getattr(signal, "SIGHUP", None)
+"""The signal of a terminal that has gone (ssh lost its connection); None on Windows."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM ends a command as Ctrl-C does, but cannot be taken for a key that somebody pressed."""
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, but cannot be taken for a key that somebody pressed."""
 
 
 def terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    """The handler of SIGTERM in a command of ours.
+    """The handler of SIGTERM and SIGHUP in a command of ours.
 
     Raises:
         Terminated: always.
     """
-    raise Terminated
+    raise Terminated(signum)
+
+
+def stop_signals() -> tuple[int, ...]:
+    """The signals that ask a command to end: SIGHUP is none where it is ignored, as `nohup` has it."""
+    hangs_up = HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *((HANGUP,) if HANGUP is not None and hangs_up else ()))
 
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what runs inside, whatever a library makes of them.
+    """Ctrl-C, SIGTERM and SIGHUP end what runs inside, whatever a library makes of them.
 
     Their exception is raised wherever the program happens to be, and some code there catches everything: datasets 5.2.0
     takes it for a function that has no hash (a bare `except:` in `update_fingerprint`, fingerprint.py), torch for a
@@ -48,7 +57,7 @@ def interrupts_kept() -> Iterator[None]:
 
         return handle
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in stop_signals()}
     before = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number, handler in before.items():
         signal.signal(number, keeping(handler))
@@ -66,10 +75,10 @@ def interrupts_kept() -> Iterator[None]:
 
 
 def exit_status(number: int) -> int:
-    """The status of a process that a signal ended, as shells give it: 130 for Ctrl-C, 143 for SIGTERM."""
+    """The status of a process that a signal ended, as shells give it: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + number
 
 
 def signal_of(interrupt: KeyboardInterrupt) -> int:
     """The signal behind an interrupt."""
-    return signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+    return int(interrupt.args[0]) if isinstance(interrupt, Terminated) else signal.SIGINT

@@ -1,12 +1,14 @@
-"""Terminals and log files that take ASCII only: they get the nearest ASCII, and what is typed is read as UTF-8."""
+"""Terminals and log files: those that take ASCII only get the nearest ASCII, those that take nothing more get nothing more."""
 
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
 _NEAREST = {
     "×": "x", "…": "...", "→": "->", "←": "<-", "·": "*", "−": "-", "–": "-", "—": "-", "∞": "inf", "✓": "ok", "✕": "x",
@@ -14,6 +16,67 @@ _NEAREST = {
 }  # fmt: skip
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _HANDLER = "isotype.nearest"
+
+
+class _Lasting:
+    """Standard output or error of this process, silent once it can no longer be written: a full disk, a reader or terminal that has gone.
+
+    Attributes:
+        raises: the first failure is raised: a command whose result is its output has failed by it.
+        lost: why nothing is written any more; None while it is.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.raises = stream, True
+        self.lost: str | None = None
+
+    def write(self, text: str) -> int:
+        self._kept(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._kept(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _kept(self, call: Callable[..., object], *arguments: str) -> None:
+        try:
+            call(*arguments)
+        except BlockingIOError:
+            pass  # a terminal in non-blocking mode that is busy: this text is lost, the next may not be
+        except OSError as error:
+            # What else writes there (children, code in C), and what is still in the stream's buffer, goes nowhere, too.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            self.lost = error.strerror or type(error).__name__
+            if self.raises:
+                raise
+
+
+def outlive_output(raises: bool) -> None:
+    """Let standard output and error of this process go silent where they can no longer be written.
+
+    Streams that something else has put in their place (a notebook, a test) stay as they are.
+
+    Args:
+        raises: the first failure is raised all the same.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            stream = _Lasting(stream)
+            setattr(sys, name, stream)
+        if isinstance(stream, _Lasting):
+            stream.raises = raises
+
+
+def lost_output() -> tuple[str, ...]:
+    """A sentence for each of standard output and error that could not be written to its end."""
+    streams = {"standard output": sys.stdout, "standard error": sys.stderr}
+    lost = {title: getattr(stream, "lost", None) for title, stream in streams.items()}
+    return tuple(f"{title} could not be written: {why}" for title, why in lost.items() if why)
 
 
 def print_the_nearest() -> None:

@@ -169,7 +169,7 @@ def _questions(options: argparse.Namespace, interactive: bool, console: Console)
         while True:
             try:
                 yield as_typed(console.input("[bold]>[/bold] ")).strip()
-            except EOFError:
+            except (EOFError, OSError):  # Ctrl-D, and a terminal that has gone
                 console.print()
                 return
             except Terminated:

@@ -16,7 +16,7 @@ from rich.text import Text
 from isotype.core.allocator import allocator_setting
 from isotype.core.dtypes import dtype_name
 from isotype.core.optimizers import state_of
-from isotype.core.terminal import as_typed, command_line
+from isotype.core.terminal import as_typed, command_line, lost_output
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
 from isotype.lora.loss.trl_head import HEAD_CHOICE
@@ -287,7 +287,7 @@ def record(
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
-        notes=(*model_notes(trainer.model), *facts.notes),
+        notes=(*model_notes(trainer.model), *facts.notes, *lost_output()),
         resumed_from=recorder.resumed_from,
         data=data_summary(trainer, facts.lengths),
         headroom=recorder.headroom(),

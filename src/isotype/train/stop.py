@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from transformers import EarlyStoppingCallback
 
-from isotype.compat.interrupt import terminate
+from isotype.compat.interrupt import HANGUP, stop_signals, terminate
 from isotype.core.errors import Problem
 from isotype.core.names import plural
 from isotype.train.options.settings import Settings
@@ -26,7 +26,9 @@ _ECHO_SECONDS = 2.0
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM lets the step end and saves a checkpoint; the second stops at once.
+    """The first Ctrl-C, SIGTERM or SIGHUP lets the step end and saves a checkpoint; the second stops at once.
+
+    A terminal that hangs up may say so twice (the kernel to its processes, the shell to its jobs): that never stops at once.
 
     Yields the signals so far. Outside the main thread, where Python takes no signals, it changes nothing. Handlers are
     put back afterwards; in a command of ours that was stopped, signals are ignored instead until the process ends: what
@@ -58,19 +60,22 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         if os.getpid() != owner:
             return  # a data loader's worker: the terminal sends Ctrl-C to it as well, and it ends with its parent
         if stopped:
+            if signum == HANGUP:
+                return
             if trainer.accelerator.num_processes > 1 and time.monotonic() - began[0] < _ECHO_SECONDS:
                 return
             raise KeyboardInterrupt
         began.append(time.monotonic())
         stopped.append(signum)
-        console.print("\nstopping after this step and saving a checkpoint; once more to stop at once")
+        with suppress(RuntimeError):  # raised by a stream that the signal has found in the middle of a write
+            console.print("\nstopping after this step and saving a checkpoint; once more to stop at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield stopped
         return
     trainer.add_callback(Stop)
     trainer.asks_to_stop = lambda: bool(stopped)
-    before = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, ask_to_stop) for s in stop_signals()}
     try:
         yield stopped
     finally:
