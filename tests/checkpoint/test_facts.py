@@ -418,8 +418,9 @@ def test_shards_are_added_up(tmp_path: Path) -> None:
 def test_float8_is_not_what_a_model_is_trained_in(tmp_path: Path) -> None:
     saved(tmp_path)
     held = load_file(tmp_path / "model.safetensors")
-    held = {n: t.to(torch.float8_e4m3fn) if n.endswith("proj.weight") else t for n, t in held.items()}
-    save_file(held, tmp_path / "model.safetensors")
+    scales = {f"{name}_scale": torch.ones(1) for name in held if name.endswith("proj.weight")}
+    held = {n: t.to(torch.float8_e4m3fn) if f"{n}_scale" in scales else t for n, t in held.items()}
+    save_file(held | scales, tmp_path / "model.safetensors")
     facts = facts_of(tmp_path)
     assert facts.trained_dtype == torch.bfloat16
 

@@ -32,7 +32,7 @@ def mixed_checkpoint(tmp_path) -> Path:
         dtype = torch.float16 if layer in (2, 10) else torch.bfloat16
         tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.zeros(16, 8, dtype=dtype)
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "not-a-model", "dtype": "float16"}))
     return tmp_path
 
 

@@ -75,21 +75,24 @@ def test_what_is_not_read_from_a_file_is_said(saved):
     assert plan_lines(inspection)[1].startswith("computed: model.rotary_emb.inv_freq")
 
 
-def test_surplus_tensors_are_a_note(tmp_path):
+def test_surplus_tensors_are_an_error(tmp_path, capsys):
     path = changed(
         "llama",
         tmp_path,
         lambda weights: weights.update({"extra.0.w": torch.ones(3), "extra.1.w": torch.ones(3)}),
     )
-    lines = plan_lines(inspect_plan(path, device="cpu"))
-    assert "surplus: extra.*.w (2 tensors): not in the model" in lines
+    for flags in (["--plan"], []):
+        assert main(["inspect", str(path), *flags]) == 2
+        text = capsys.readouterr().err
+        assert f"{path} holds more than LlamaForCausalLM has" in text
+        assert "- extra.*.w (2 tensors) of shape [3] in model.safetensors, which LlamaForCausalLM has" in text
 
 
 def test_an_incomplete_checkpoint_has_no_plan(tmp_path, capsys):
     path = changed("llama", tmp_path, rename("model.norm.weight", "model.nrom.weight"))
-    assert main(["inspect", str(path), "--plan"]) == 2
-    assert "model.safetensors has model.nrom.weight of this shape" in capsys.readouterr().err
-    assert main(["inspect", str(path)]) == 0
+    for flags in (["--plan"], []):
+        assert main(["inspect", str(path), *flags]) == 2
+        assert "model.safetensors has model.nrom.weight of this shape" in capsys.readouterr().err
 
 
 def test_arguments_of_a_plan_need_a_plan(saved, capsys):

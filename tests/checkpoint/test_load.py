@@ -362,6 +362,7 @@ def test_compressed_tensors(saved: Saved, tmp_path: Path, form: str, bits: int, 
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     settings = {"num_bits": bits, "symmetric": True, "group_size": group or None}
+    settings["type"] = "float" if form == "float-quantized" else "int"
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": form,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +12,13 @@ from torch import nn
 
 from isotype.checkpoint.formats.config import build_on_meta, config_dtype, torch_dtype
 from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import match, unknown_quantization
+from isotype.checkpoint.mapping.schemes import method_of
+from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
-from isotype.core.formats import FORMATS
 from isotype.model.quantized import constant_bytes, is_int8
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
-# Bits of one weight in formats whose tensors are packed into integers; gptq and awq say theirs in the config.
-_PACKED_BITS = {"mxfp4": 4, **{name: each.bits for name, each in FORMATS.items()}}
 # Where llama.cpp's name of an architecture is not transformers' model_type, apart from dashes.
 _GGUF_MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",
@@ -31,11 +28,6 @@ _GGUF_MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
 }
-# What quantizers store beside the weights; not weights, so they say nothing about the training dtype.
-_CONSTANTS = re.compile(
-    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_format|g_idx|qzeros|weight_shape)$"
-    r"|\.quant_state\.|[._](scales?|scale_inv|zero_point|zeros)$"
-)
 
 
 def is_config(value: object) -> bool:
@@ -57,7 +49,7 @@ def facts_of_module(model: Any) -> ModelFacts:
     if quantization is not None:
         quantization = replace(quantization, in_memory=True)
     stored = list(_stored_parameters(base, _adapter_prefixes(model)))
-    counts, trained = _weigh(stored, quantization, config_dtype(config))
+    counts, trained = _weigh(stored, config_dtype(config))
     pinned, strict = _pins(base)
     return ModelFacts(
         source=type(base).__name__,
@@ -153,7 +145,7 @@ def facts_of_config(
         trained = config_dtype(config)
         nbytes = parameters * trained.itemsize if trained is not None and quantization is None else None
     else:
-        _, trained = _weigh(_stored(headers.tensors), quantization, config_dtype(config))
+        _, trained = _weigh(_stored(headers), config_dtype(config))
         nbytes = sum(tensor.bytes for tensor in headers.tensors)
     return ModelFacts(
         source=source,
@@ -182,16 +174,22 @@ def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return gather(pinned), gather(pinned_strictly)
 
 
-def quantization_of(config: Any) -> QuantizationFacts | None:
-    """What a transformers config says about the quantization its checkpoint is saved in; None for none."""
+def quantization_options(config: Any) -> Mapping[str, Any]:
+    """The quantization_config of a transformers config, or of that of its text model; empty if it has none."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None and hasattr(config, "get_text_config"):
         quantization = getattr(config.get_text_config(), "quantization_config", None)
     if not quantization:
+        return {}
+    return quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+
+
+def quantization_of(config: Any) -> QuantizationFacts | None:
+    """What a transformers config says about the quantization its checkpoint is saved in; None for none."""
+    options = quantization_options(config)
+    if not options:
         return None
-    options: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    name = options.get("quant_method")
-    method = str(getattr(name, "value", name or "bitsandbytes"))
+    method = method_of(options)
     skip = options.get("llm_int8_skip_modules") or options.get("modules_to_not_convert") or ()
     if method != "bitsandbytes":
         return QuantizationFacts(method, _format(method, options), skip_modules=tuple(skip))
@@ -216,30 +214,22 @@ def _format(method: str, options: Mapping[str, Any]) -> str:
 # Headers
 
 
-def _stored(tensors: Iterable[TensorHeader]) -> Iterator[_Stored]:
-    for tensor in tensors:
+def _stored(headers: CheckpointHeaders) -> Iterator[_Stored]:
+    for tensor in stored_tensors(headers.tensors, headers.quantization):
         # A GGUF block type is a quantized format by itself.
-        dtype = tensor.dtype if tensor.dtype is not None else tensor.dtype_name
-        yield _Stored(tensor.name, dtype, tensor.elements, tensor.bytes)
+        dtype = tensor.weight.dtype if tensor.weight.dtype is not None else tensor.weight.dtype_name
+        form = dtype if tensor.plain or not tensor.constants else tensor.form
+        yield _Stored(tensor.name, form, tensor.values, tensor.bytes)
 
 
 def _weigh(
-    stored: Iterable[_Stored], quantization: QuantizationFacts | None, named_dtype: torch.dtype | None
+    stored: Iterable[_Stored], named_dtype: torch.dtype | None
 ) -> tuple[Mapping[torch.dtype | str, int], torch.dtype | None]:
     """Elements per dtype or format, and the dtype the weights were trained in."""
-    form = quantization.format if quantization else None
-    written = re.search(r"-(\d+)bit$", form or "")
-    bits = int(written[1]) if written else _PACKED_BITS.get(form or "")
     counts: Counter[torch.dtype | str] = Counter()
     for tensor in stored:
-        if isinstance(tensor.dtype, str):
+        if isinstance(tensor.dtype, str) or (tensor.dtype is not None and tensor.dtype.is_floating_point):
             counts[tensor.dtype] += tensor.elements
-        elif quantization and _CONSTANTS.search(tensor.name):
-            continue
-        elif tensor.dtype is not None and tensor.dtype.is_floating_point:
-            counts[tensor.dtype] += tensor.elements
-        elif form and bits:
-            counts[form] += tensor.bytes * 8 // bits
     # Nothing is trained in 8 bits throughout: float8 is a storage of something wider.
     wide = {dtype: n for dtype, n in counts.items() if isinstance(dtype, torch.dtype) and dtype.itemsize > 1}
     trained = max(wide, key=lambda dtype: (wide[dtype], dtype == named_dtype)) if wide else named_dtype
@@ -248,7 +238,7 @@ def _weigh(
 
 def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
     """From the metadata of a GGUF file."""
-    counts, trained = _weigh(_stored(headers.tensors), None, None)
+    counts, trained = _weigh(_stored(headers), None)
     architecture = headers.architecture
     notes = []
     blocks = {name: n for name, n in counts.items() if isinstance(name, str)}

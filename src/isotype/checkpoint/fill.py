@@ -16,7 +16,7 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted
 from isotype.checkpoint.values.gguf_values import Turn
-from isotype.checkpoint.values.unpack import Packing, dense
+from isotype.checkpoint.values.unpack import dense
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
 from isotype.core.formats import FORMATS
@@ -34,7 +34,6 @@ class Placement:
         dtypes: the dtype of every float tensor, by name; of a weight that is stored quantized, the one that it takes before.
         quantized: the weights that are stored quantized.
         device: of a tensor, by name.
-        packing: what the checkpoint's config says of its own quantization.
         turn: how tensors of a GGUF file are converted.
         modules: by their names, where the model's own are others by now (wrapped by adapters).
         moments: of the input channels of layers whose constants are fitted to them, by the names of their weights.
@@ -43,7 +42,6 @@ class Placement:
     dtypes: Mapping[str, torch.dtype]
     quantized: frozenset[str]
     device: Callable[[str], Any] = lambda name: "cpu"
-    packing: Packing = field(default_factory=Packing)
     turn: Turn | None = None
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -142,7 +140,8 @@ def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
 def _is_saved(source: Source, placement: Placement) -> bool:
     """Whether a weight is saved in the quantized format that its layer takes."""
     first, _ = source.tensors[0]
-    return first.form in FORMATS and bool(first.constants) and source.target in placement.quantized
+    saved = first.form in FORMATS and bool(first.constants) and first.scheme is None
+    return saved and source.target in placement.quantized
 
 
 def _headers(source: Source) -> Iterator[TensorHeader]:
@@ -157,7 +156,7 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
     if _is_saved(source, placement):
         return {target: _put(model, target, _saved(model, target, first, files, placement), placement)}
     dtype = placement.dtypes.get(target, torch.float32)
-    tensors = read_source(model, source, files, dtype, placement.packing, placement.turn)
+    tensors = read_source(model, source, files, dtype, placement.turn)
     return {name: place(model, name, value, placement) for name, value in tensors.items()}
 
 
@@ -166,7 +165,6 @@ def read_source(
     source: Source,
     files: Tensors,
     dtype: torch.dtype,
-    packing: Packing,
     turn: Turn | None,
 ) -> dict[str, torch.Tensor]:
     """The dense tensors of a model that a source makes.
@@ -176,10 +174,9 @@ def read_source(
         source: of its `weight_map`.
         files: where the source's tensors are.
         dtype: what dequantized values are rounded to; values that are stored plainly keep their dtype.
-        packing: what the checkpoint's config says of its own quantization.
         turn: how tensors of a GGUF file are converted.
     """
-    values = {tensor.name: dense(tensor, files.tensor, dtype, packing) for tensor, _ in source.tensors}
+    values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
     if source.conversion is not TURNED:
         return converted(model, source, values)
     assert turn is not None

@@ -18,7 +18,12 @@ import torch
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
-from isotype.checkpoint.formats.headers import CheckpointHeaders, Format, read_file_headers
+from isotype.checkpoint.formats.headers import (
+    CheckpointHeaders,
+    Format,
+    quantization_beside,
+    read_file_headers,
+)
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.mapping.match import Match, match
 from isotype.checkpoint.opened import (
@@ -29,7 +34,6 @@ from isotype.checkpoint.opened import (
     require_complete_gguf,
 )
 from isotype.checkpoint.values.gguf_values import turning
-from isotype.checkpoint.values.unpack import Packing, packing_of
 from isotype.checkpoint.weightless import (
     concrete_class,
     forget_quantization,
@@ -100,7 +104,6 @@ def load_checkpoint(
     _check_saved_format(facts, policy)
     headers = checkpoint.headers if checkpoint.gguf else None
     config = copy.deepcopy(config_of(checkpoint))
-    packing = packing_of(config)
     name: Path | str | None = source
     keywords = dict(kwargs)
     if headers is not None or (facts.quantization is not None and facts.quantization.dequantized):
@@ -117,9 +120,7 @@ def load_checkpoint(
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
     lacking: set[str] = set()
-    loading = _class(
-        cls, policy, checkpoint.name, broken, lacking, headers=headers, packing=packing, deferred=deferred
-    )
+    loading = _class(cls, policy, checkpoint.name, broken, lacking, headers=headers, deferred=deferred)
     with without_bars(), asking(source):
         model = pretrained(
             loading,
@@ -182,7 +183,6 @@ def _class(
     lacking: set[str],
     *,
     headers: CheckpointHeaders | None,
-    packing: Packing,
     deferred: DeferredBlocks | None,
 ) -> Any:
     """`cls` for one load, its weights streamed: from `headers`, else from the files that transformers finds.
@@ -193,7 +193,7 @@ def _class(
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
         if headers is not None or can_stream(state_dict, files, settings):
             held = _headers_of(source, files) if headers is None else headers
-            info, infinite = stream(model, held, settings, policy, packing, deferred)
+            info, infinite = stream(model, held, settings, policy, deferred)
             broken.update(infinite)
             lacking.update(info.missing_keys)
             return info, None
@@ -266,7 +266,9 @@ def _headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
     """The headers of the files that `from_pretrained` has found for `source`."""
     tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
     form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
-    return CheckpointHeaders(Path(str(source)), form, "model", tensors, {})
+    return CheckpointHeaders(
+        Path(str(source)), form, "model", tensors, {}, quantization_beside(Path(files[0]))
+    )
 
 
 def stream(
@@ -274,7 +276,6 @@ def stream(
     headers: CheckpointHeaders,
     settings: Any,
     policy: PrecisionPolicy,
-    packing: Packing,
     deferred: DeferredBlocks | None = None,
 ) -> tuple[Any, dict[str, str]]:
     """Fill `model` from a checkpoint's files.
@@ -284,7 +285,6 @@ def stream(
         headers: of the checkpoint.
         settings: transformers' `LoadStateDictConfig`.
         policy: decides the dtypes.
-        packing: what the checkpoint's config says of its own quantization.
         deferred: takes what is to be read block by block.
 
     Returns:
@@ -298,7 +298,7 @@ def stream(
     matched = replace(matched, wrong=tuple(wrong for wrong in matched.wrong if not _is_turned(model, wrong)))
     matched.require_complete()
     expected = set(model.state_dict())  # quantized layers have more of them afterwards
-    placement = replace(_placement(model, settings, policy), packing=packing, turn=turning(model, headers))
+    placement = replace(_placement(model, settings, policy), turn=turning(model, headers))
     weights = matched.weights
     if deferred is not None:
         weights = deferred.take(model, weights, placement, headers.path)

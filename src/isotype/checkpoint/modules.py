@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +11,12 @@ from torch import nn
 
 from isotype.checkpoint.fill import Placement, fill, place
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
-from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import dense_shape, stored_tensors
-from isotype.checkpoint.values.unpack import Packing, dense, packing_of
+from isotype.checkpoint.values.unpack import dense
 from isotype.checkpoint.weightless import wanted_quantization
 from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError
@@ -68,7 +66,6 @@ def load_module(
             without values is in no file.
     """
     headers = read_headers(path)
-    packing = _packing(path)
     matched = match(model, _adapted(headers, adapter) if adapter is not None else headers)
     matched.require_complete()
     blank = [name for name in matched.buffers if model.get_buffer(name).is_meta]
@@ -79,14 +76,14 @@ def load_module(
     if policy.quantized:
         _quantize(model, policy)
     moments = policy.moments_by_weight()
-    placement = Placement(*_dtypes(model, policy), lambda name: device, packing, moments=moments)
+    placement = Placement(*_dtypes(model, policy), lambda name: device, moments=moments)
     if adapter is None:
         _, broken = fill(model, matched.weights, placement)
     else:
         files = MappedFiles()
         state = {
-            tensor.name: dense(tensor, files.tensor, policy.plain, packing)
-            for tensor in stored_tensors(headers.tensors)
+            tensor.name: dense(tensor, files.tensor, policy.plain)
+            for tensor in stored_tensors(headers.tensors, headers.quantization)
         }
         tensors = {
             name: place(model, name, value, placement) for name, value in adapter.from_hf(state).items()
@@ -103,19 +100,13 @@ def load_module(
     enforce_model(model, policy)
 
 
-def _packing(path: Path) -> Packing:
-    config = path / "config.json"
-    quantization = read_json(config).get("quantization_config") if config.is_file() else None
-    return packing_of(SimpleNamespace(quantization_config=quantization))
-
-
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
     """Headers of what the adapter makes of the checkpoint's tensors, learned on the meta device."""
     blank = {
         tensor.name: torch.empty(
             dense_shape(tensor) or (), dtype=tensor.weight.dtype or torch.float32, device="meta"
         )
-        for tensor in stored_tensors(headers.tensors)
+        for tensor in stored_tensors(headers.tensors, headers.quantization)
     }
     adapted = adapter.from_hf(blank)
     tensors = tuple(

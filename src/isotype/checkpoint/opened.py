@@ -12,18 +12,26 @@ from typing import Any
 
 from torch import nn
 
-from isotype.checkpoint.facts import facts_of_config, facts_of_gguf, facts_of_module, is_config
+from isotype.checkpoint.facts import (
+    facts_of_config,
+    facts_of_gguf,
+    facts_of_module,
+    is_config,
+    quantization_options,
+)
 from isotype.checkpoint.formats.config import build_on_meta, gguf_config, read_config
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.hub import download, hub_config, local_snapshot, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.mapping.match import match
+from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.core.errors import CheckpointError, PrecisionError
-from isotype.precision.facts import ModelFacts
+from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
 """Bytes of each tensor that a fingerprint takes: two checkpoints of one architecture have the same headers."""
+_SHOWN = 12  # problems in one error
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
 
 
@@ -190,6 +198,33 @@ def require_complete_gguf(checkpoint: Checkpoint) -> None:
         match(model, checkpoint.headers).require_complete()
 
 
+def require_loadable(name: str | Path, revision: str | None = None) -> None:
+    """Compare a checkpoint with its model and its config, as loading it does.
+
+    Of a file alone, an adapter, and a model that transformers does not know only the quantization is looked at.
+
+    Raises:
+        CheckpointError: `load` would refuse it; names every problem.
+    """
+    from transformers import CONFIG_MAPPING
+
+    source = local_path(name)
+    config = source / "config.json" if source is not None and source.is_dir() else None
+    alone = config is not None and not config.is_file() and not list(config.parent.glob("*.gguf"))
+    if config is not None and config.is_file():
+        alone = read_json(config).get("model_type") not in CONFIG_MAPPING
+    if source is not None and (alone or (source.is_file() and source.suffix != ".gguf")):
+        headers = read_headers(source)
+        stored = stored_tensors(headers.tensors, headers.quantization)
+        problems = [tensor.problem for tensor in stored if tensor.problem is not None]
+    else:
+        checkpoint = open_checkpoint(name, revision)
+        require_complete_gguf(checkpoint)
+        problems = list(filter(None, [unreadable(checkpoint.facts)]))
+    if problems:
+        raise CheckpointError(f"{name}: quantized weights that cannot be read", problems[:_SHOWN])
+
+
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """The facts about a model, without reading or allocating a weight.
 
@@ -228,6 +263,8 @@ def _on_the_hub(model_id: str, revision: str | None) -> Checkpoint:
     config = hub_config(model_id, revision)
     files = local_snapshot(model_id, revision)
     headers, notes = remote_headers(model_id, revision) if files is None else (read_headers(files), ())
+    if files is None and headers is not None:
+        headers = replace(headers, quantization=quantization_options(config))
     facts = facts_of_config(model_id, config, headers, notes)
     return Checkpoint(model_id, model_id, files, config, headers, facts, revision)
 

@@ -16,7 +16,6 @@ from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted, weight_map
 from isotype.checkpoint.values.gguf_values import turning
-from isotype.checkpoint.values.unpack import packing_of
 from isotype.checkpoint.weightless import concrete_class
 
 
@@ -37,7 +36,6 @@ class StoredWeights:
         self.bytes_read = 0
         self._sources = (weights or weight_map(model, headers)).sources
         self._turn = turning(model, headers)
-        self._packing = packing_of(model.config)
         own = model.state_dict(keep_vars=True)
         self.shapes: dict[str, torch.Size] = {}
         for name, source in self._sources.items():
@@ -76,7 +74,7 @@ class StoredWeights:
 
     def _made(self, source: Source) -> dict[str, torch.Tensor]:
         # Mapped for this call: pages of a file that stays mapped count as memory in use.
-        return read_source(self._model, source, MappedFiles(), torch.float32, self._packing, self._turn)
+        return read_source(self._model, source, MappedFiles(), torch.float32, self._turn)
 
     def _stacked(self, source: Source, name: str, start: int, stop: int) -> Source | None:
         """The part of a source that makes these rows, if it makes one row of each tensor; None if not."""

@@ -50,7 +50,8 @@ def run(argv: Sequence[str], console: Console) -> int:
     """Run `isotype inspect` and return its exit status.
 
     Raises:
-        CheckpointError: no checkpoint there, or a damaged one; with `--plan`, one that is not its model's.
+        CheckpointError: no checkpoint there, a damaged one, or one whose weights are not its model's or cannot be read;
+            what its headers say is printed before.
         PrecisionError: with `--plan`, a policy that cannot be.
         UsageError: arguments of a plan without `--plan`.
     """
@@ -73,6 +74,10 @@ def run(argv: Sequence[str], console: Console) -> int:
         print(json.dumps(inspection_json(inspection), indent=1))
     else:
         render_inspection(inspection, console)
+    quiet_libraries()
+    from isotype.checkpoint.opened import require_loadable
+
+    require_loadable(options.path, options.revision)
     return 0
 
 

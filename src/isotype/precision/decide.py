@@ -14,6 +14,7 @@ from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import FOUR_BITS, QUANTIZATIONS
 from isotype.precision.by_ranges import decide_by_ranges
+from isotype.precision.facts import unreadable
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -125,7 +126,6 @@ class _Draft:
         """The quantization format of the frozen weights, or None for a float dtype."""
         requested = self.request.quantization
         saved = self.facts.quantization.format if self.facts.quantization else None
-        dequantized = self.facts.quantization is not None and self.facts.quantization.dequantized
         if self.request.trainable not in TRAINABLE:
             self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "give one of the two")
         if requested is not None and requested not in QUANTIZATIONS:
@@ -153,12 +153,8 @@ class _Draft:
         if requested:
             self.reasons["storage"] = "as asked"
             return requested
-        if saved and not dequantized:
-            self._refuse(
-                f"{self.facts.source} is quantized with {saved}",
-                "float weights, mxfp4, fp8, compressed-tensors, or bitsandbytes nf4, fp4 or int8",
-                "give the unquantized original and a quantization of " + ", ".join(QUANTIZATIONS),
-            )
+        if problem := unreadable(self.facts):
+            self.problems.append(problem)
         return None
 
     def _compute(self, storage_format: str | None) -> torch.dtype:

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-_DEQUANTIZED = frozenset({"mxfp4", "fp8", "compressed-tensors"})
+from isotype.core.errors import Problem
+from isotype.core.formats import QUANTIZATIONS
+
+_DEQUANTIZED = frozenset({"mxfp4", "fp8", "compressed-tensors", "modelopt"})
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,15 @@ class ModelFacts:
     parameters: int | None = None
     parameter_bytes: int | None = None
     notes: tuple[str, ...] = ()
+
+
+def unreadable(facts: ModelFacts) -> Problem | None:
+    """Why a model that is saved quantized is not read; None if it is."""
+    quantization = facts.quantization
+    if quantization is None or quantization.dequantized or quantization.format in QUANTIZATIONS:
+        return None
+    return Problem(
+        f"{facts.source} is quantized with {quantization.format}",
+        "float weights, mxfp4, fp8, compressed-tensors, modelopt, or bitsandbytes nf4, fp4 or int8",
+        f"give the unquantized original and a quantization of {', '.join(QUANTIZATIONS)}",
+    )

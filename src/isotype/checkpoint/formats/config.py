@@ -7,6 +7,7 @@ import difflib
 import itertools
 import math
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.gguf import without_vocabulary
-from isotype.checkpoint.formats.headers import CheckpointHeaders
+from isotype.checkpoint.formats.headers import CheckpointHeaders, quantization_beside
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem, one_line
@@ -69,7 +70,7 @@ def read_config(directory: Path) -> Any:
     if problems := [*_problems(content, path, CONFIG_MAPPING[model_type]), *_generation_problems(directory)]:
         raise CheckpointError(f"settings of {directory} that cannot work", problems)
     try:
-        return pretrained(AutoConfig, directory)
+        config = pretrained(AutoConfig, directory)
     except (*BUILD_ERRORS, OSError, StrictDataclassError) as error:
         raise CheckpointError.of(
             "config.json cannot be read",
@@ -77,6 +78,10 @@ def read_config(directory: Path) -> Any:
             f"a config of a {model_type} model",
             "copy or download it again",
         ) from error
+    quantization = quantization_beside(directory)
+    if quantization.get("quant_method") == "modelopt":  # which may write it into a file of its own
+        config.quantization_config = dict(quantization)
+    return config
 
 
 _AGAIN = "correct it, or copy or download the file again"
@@ -174,6 +179,34 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
         # A copy: building a model writes its choices (attention implementation, dtype) into the config.
         model: nn.Module = cls(copy.deepcopy(config))
     return model
+
+
+def names_in_other_classes(model: Any) -> frozenset[str]:
+    """The tensors of the other classes that transformers has for the model's config, `without_prefix`."""
+    from transformers import PreTrainedModel
+
+    homes = {
+        sys.modules[each.__module__]
+        for each in type(model).__mro__
+        if each.__module__.startswith("transformers.models.")
+    }
+    names: set[str] = set()
+    cls: Any
+    for cls in {each for home in homes for each in vars(home).values() if isinstance(each, type)}:
+        if not issubclass(cls, PreTrainedModel) or cls.config_class is not type(model.config):
+            continue
+        try:
+            with building(cls), torch.device("meta"):
+                other = cls(copy.deepcopy(model.config))
+        except CheckpointError:
+            continue  # it needs what the config does not have
+        names |= {without_prefix(other, name) for name in other.state_dict()}
+    return frozenset(names)
+
+
+def without_prefix(model: Any, name: str) -> str:
+    """The name of a tensor in the base model, where it is one of it."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
@@ -219,3 +220,18 @@ def _tensors(
     if problems:
         raise damaged(path, problems)
     return tensors
+
+
+@functools.cache
+def unpackable(kind: str) -> bool:
+    """Whether the library gguf has the values of blocks of this type; it lacks some that llama.cpp has."""
+    import numpy
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    _, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    try:
+        dequantize(numpy.zeros((1, size), numpy.uint8), GGMLQuantizationType[kind])
+    except NotImplementedError:
+        return False
+    return True

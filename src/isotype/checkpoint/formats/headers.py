@@ -10,12 +10,12 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from isotype.checkpoint.formats.gguf import read_gguf_header
-from isotype.checkpoint.formats.json_file import parse_unique
+from isotype.checkpoint.formats.json_file import parse_unique, read_json
 from isotype.checkpoint.formats.safetensors import read_safetensors, read_safetensors_header
 from isotype.checkpoint.formats.tensor import (
     DAMAGED,
@@ -54,6 +54,7 @@ class CheckpointHeaders:
         kind: `"model"` or `"adapter"` (PEFT's adapter_model.safetensors).
         tensors: every tensor, sorted by name.
         metadata: the file's own metadata; of GGUF the scalars and strings, not the arrays.
+        quantization: see `quantization_beside`.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class CheckpointHeaders:
     kind: Kind
     tensors: tuple[TensorHeader, ...]
     metadata: Mapping[str, object]
+    quantization: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -75,7 +77,31 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
         CheckpointError: there is no checkpoint, or it is damaged, incomplete or pickled; lists every problem.
     """
     path = Path(path)
-    file, kind = _file_of(path)
+    held = _read_headers(path, *_file_of(path))
+    return held if held.format == "gguf" else replace(held, quantization=quantization_beside(path))
+
+
+def quantization_beside(weights: Path) -> Mapping[str, Any]:
+    """What config.json, or modelopt's hf_quant_config.json, says of the quantization of weights in a directory or file.
+
+    Empty if it says none. A model that was cast to float8 as a whole has the method `cast`.
+    """
+    directory = weights if weights.is_dir() else weights.parent
+    file = directory / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    holders = [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
+    for options in (each.get("quantization_config") for each in holders):
+        if isinstance(options, dict) and options:
+            return options
+    file = directory / "hf_quant_config.json"
+    options = read_json(file).get("quantization") if file.is_file() else None
+    if isinstance(options, dict):
+        return {"quant_method": "modelopt", **options}
+    dtypes = [str(each.get("dtype") or each.get("torch_dtype")) for each in holders]
+    return {"quant_method": "cast"} if any("float8" in dtype for dtype in dtypes) else {}
+
+
+def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
     for suffix, form in _INDEX_SUFFIXES.items():
         if file.name.endswith(suffix):
             tensors, metadata = read_sharded_headers(file)

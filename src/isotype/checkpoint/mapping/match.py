@@ -12,26 +12,42 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from isotype.checkpoint.formats.config import names_in_other_classes, without_prefix
 from isotype.checkpoint.formats.headers import CheckpointHeaders
+from isotype.checkpoint.mapping.schemes import EXPECTED, READABLE
 from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
 from isotype.checkpoint.mapping.weight_map import WeightMap, weight_map
 from isotype.compat.transformers import may_be_missing, may_be_surplus
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed, plural, starred
+from isotype.core.stored_dtypes import STORED
 from isotype.precision.facts import QuantizationFacts
 
 _SHOWN = 12  # patterns of names in one error
 _SAME_PLACE = "take config.json and the weights from the same save of the model"
 # Buffers that nothing is computed from in training, and that older checkpoints lack.
 _COUNTERS = (".num_batches_tracked",)
-_NOT_REAL = ("BOOL", "C", "complex")
-# Quantization methods whose tensors `stored_tensors` puts together.
-_KNOWN_QUANTIZATIONS = frozenset({"bitsandbytes", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq"})
+# Tensors that older files have and models compute now, and heads that predict several tokens ahead, which transformers leaves out.
+_KNOWN = (
+    *(
+        r"rotary_emb\.inv_freq$",
+        r"(^|\.)position_ids$",
+        r"\.(attn|attention)\.(masked_)?bias$",
+        r"^(en|de)coder\.version$",
+    ),
+    *(
+        r"^(\w+\.)?mtp(_layers|_block)?\.",
+        r"^rope_(freqs|factors_\w+)\.weight$",
+        r"\.(nextn|attn_rot_embd|rope_freqs)\b",
+    ),
+)
+# Scales of the keys and values in a cache: they belong to no weight.
+_CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
     """Whether the tensors of a quantized checkpoint cannot be told by their names."""
-    return quantization is not None and quantization.method not in _KNOWN_QUANTIZATIONS
+    return quantization is not None and quantization.method not in READABLE
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,9 @@ class Match:
         missing: names and shapes that the checkpoint lacks.
         initialised: names that it lacks and may lack, with the reason.
         tied: names that share the values of another name, which the checkpoint has.
-        surplus: what the model has no name for.
+        surplus: what the model has no name for, and the class does not ignore.
+        unused: those of `surplus` that no class of the model has, either.
+        unread: what its values cannot be computed from.
         wrong: those of another shape than the model's.
         doubled: names in the model for which the checkpoint has more than one tensor, with the one left over.
         buffers: buffers that are in no file: the model computes them.
@@ -68,6 +86,8 @@ class Match:
     initialised: Mapping[str, str]
     tied: Mapping[str, str]
     surplus: tuple[StoredTensor, ...]
+    unused: tuple[StoredTensor, ...]
+    unread: tuple[tuple[StoredTensor, Problem], ...]
     wrong: tuple[WrongShape, ...]
     doubled: tuple[tuple[str, StoredTensor], ...]
     buffers: tuple[str, ...]
@@ -82,21 +102,33 @@ class Match:
         """What keeps the checkpoint from being loaded: one problem for each pattern of names."""
         if self.missing and not self.weights.sources:
             return (_of_another_model(self),)
-        return (*_missing_problems(self), *_shape_problems(self), *_doubled_problems(self))
+        return (
+            *_unread_problems(self),
+            *_missing_problems(self),
+            *_shape_problems(self),
+            *_doubled_problems(self),
+            *_unused_problems(self),
+        )
 
     def require_complete(self) -> None:
         """Raise one error for everything that keeps the checkpoint from being loaded.
 
         Raises:
-            CheckpointError: a tensor is missing, of another shape than the model's, or there twice.
+            CheckpointError: a tensor is missing, of another shape than the model's, there twice, of no use, or its values
+                cannot be computed.
         """
         problems = self.problems()
         if problems:
             left_out = len(problems) - _SHOWN
             hint = f"and {plural(left_out, 'more problem')} like these" if left_out > 0 else None
-            only_shapes = len(problems) == len(list(_shape_problems(self)))
-            what = ": config.json contradicts the weights" if only_shapes and not self.gguf else ""
-            headline = f"{self.path}{what or f' does not hold the weights of {self.model}'}"
+            what = f" does not hold the weights of {self.model}"
+            if len(problems) == len(list(_shape_problems(self))) and not self.gguf:
+                what = ": config.json contradicts the weights"
+            elif len(problems) == len(list(_unread_problems(self))):
+                what = ": quantized weights that cannot be read"
+            elif len(problems) == len(list(_unused_problems(self))):
+                what = f" holds more than {self.model} has"
+            headline = f"{self.path}{what}"
             raise CheckpointError(headline, problems[:_SHOWN], hint)
 
 
@@ -127,14 +159,22 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
             initialised[name] = reason
         else:
             missing[name] = () if is_lazy(value) else tuple(value.shape)
+    ignored = [*may_be_surplus(model), *_KNOWN]
+    surplus = tuple(
+        tensor for tensor in weights.surplus if not any(re.search(each, tensor.name) for each in ignored)
+    )
+    unread = tuple(_unread(state, weights))
+    broken = {id(tensor) for tensor, _ in unread}
     return Match(
         type(model).__name__,
         str(headers.path),
         missing,
         initialised,
         tied,
-        tuple(tensor for tensor in weights.surplus if not _ignored(model, tensor.name)),
-        tuple(_wrong(state, weights)),
+        surplus,
+        _unused(model, surplus, headers.quantization),
+        unread,
+        tuple(wrong for wrong in _wrong(state, weights) if broken.isdisjoint(map(id, wrong.sources))),
         weights.doubled,
         tuple(name for name, _ in model.named_buffers() if name not in state),
         weights,
@@ -173,12 +213,54 @@ def _may_be_initialised(model: Any, name: str) -> str:
     return ""
 
 
-def _ignored(model: Any, name: str) -> bool:
-    """Whether transformers ignores a surplus tensor without a word."""
-    patterns = list(may_be_surplus(model))
-    # Saved by older versions; models compute them now (`_adjust_missing_and_unexpected_keys`).
-    patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
-    return any(re.search(pattern, name) for pattern in patterns)
+def _unused(
+    model: Any, surplus: Sequence[StoredTensor], quantization: Mapping[str, Any]
+) -> tuple[StoredTensor, ...]:
+    """The surplus tensors that nothing explains.
+
+    A head or a tower of another class of the same model may be left out, and, by a class that the config does not name, any
+    part that it lacks as a whole: not a layer more of what it has.
+    """
+    caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
+    left = [each for each in surplus if not (caches and _CACHE.search(each.name))]
+    if left and hasattr(model, "base_model_prefix"):
+        saved = getattr(model.config, "architectures", None) or ()
+        if saved and type(model).__name__ not in saved:
+            left = [each for each in left if _extends(model, each.name)]
+        elif left:
+            others = names_in_other_classes(model)
+            left = [each for each in left if without_prefix(model, each.name) not in others]
+    return tuple(left)
+
+
+def _extends(model: Any, name: str) -> bool:
+    """Whether a tensor would be one more of a module that the model has: of a list, or directly in it."""
+    prefix = f"{model.base_model_prefix}."
+    modules = dict(model.named_modules())
+    depth, rest = 0, [""]
+    for each in (name, f"{prefix}{name}", name.removeprefix(prefix)):
+        parts = each.split(".")
+        held = next(at for at in range(len(parts) - 1, -1, -1) if ".".join(parts[:at]) in modules)
+        if held > depth:
+            depth, rest = held, parts[held:]
+    return depth > 0 and (len(rest) == 1 or rest[0].isdigit())
+
+
+def _unread(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[tuple[StoredTensor, Problem]]:
+    """What the values of the model's tensors cannot be computed from."""
+    for source in {id(source): source for source in weights.sources.values()}.values():
+        value = state.get(source.target)
+        for tensor, _ in source.tensors:
+            stored = STORED.get(tensor.weight.dtype_name, "float")
+            if tensor.problem is not None:
+                yield tensor, tensor.problem
+            elif (
+                not tensor.quantized
+                and "float" not in stored
+                and value is not None
+                and value.is_floating_point()
+            ):
+                yield tensor, _codes(tensor.weight.name, stored)
 
 
 def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[WrongShape]:
@@ -188,10 +270,8 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
         wanted = tuple(state[name].shape)
         shape = source.shapes.get(name, ())
         stored = tuple(tensor for tensor, _ in source.tensors)
-        kinds = [t.weight.dtype_name for t in stored if t.weight.dtype_name.startswith(_NOT_REAL)]
-        if source.failure or (kinds and state[name].is_floating_point()):
-            failure = source.failure or f"stored as {kinds[0]}, which is no dtype of weights"
-            yield WrongShape(name, wanted, (), stored, failure)
+        if source.failure:
+            yield WrongShape(name, wanted, (), stored, source.failure)
         elif shape is None:
             values = sum(tensor.values for tensor in stored)
             if values != math.prod(wanted) and "packed" not in {tensor.form for tensor in stored}:
@@ -202,10 +282,50 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
 
 def _turned(stored: Sequence[StoredTensor]) -> bool:
     """Whether bitsandbytes may have turned the weight, as it does with those of GPT-2's layers."""
-    return any(tensor.form == "int8" for tensor in stored)
+    return any(tensor.form == "int8" and tensor.scheme is None for tensor in stored)
 
 
 # In words
+
+
+def _codes(name: str, stored: str) -> Problem:
+    what = (
+        "stored as bool, which is no dtype of weights"
+        if stored == "bool"
+        else f"{stored} codes without a scale"
+    )
+    return Problem(f"{name}: {what}", *EXPECTED)
+
+
+def _unread_problems(match: Match) -> Iterator[Problem]:
+    """One for each reason: what quantized them did so with many."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for tensor, problem in match.unread:
+        name = tensor.weight.name
+        module = name.rpartition(".")[0]
+        beside = [each.weight for each in match.unused if each.weight.name.rpartition(".")[0] == module]
+        scales = ", ".join(f"{each.name.rpartition('.')[2]} {list(each.shape)}" for each in beside)
+        together.setdefault((problem.given.removeprefix(name), scales), []).append(name)
+    for (given, scales), names in together.items():
+        patterns = list(dict.fromkeys(map(starred, names)))
+        count = f" ({plural(len(names), 'tensor')})" if len(names) > 1 else ""
+        some = names[0] if len(names) == 1 else listed(patterns, 2)
+        yield Problem(f"{some}{count}{given}{f'; beside it {scales}' if scales else ''}", *EXPECTED)
+
+
+def _unused_problems(match: Match) -> Iterator[Problem]:
+    said = {tensor.weight.name.rpartition(".")[0] for tensor, _ in match.unread}
+    renamed = (_near(name, shape, match.surplus) for name, shape in match.missing.items())
+    said |= {starred(each.weight.name) for each in renamed if each is not None}
+    by_name = {each.weight.name: each.weight for each in match.unused}
+    left = [name for name in by_name if said.isdisjoint((name.rpartition(".")[0], starred(name)))]
+    for names in _by_pattern(left, lambda name: by_name[name].shape):
+        first = by_name[names[0]]
+        yield Problem(
+            f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} has no place for",
+            "tensors of the model, or of another class of it: what is left out changes the model",
+            f"{_SAME_PLACE}, or remove them from the file",
+        )
 
 
 def _missing_problems(match: Match) -> Iterator[Problem]:
@@ -273,8 +393,12 @@ def _of_another_model(match: Match) -> Problem:
     )
 
 
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{starred(names[0])} ({len(names)} tensors)"
+
+
 def _named(names: Sequence[str]) -> str:
-    return f"{names[0]} is" if len(names) == 1 else f"{starred(names[0])} ({len(names)} tensors) are"
+    return f"{_some(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _by_pattern(names: Iterable[str], alike: Any) -> Iterator[list[str]]:

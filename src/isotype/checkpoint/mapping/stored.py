@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
+import math
 import re
-import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.mapping.schemes import (
+    ACTIVATIONS,
+    CODES,
+    EXPECTED,
+    FP8,
+    Scheme,
+    UnreadableError,
+    method_of,
+    scheme_of,
+    written_shape,
+)
+from isotype.core.errors import Problem
 from isotype.core.formats import FOUR_BITS
 from isotype.core.stored_dtypes import STORED, is_float
 
-# What quantizers store beside a weight: how it is called (`w`, `form`: parts of the name), the weight that it belongs
-# to, and the format that it shows. The first line whose weight is in the checkpoint holds.
-_CONSTANTS: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
-    (re.compile(constant), weight, form)
-    for constant, weight, form in (
-        (r"(?P<w>.+)\.quant_state\.bitsandbytes__(?P<form>\w+)", "{w}", "{form}"),
-        (r"(?P<w>.+)\.(absmax|quant_map|nested_absmax|nested_quant_map)", "{w}", ""),
-        # bitsandbytes writes the row scales of an int8 layer beside its weight, not below it.
-        (r"(?P<w>.+)\.(SCB|weight_format)", "{w}.weight", "int8"),
-        (r"(?P<w>.+)_scales", "{w}_blocks", "mxfp4"),  # gpt-oss
-        (
-            r"(?P<w>.+)_(scale|shape|zero_point|g_idx|global_scale)",
-            "{w}_packed",
-            "packed",
-        ),  # compressed-tensors
-        (r"(?P<w>.+)\.(scales|qzeros|g_idx)", "{w}.qweight", "packed"),  # GPTQ and AWQ
-        (r"(?P<w>.+)_(scale|scale_inv|zero_point|g_idx|global_scale)", "{w}", ""),  # FP8 and 8-bit integers
-        (
-            r"(?P<w>.+)\.input_(scale|global_scale|zero_point)",
-            "{w}.weight",
-            "",
-        ),  # static scales of activations
-        (r"(?P<w>.+)\.input_(scale|global_scale|zero_point)", "{w}.weight_packed", "packed"),
-    )
+# What quantizers store beside a weight: how the names of constants end, how that of their weight does, and the format that
+# they show. The first line whose weight is in the checkpoint holds. Nothing else lists them.
+_CONSTANTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    *(((f".quant_state.bitsandbytes__{form}",), "", form) for form in FOUR_BITS),
+    ((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"), "", ""),
+    # bitsandbytes writes the row scales of an int8 layer beside its weight, not below it.
+    ((".SCB", ".weight_format"), ".weight", "int8"),
+    (("_scales",), "_blocks", "mxfp4"),  # gpt-oss
+    (
+        ("_scale", "_shape", "_zero_point", "_g_idx", "_global_scale"),
+        "_packed",
+        "packed",
+    ),  # compressed-tensors
+    ((".scales", ".qzeros", ".g_idx"), ".qweight", "packed"),  # GPTQ and AWQ
+    (("_scale_2",), "", "nvfp4"),  # modelopt
+    (("_scale", "_scale_inv", "_zero_point", "_g_idx", "_global_scale"), "", ""),  # FP8 and 8-bit integers
+    ((".scale", ".qscale_weight"), ".weight", FP8),
+    (ACTIVATIONS, ".weight", ""),
+    (ACTIVATIONS, ".weight_packed", "packed"),
 )
-# How their names end: most tensors are none of them, and a large checkpoint has 10^5.
-_ENDINGS = (
-    *("absmax", "quant_map", "SCB", "weight_format", "scales", "scale", "scale_inv", "shape", "zero_point"),
-    *("zeros", "g_idx"),
-    *FOUR_BITS,
-)
+# Most tensors are no constants, and a large checkpoint has 10^5.
+_ENDINGS = tuple(ending for endings, _, _ in _CONSTANTS for ending in endings)
 # How the file calls a weight of these formats, and how its model does.
 _NAMES = {"mxfp4": (r"_blocks$", ""), "packed": (r"_packed$|(?<=\.)q(?=weight$)", "")}
 _BITS = {"mxfp4": 4, **dict.fromkeys(FOUR_BITS, 4)}
@@ -58,12 +62,16 @@ class StoredTensor:
             where only config.json says which).
         weight: its header in the file.
         constants: the headers of its scales, code books and shapes.
+        scheme: how its values are computed; None of a plain tensor, of bitsandbytes' formats and of GGUF's blocks.
+        problem: why they cannot be computed, or None.
     """
 
     name: str
     form: str
     weight: TensorHeader
     constants: tuple[TensorHeader, ...] = ()
+    scheme: Scheme | None = None
+    problem: Problem | None = None
 
     @property
     def parts(self) -> tuple[TensorHeader, ...]:
@@ -83,6 +91,8 @@ class StoredTensor:
     @property
     def values(self) -> int:
         """Number of weights in it; of formats that pack several into a byte the numbers packed."""
+        if self.scheme is not None:
+            return math.prod(self.scheme.shape)
         bits = _BITS.get(self.form)
         return self.weight.bytes * 8 // bits if bits else self.weight.elements
 
@@ -92,33 +102,48 @@ class StoredTensor:
         return sum(part.bytes for part in self.parts)
 
 
-def stored_tensors(headers: Iterable[TensorHeader]) -> tuple[StoredTensor, ...]:
-    """The weights of a checkpoint, each with its quantization constants, in the order of the headers."""
+def stored_tensors(
+    headers: Iterable[TensorHeader], quantization: Mapping[str, Any] | None = None
+) -> tuple[StoredTensor, ...]:
+    """The weights of a checkpoint, each with its quantization constants, in the order of the headers.
+
+    Args:
+        headers: of all tensors.
+        quantization: what the checkpoint's config says of it, see `CheckpointHeaders`.
+    """
     names = {header.name: header for header in headers}
     constants: dict[str, list[TensorHeader]] = defaultdict(list)
     forms: dict[str, str] = {}
     for name, header in names.items():
-        weight, form = _weight_of(name, names)
+        weight, form = _weight_of(name, names, quantization)
         if weight:
             constants[weight].append(header)
             if form:
                 forms[weight] = form
     owned = {header.name for some in constants.values() for header in some}
     return tuple(
-        _stored(header, forms.get(name), tuple(constants.get(name, ())))
+        with_scheme(_stored(header, forms.get(name), tuple(constants.get(name, ()))), quantization)
         for name, header in names.items()
         if name not in owned
     )
 
 
-def _weight_of(name: str, names: Mapping[str, TensorHeader]) -> tuple[str, str]:
+def _weight_of(
+    name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
+) -> tuple[str, str]:
     """(the weight that the tensor is a constant of, the format it shows); ("", "") for a weight."""
     if not name.endswith(_ENDINGS):
         return "", ""
-    for pattern, weight, form in _CONSTANTS:
-        match = pattern.fullmatch(name)
-        if match and weight.format(**match.groupdict()) in names:
-            return weight.format(**match.groupdict()), form.format(**match.groupdict())
+    for endings, weight_ending, form in _CONSTANTS:
+        for ending in endings:
+            weight = name.removesuffix(ending) + weight_ending
+            if not name.endswith(ending) or weight not in names or weight == name:
+                continue
+            if form != FP8:
+                return weight, form
+            # A plain name: only where the library that this config names calls scales so.
+            if method_of(quantization) == FP8 and names[weight].dtype_name in CODES:
+                return weight, ""
     return "", ""
 
 
@@ -128,28 +153,38 @@ def _stored(header: TensorHeader, form: str | None, constants: tuple[TensorHeade
     return StoredTensor(name, form or plain, header, constants)
 
 
-def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
-    """The shape that a stored tensor has once it is dense; None where no header says it.
+def with_scheme(
+    tensor: StoredTensor,
+    quantization: Mapping[str, Any] | None,
+    target: str = "",
+    classes: Sequence[str] = ("Linear",),
+) -> StoredTensor:
+    """The tensor with its `scheme`, or with the problem that it has none.
 
-    compressed-tensors writes the shape into a tensor of its own; these few bytes are read, where the file is at hand.
+    Args:
+        tensor: as its file has it.
+        quantization: see `stored_tensors`.
+        target: what the model calls it, if a model is at hand.
+        classes: of the module that holds it there.
     """
+    if tensor.plain and tensor.weight.dtype_name not in CODES:
+        return tensor
+    modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]
+    try:
+        scheme = scheme_of(tensor.weight, tensor.constants, tensor.form, quantization or {}, modules, classes)
+    except UnreadableError as error:
+        problem = Problem(f"{tensor.weight.name}: {error}", *EXPECTED)
+        return replace(tensor, scheme=None, problem=problem)
+    return replace(tensor, scheme=scheme, problem=None)
+
+
+def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
+    """The shape that a stored tensor has once it is dense; None if no header says it."""
     shape = tensor.weight.shape
-    if (
-        tensor.form == "mxfp4" and len(shape) > 2
-    ):  # [..., rows, groups, bytes of two values]; its model multiplies from the left
-        *outer, rows, groups, pairs = shape
-        return (*outer, groups * pairs * 2, rows)
+    if tensor.scheme is not None:
+        return tensor.scheme.shape
     if tensor.form in FOUR_BITS:
         return None
     if tensor.form == "packed":
-        written = next((part for part in tensor.constants if part.name.endswith("_shape")), None)
-        return _integers(written) if written is not None and written.dtype_name == "I64" else None
+        return written_shape(tensor.constants)
     return shape
-
-
-def _integers(header: TensorHeader) -> tuple[int, ...] | None:
-    if not header.begin:
-        return None  # on the hub: only its header is here
-    with header.file.open("rb") as file:
-        file.seek(header.begin)
-        return struct.unpack(f"<{header.elements}q", file.read(header.bytes))

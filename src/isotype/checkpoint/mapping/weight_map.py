@@ -12,7 +12,7 @@ from torch import nn
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.gguf_names import gguf_names
-from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape, stored_tensors
+from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape, stored_tensors, with_scheme
 
 # How transformers' conversions fail on tensors of other shapes or numbers than they expect.
 TURNED = "as transformers' `TensorProcessor`s turn those of a GGUF file"
@@ -65,7 +65,7 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
         model: dense, with the names and shapes wanted; it may lie on the meta device.
         headers: of the checkpoint.
     """
-    stored = stored_tensors(headers.tensors)
+    stored = stored_tensors(headers.tensors, headers.quantization)
     gathered: dict[str, list[tuple[StoredTensor, str]]] = {}
     conversions: dict[str, Any] = {}
     surplus: list[StoredTensor] = []
@@ -73,6 +73,8 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     rename, in_order = _renaming(model, headers)
     for tensor in sorted(stored, key=lambda each: in_order(each.name)):
         target, pattern, conversion = rename(tensor.name)
+        if tensor.quantized and target:
+            tensor = with_scheme(tensor, headers.quantization, target, _classes(model, target))
         if not target:
             surplus.append(tensor)
         elif target not in gathered:
@@ -86,6 +88,13 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
         shaped = _shaped(model, Source(target, tuple(tensors), conversions[target]))
         sources.update(dict.fromkeys(shaped.shapes or (shaped.target,), shaped))
     return WeightMap(sources, tuple(surplus), tuple(doubled))
+
+
+def _classes(model: nn.Module, name: str) -> Sequence[str]:
+    """The names of the classes of the module that has a weight; experts are stacked of linear layers."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return [each.__name__ for each in type(module).__mro__] if leaf == "weight" else ["Linear"]
 
 
 Renaming = Callable[[str], tuple[str, str, Any]]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.mapping.schemes import EXPECTED
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.values.gguf_values import unpack_blocks
-from isotype.core.errors import CheckpointError
+from isotype.core.errors import CheckpointError, Problem
 
 Read = Callable[[TensorHeader], torch.Tensor]
 
@@ -24,73 +23,44 @@ _PIECE = 1 << 19
 """Elements that are dequantized at a time: they stay in the caches, and are enough for all of torch's threads."""
 
 
-@dataclass(frozen=True)
-class Packing:
-    """What config.json says of how weights are quantized.
-
-    Attributes:
-        block: rows and columns of a weight that share a scale; None where its shape says it.
-        bits: of a packed integer.
-        symmetric: whether packed integers have no zero points.
-    """
-
-    block: tuple[int, int] | None = None
-    bits: int = 4
-    symmetric: bool = True
-
-
-def packing_of(config: Any) -> Packing:
-    """The packing that a transformers config describes."""
-    quantization = getattr(config, "quantization_config", None) or {}
-    options: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    block = options.get("weight_block_size")
-    groups = list((options.get("config_groups") or {}).values())
-    weights = (groups[0].get("weights") or {}) if groups else {}
-    group = weights.get("group_size") or 0
-    block = block or weights.get("block_structure") or ([1, group] if group > 0 else None)
-    return Packing(
-        (block[0], block[1]) if block else None,
-        int(weights.get("num_bits", 4)),
-        bool(weights.get("symmetric", True)),
-    )
-
-
-def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype, packing: Packing) -> torch.Tensor:
+def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
     """The values of a stored tensor.
 
     Args:
         tensor: as the checkpoint holds it.
         read: gives the tensor of a header.
         dtype: what computed values are rounded to; values that are stored plainly keep their dtype.
-        packing: what the config says of its quantization.
 
     Raises:
         CheckpointError: it is quantized in a way that is not known here.
     """
+    scheme = tensor.scheme
     if not tensor.quantized:
         return read(tensor.weight)
-    if tensor.weight.dtype is None and not tensor.constants:
+    if tensor.weight.dtype is None and tensor.problem is None:
         return unpack_blocks(tensor.weight, read(tensor.weight))
-    constants = {part.name.rpartition(".")[2]: read(part) for part in tensor.constants}
-    scales = [
-        value for name, value in constants.items() if name.endswith(("_scale", "_scale_inv", "_scales"))
-    ]
-    weight = read(tensor.weight)
-    if tensor.form == "mxfp4" and len(scales) == 1:
-        return _mxfp4(weight, scales[0], dtype)
-    if tensor.form == "packed" and len(scales) == 1 and set(constants) <= {"weight_scale", "weight_shape"}:
-        shape = constants["weight_shape"].tolist()
-        return _scaled(_unpacked(weight, packing.bits, shape), scales[0], dtype, packing.block)
-    scaled = weight.dtype == torch.int8 or (weight.dtype.itemsize == 1 and weight.is_floating_point())
-    if scaled and len(scales) == 1 and packing.symmetric:
-        return _scaled(weight, scales[0], dtype, packing.block)
-    raise CheckpointError.of(
-        "a quantization that isotype cannot undo",
-        f"{tensor.weight.name} ({tensor.weight.dtype_name}) with {', '.join(constants) or 'no constants'} "
-        f"in {tensor.weight.file.name}",
-        "mxfp4 with scales, FP8 or int8 with scales, or packed integers without zero points",
-        "load it with transformers and save_pretrained() it dense, or take the checkpoint before it was quantized",
-    )
+    if scheme is None:
+        what = f"{tensor.weight.name} ({tensor.form}), which stays quantized, in a layer that is not"
+        raise CheckpointError(
+            "a weight whose values are not read", [tensor.problem or Problem(what, *EXPECTED)]
+        )
+    codes, scales = read(tensor.weight), read(scheme.scale)
+    if scheme.kind == "blocks":
+        return _mxfp4(codes, scales, dtype)
+    factors = _factors(scales)
+    if scheme.second is not None:
+        second = read(scheme.second).to(torch.float32)
+        factors = factors / second if scheme.divides else factors * second
+    zeros = None if scheme.zero is None else read(scheme.zero)
+    if zeros is not None and zeros.dtype == torch.int32 and scheme.kind == "words":
+        rows = (*scheme.shape[:-2], scales.shape[-1], scheme.shape[-2])
+        zeros = _unpacked(zeros.transpose(-1, -2), scheme.bits, rows).transpose(-1, -2)
+    if scheme.kind == "words":
+        codes = _unpacked(codes, scheme.bits, scheme.shape)
+    elif scheme.kind == "pairs":
+        codes = torch.stack([codes.view(torch.uint8) & 15, codes.view(torch.uint8) >> 4], dim=-1).flatten(-2)
+        return _scaled(codes, factors, dtype, scheme.block, table=_MXFP4)
+    return _scaled(codes, factors, dtype, scheme.block, zeros)
 
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -121,37 +91,49 @@ def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def _scaled(
-    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] | None
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    zeros: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """codes x scale: one scale for all, for each row, for each group of a row or each block of rows and columns."""
-    *outer, rows, columns = codes.shape
-    factors = _factors(scales)
-    grid = factors.reshape(-1, *factors.shape[-2:]) if factors.dim() >= 2 else factors.reshape(1, -1, 1)
-    height = block[0] if block else -(-rows // grid.shape[1])
-    width = block[1] if block else -(-columns // grid.shape[2])
+    """(codes - zeros) x factors, which `block` rows and columns of a matrix share; of codes in a `table` their values there."""
+    *outer, rows, columns = (1, *codes.shape)[-max(2, codes.dim()) :]
+    (height, width), count = block, math.prod(outer)
+    grid = (-1, -(-rows // height), -(-columns // width))
     values = torch.empty(codes.shape, dtype=dtype)
     step = max(1, _PIECE // max(1, columns))
     line = torch.arange(rows) // height
-    for part, target, factor in zip(
-        codes.view(-1, rows, columns),
+
+    def wide(each: torch.Tensor) -> torch.Tensor:
+        return each.repeat_interleave(width, dim=1)[:, :columns] if 1 < each.shape[1] < columns else each
+
+    for part, target, factor, zero in zip(
+        codes.reshape(-1, rows, columns),
         values.view(-1, rows, columns),
-        grid.expand(max(1, math.prod(outer)), -1, -1),
+        factors.reshape(grid).expand(count, -1, -1),
+        [None] * count if zeros is None else zeros.to(torch.float32).reshape(grid).expand(count, -1, -1),
         strict=True,
     ):
-        wide = factor.repeat_interleave(width, dim=1)[:, :columns] if width < columns else factor
+        factor = wide(factor)
+        zero = None if zero is None else wide(zero)
         for first in range(0, rows, step):
-            piece = _float32(part[first : first + step])
-            target[first : first + step] = piece.mul_(wide.index_select(0, line[first : first + step]))
+            these = line[first : first + step]
+            piece = _float32(part[first : first + step], table)
+            if zero is not None:
+                piece -= zero.index_select(0, these)
+            target[first : first + step] = piece.mul_(factor.index_select(0, these))
     return values
 
 
-def _float32(codes: torch.Tensor) -> torch.Tensor:
+def _float32(codes: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
     """Codes as numbers. Those of float8 are looked up: torch converts them one by one."""
-    if not codes.is_floating_point():
+    if table is None and not codes.is_floating_point():
         return codes.to(torch.float32)
-    table = _table(codes.dtype)
+    values = _table(codes.dtype) if table is None else table
     places = codes.contiguous().view(torch.uint8).view(-1).to(torch.int32)
-    return table.index_select(0, places).view(codes.shape)
+    return values.index_select(0, places).view(codes.shape)
 
 
 @functools.cache
@@ -168,8 +150,16 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
     return scales.to(torch.float32)
 
 
-def _unpacked(words: torch.Tensor, bits: int, shape: list[int]) -> torch.Tensor:
-    """int8 [rows, columns] of int32 words [rows, columns x bits / 32], lowest bits first, that are offset by half."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    return (codes - (1 << (bits - 1))).to(torch.int8).flatten(-2)[..., : shape[-1]]
+def _unpacked(words: torch.Tensor, bits: int, shape: Sequence[int]) -> torch.Tensor:
+    """int8 [..., columns] of int32 words, lowest bits first and across words, that are offset by half."""
+    begin = torch.arange(shape[-1]) * bits
+    place, shift = begin // 32, begin % 32
+    codes = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=torch.int8)
+    step = max(1, _PIECE // max(1, shape[-1]))
+    flat = words.reshape(-1, words.shape[-1])
+    for first in range(0, len(flat), step):
+        held = flat[first : first + step].to(torch.int64) & 0xFFFFFFFF
+        held = torch.nn.functional.pad(held, (0, 1))
+        pair = held.index_select(-1, place) | held.index_select(-1, place + 1) << 32
+        codes[first : first + step] = (pair >> shift & (1 << bits) - 1) - (1 << bits - 1)
+    return codes.view(*shape)

@@ -1,0 +1,406 @@
+"""How a quantized weight becomes numbers, decided from its headers and config.json alone: a scheme, or why there is none.
+
+Every tensor that a file holds beside a weight is used, scales activations only, or keeps the weight from being read.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from isotype.checkpoint.formats.gguf import unpackable
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.core.formats import FOUR_BITS
+from isotype.core.stored_dtypes import STORED
+
+FP8 = "fp8"
+CAST = "cast"
+"""The method of a model that was cast to float8 as a whole, as its config's dtype says: the codes are the numbers."""
+READABLE = frozenset({"bitsandbytes", "mxfp4", FP8, "compressed-tensors", "modelopt", CAST, ""})
+"""Methods whose weights are read; "" is none."""
+
+ACTIVATIONS = (
+    *(".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".qscale_act"),
+    *(".input_scale_ub", ".output_scale", ".output_zero_point"),
+)
+"""How the names of constants of a layer's activations end: weights are read without them."""
+
+CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32"})
+"""Stored dtypes that a quantized weight can have."""
+
+EXPECTED = (
+    "a weight whose scales and config.json say how its values are computed",
+    "load it with the library that quantized it and save_pretrained() it dense, or take the checkpoint before it was quantized",
+)
+
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+_EXPONENTS = frozenset({"U8", "F8_E8M0"})
+_STORED = {"words": ("I32",), "pairs": ("U8", "I8"), "numbers": ("F8_E4M3", "F8_E5M2"), "integers": ("I8",)}
+_PLAIN_CODES = frozenset({"numbers", "integers"})
+# What compressed-tensors' formats store.
+_FORMATS = {
+    "pack-quantized": frozenset({"words"}),
+    **dict.fromkeys(("int-quantized", "float-quantized", "naive-quantized"), _PLAIN_CODES),
+    "mxfp8-quantized": frozenset({"numbers"}),
+    **dict.fromkeys(("nvfp4-pack-quantized", "mxfp4-pack-quantized"), frozenset({"pairs"})),
+    "mixed-precision": _PLAIN_CODES | {"words", "pairs"},
+}
+_MODELOPT = frozenset(
+    {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"}
+)
+
+
+class UnreadableError(Exception):
+    """Why the values of a weight cannot be computed."""
+
+
+def _require(condition: object, otherwise: str) -> None:
+    if not condition:
+        raise UnreadableError(otherwise)
+
+
+Kind = Literal["numbers", "integers", "words", "pairs", "blocks"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one weight becomes numbers: (code - zero point) x scale.
+
+    Attributes:
+        kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1 codes a
+            byte, `blocks` those of gpt-oss.
+        shape: of the dense weight; empty if it is written in a file that is not at hand.
+        scale: its scales.
+        block: rows and columns that share a scale.
+        bits: of one code.
+        zero: its zero points; None if there are none.
+        second: a scale of the scales, or None.
+        divides: whether `second` divides them.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    scale: TensorHeader
+    block: tuple[int, int] = (1, 1)
+    bits: int = 8
+    zero: TensorHeader | None = None
+    second: TensorHeader | None = None
+    divides: bool = False
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What config.json says of one weight: how its scales may be laid out (each with rows and columns of a block, 0 for all),
+    the kinds that it may be, bits of a code, whether there need be no zero points, whether scales may be exponents of two."""
+
+    layouts: tuple[tuple[str, tuple[int, int]], ...]
+    kinds: frozenset[str]
+    bits: int = 8
+    symmetric: bool = True
+    exponents: bool = False
+
+
+_WHOLE = (("tensor", (0, 0)), ("row", (1, 0)))
+
+
+def method_of(quantization: Mapping[str, Any] | None) -> str:
+    """The library or scheme that a config names; "" without one."""
+    name = (quantization or {}).get("quant_method")
+    return str(getattr(name, "value", name or "bitsandbytes")) if quantization else ""
+
+
+def scheme_of(
+    weight: TensorHeader,
+    constants: Sequence[TensorHeader],
+    form: str,
+    quantization: Mapping[str, Any],
+    modules: Sequence[str],
+    classes: Sequence[str],
+) -> Scheme | None:
+    """How a stored weight becomes numbers; None if it is stored plainly or by bitsandbytes or in GGUF blocks.
+
+    Args:
+        weight: its header.
+        constants: of the tensors beside it.
+        form: see `StoredTensor.form`.
+        quantization: what config.json says.
+        modules: names of its module, in the file and in the model.
+        classes: names of the module's class and of those that it derives from.
+
+    Raises:
+        UnreadableError: something in the file has no use, or lacks.
+    """
+    method = method_of(quantization)
+    if not constants:
+        _require_plain(weight, method)
+        return None
+    _require(method in READABLE, f"quantized by {method}, with {_names(constants)}")
+    if form in FOUR_BITS or any(part.name.endswith((".SCB", ".weight_format")) for part in constants):
+        _require_complete(weight, constants, form, method)
+        return None
+    if form == "mxfp4":
+        return _blocks(weight, constants)
+    stem = weight.name.removesuffix("_packed")
+    roles = {}
+    for part in constants:
+        if not part.name.endswith(ACTIVATIONS):
+            own = part.name.startswith(f"{stem}_")
+            roles[part.name.removeprefix(f"{stem}_") if own else part.name.rpartition(".")[2]] = part
+    options = _options(quantization, method, modules, classes)
+    kind = _kind(weight, form, options, quantization.get("expert_dtype") if method == FP8 else None)
+    shape = _shape(weight, kind, options, roles.pop("shape", None))
+    scales = [roles.pop(name) for name in ("scale", "scale_inv", "qscale_weight") if name in roles]
+    _require(len(scales) == 1, f"{weight.dtype_name} with {_names(constants)}: one scale is expected")
+    zero, seconds = (
+        roles.pop("zero_point", None),
+        [roles.pop(name) for name in ("global_scale", "scale_2") if name in roles],
+    )
+    roles |= {str(at): part for at, part in enumerate(seconds[1:] if kind == "pairs" else seconds)}
+    _require(not roles, f"{_names(list(roles.values()))}, which is not used to read {kind}")
+    second = seconds[0] if seconds else None
+    if not shape:
+        return Scheme(kind, (), scales[0])
+    _check_dtypes(scales[0], second, kind, options)
+    _check_zero(zero, scales[0], shape, kind, options)
+    block = _block(scales[0], shape, options)
+    divides = second is not None and second.name.endswith("_global_scale")
+    return Scheme(kind, shape, scales[0], block, options.bits, zero, second, divides)
+
+
+def _require_plain(weight: TensorHeader, method: str) -> None:
+    if weight.dtype_name in STORED:
+        plain = not weight.dtype_name.startswith("F8_") or method == CAST
+        _require(plain, f"{STORED[weight.dtype_name]} codes without a scale")
+    else:
+        gguf = weight.file.suffix == ".gguf"
+        _require(gguf, f"stored as {weight.dtype_name}, which is no dtype of weights")
+        blocks = f"{weight.dtype_name} blocks, which the library gguf does not dequantize"
+        _require(unpackable(weight.dtype_name), blocks)
+
+
+def _require_complete(
+    weight: TensorHeader, constants: Sequence[TensorHeader], form: str, method: str
+) -> None:
+    """bitsandbytes reads its own formats; it needs all of their constants."""
+    bare = f"{form} with {_names(constants)}, while config.json does not name bitsandbytes"
+    _require(method == "bitsandbytes", bare)
+    ends = {
+        part.name.removeprefix(f"{weight.name}.").partition("__")[0].rpartition("weight.")[2]
+        for part in constants
+    }
+    ends = {each.rpartition(".")[2] if each.endswith(("SCB", "weight_format")) else each for each in ends}
+    nested = {"nested_absmax", "nested_quant_map"}
+    needed = {"SCB"} if form == "int8" else {"absmax", "quant_map", "quant_state.bitsandbytes"}
+    needed |= nested if ends & nested else set()
+    _require(needed <= ends, f"{form} without {', '.join(sorted(needed - ends))}")
+    unused = ends - needed - {"weight_format"}
+    _require(not unused, f"{', '.join(sorted(unused))}, which is not used to read {form}")
+
+
+def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
+    """[..., rows, groups, 16 bytes of two values each]; the model multiplies from the left."""
+    scale, shape = constants[0], weight.shape
+    fits = len(shape) > 2 and shape[-1] == 16 and scale.shape == shape[:-1] and len(constants) == 1
+    what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"
+    _require(fits and weight.dtype_name == scale.dtype_name == "U8", f"{what}: mxfp4 has 16 bytes to a scale")
+    return Scheme("blocks", (*shape[:-3], shape[-2] * 32, shape[-3]), scale)
+
+
+def _kind(weight: TensorHeader, form: str, options: _Options, experts: object) -> Kind:
+    if weight.name.endswith("_packed") or form == "nvfp4":
+        kind: Kind = "words" if weight.dtype_name == "I32" else "pairs"
+    elif weight.dtype_name in ("I8", "U8") and experts == "fp4":
+        kind = "pairs"
+    else:
+        kind = "numbers" if weight.dtype_name.startswith("F8_E") else "integers"
+    fits = weight.dtype_name in _STORED[kind] and kind in options.kinds and weight.shape
+    kinds = f"{_either(options.kinds)} of {options.bits} bits"
+    _require(fits, f"stored in {weight.dtype_name}, where config.json says {kinds}")
+    return kind
+
+
+def _shape(
+    weight: TensorHeader, kind: Kind, options: _Options, written: TensorHeader | None
+) -> tuple[int, ...]:
+    shape = weight.shape
+    _require(kind == "words" or written is None, f"a weight_shape, which is not used to read {kind}")
+    if kind != "words":
+        return (*shape[:-1], shape[-1] * 2) if kind == "pairs" else shape
+    fits = written is not None and written.dtype_name == "I64" and written.elements > 1
+    _require(fits, "packed without a weight_shape of int64")
+    dense = written_shape([written] if written else [])
+    if dense is not None:
+        fits = dense[:-1] == shape[:-1] and -(-dense[-1] * options.bits // 32) == shape[-1]
+        what = f"{list(shape)} words, where {list(dense)} integers of {options.bits} bits are said"
+        _require(fits, what)
+    return dense or ()
+
+
+def written_shape(constants: Sequence[TensorHeader]) -> tuple[int, ...] | None:
+    """The shape that compressed-tensors writes into a tensor of its own; None if there is none, or if it is on the hub.
+
+    These few bytes are read.
+    """
+    header = next((part for part in constants if part.name.endswith("_shape")), None)
+    if header is None or header.dtype_name != "I64" or not header.begin:
+        return None
+    with header.file.open("rb") as file:
+        file.seek(header.begin)
+        return struct.unpack(f"<{header.elements}q", file.read(header.bytes))
+
+
+def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, options: _Options) -> None:
+    allowed = _FLOATS | (_EXPONENTS if options.exponents else frozenset())
+    if kind == "pairs":
+        allowed = frozenset({"F8_E4M3"}) if second is not None else _EXPONENTS
+    _require(
+        scale.dtype_name in allowed, f"{scale.name} of {scale.dtype_name}, which {kind} are not scaled by"
+    )
+    if second is not None:
+        what = f"{second.name} of shape {list(second.shape)} {second.dtype_name}: one number is expected"
+        _require(second.elements == 1 and second.dtype_name in _FLOATS, what)
+
+
+def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tuple[int, int]:
+    """Rows and columns of the weight that share a scale: the first layout that has scales of this shape."""
+    *lead, rows, columns = shape if len(shape) > 1 else (1, *shape)
+    for layout, size in options.layouts:
+        height, width = size[0] or rows or 1, size[1] or columns or 1
+        grid = (*lead, -(-rows // height), -(-columns // width))
+        fits = scale.shape == (grid[:-1] if layout == "vector" else grid)
+        if layout == "tensor":
+            fits |= scale.elements == 1 or (bool(lead) and scale.shape in ((*lead,), (*lead, 1)))
+        if fits and (len(shape) > 1 or layout == "tensor"):
+            return height, width
+    layouts = {name + (f" {size[0]}x{size[1]}" if all(size) else "") for name, size in options.layouts}
+    what = f"{scale.name} of shape {list(scale.shape)} for a weight of shape {list(shape)}"
+    raise UnreadableError(f"{what}; config.json says one by {_either(layouts)}")
+
+
+def _check_zero(
+    zero: TensorHeader | None, scale: TensorHeader, shape: tuple[int, ...], kind: Kind, options: _Options
+) -> None:
+    _require(zero is not None or options.symmetric, "no zero points, which config.json says there are")
+    if zero is not None:
+        packed = len(scale.shape) > 1 and zero.dtype_name == "I32" and kind == "words"
+        rows = -(-shape[-2] * options.bits // 32) if packed else 0
+        expected = (*scale.shape[:-2], rows, scale.shape[-1]) if packed else scale.shape
+        fits = kind in ("words", "integers") and zero.dtype_name in ("I32", "I8") and zero.shape == expected
+        what = f"{zero.name} of shape {list(zero.shape)} {zero.dtype_name} for scales {list(scale.shape)}"
+        _require(fits, what)
+
+
+# config.json
+
+
+def _options(
+    quantization: Mapping[str, Any], method: str, modules: Sequence[str], classes: Sequence[str]
+) -> _Options:
+    numbers = frozenset({"numbers"})
+    if method == "compressed-tensors":
+        return _options_of_group(quantization, group_of(quantization, modules, classes))
+    if method == FP8:
+        size, experts = quantization.get("weight_block_size", (128, 128)), quantization.get("expert_dtype")
+        blocks = () if size is None else (("block", _pair(size)),)  # by default as transformers has it
+        four_bits = (("group", (1, 32)),) if experts == "fp4" else ()
+        kinds = numbers | {"pairs"} if experts == "fp4" else numbers
+        return _Options((*blocks, *four_bits, *_WHOLE), kinds, exponents=True)
+    if method == "modelopt":
+        algorithm = str(quantization.get("quant_algo"))
+        _require(algorithm in _MODELOPT, f"quantized by modelopt as {algorithm}")
+        size = _size(quantization.get("group_size") or (32 if algorithm == "MXFP8" else 16), "group_size")
+        layouts = (*_WHOLE, ("vector", (1, 0)), ("group", (1, size)))
+        return _Options(layouts, numbers | {"pairs"}, exponents=algorithm == "MXFP8")
+    _require(not method, f"constants that {method} does not store")
+    return _Options(_WHOLE, numbers)  # `weight_scale` multiplies in every library
+
+
+def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any]) -> _Options:
+    for name, key in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+        value = _object(quantization.get(name) or {}, name).get(key)
+        _require(not value or value == "dense", f"{name} with {key} {value}")
+    form = str(group.get("format") or quantization.get("format") or "mixed-precision")
+    _require(form in _FORMATS, f"stored in compressed-tensors' format {form}")
+    weights = _object(group.get("weights"), "weights")
+    bits, numeric = _size(weights.get("num_bits", 8), "num_bits"), str(weights.get("type", "int")).lower()
+    ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
+    _require(not ordered, "columns in the order of activations (actorder: group)")
+    size = 0 if weights.get("group_size") is None else _size(weights["group_size"], "group_size")
+    usual = "tensor" if weights.get("group_size") is None else "group" if size else "channel"
+    strategy = str(weights.get("strategy") or usual).lower()
+    layouts = {
+        "tensor": _WHOLE,  # the library multiplies by what it finds
+        "channel": _WHOLE[1:],
+        "group": (("group", (1, size)),),
+        "tensor_group": (("group", (1, size)),),
+        "block": (("block", _pair(weights.get("block_structure") or (0, 0))),),
+    }
+    sized = strategy in ("tensor", "channel") or all(layouts.get(strategy, _WHOLE)[0][1])
+    _require(strategy in layouts and 1 <= bits <= 8 and sized, f"{bits} bits by {strategy} of size {size}")
+    kinds = {"words", "integers"} if numeric == "int" else {8: {"numbers"}, 4: {"pairs"}}.get(bits, set())
+    symmetric, exponents = weights.get("symmetric", True) is True, numeric == "float" and strategy == "group"
+    return _Options(layouts[strategy], _FORMATS[form] & kinds, bits, symmetric, exponents)
+
+
+def group_of(
+    quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
+) -> Mapping[str, Any]:
+    """The group that covers a module, as compressed-tensors chooses it: exact names, then `re:` patterns, then classes.
+
+    Raises:
+        UnreadableError: none does, or two do by its two names.
+    """
+    groups: dict[str, Mapping[str, Any]] = {}
+    for name, group in _object(quantization.get("config_groups"), "config_groups").items():
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        _require(isinstance(targets, list), f"config_groups.{name} without targets")
+        groups |= {str(target): group for target in targets or ()}
+    order = sorted(groups, key=lambda target: ("re:" in target, target))
+    ignored = quantization.get("ignore") or []
+    _require(isinstance(ignored, list), f"ignore {ignored!r} in config.json")
+    covering = []
+    for module in modules:
+        if not any(_matches(str(each), module) or each in classes for each in ignored):
+            named = [target for target in order if _matches(target, module)]
+            covering += [groups[each] for each in [*named, *(each for each in order if each in classes)][:1]]
+    what = "several groups cover" if covering else "no group covers"
+    one = covering and all(group == covering[0] for group in covering)
+    _require(one, f"{what} it in the config_groups {', '.join(order)}")
+    return covering[0]
+
+
+def _matches(target: str, module: str) -> bool:
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return re.match(target.removeprefix("re:"), module) is not None
+    except re.error as error:
+        raise UnreadableError(f"target {target} is no regular expression ({error})") from error
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    _require(isinstance(value, Mapping), f"{name} {value!r} in config.json")
+    return value  # type: ignore[no-any-return]
+
+
+def _size(value: Any, name: str) -> int:
+    _require(isinstance(value, int) and not isinstance(value, bool), f"{name} {value!r} in config.json")
+    return max(int(value), 0)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    pair = value.split("x") if isinstance(value, str) else value
+    fits = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(str(each).isdecimal() for each in pair)
+    _require(fits, f"blocks of {value!r} in config.json")
+    return int(pair[0]), int(pair[1])
+
+
+def _names(headers: Sequence[TensorHeader]) -> str:
+    return ", ".join(part.name.rpartition(".")[2] for part in headers)
+
+
+def _either(words: Iterable[str]) -> str:
+    return " or ".join(sorted(words)) or "nothing"

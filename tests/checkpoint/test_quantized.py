@@ -1,0 +1,388 @@
+"""Quantized checkpoints: each value is code x scale as its library has it (float64 here), or the load is refused by its name.
+
+`benchmarks/quantized_readers.py` compares with compressed-tensors, modelopt and transformers themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import isotype
+from isotype.checkpoint.formats.headers import read_headers
+from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
+from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.values.unpack import dense
+from isotype.cli.main import main
+from isotype.core.errors import CheckpointError
+from isotype.model.quantize import quantize_int8
+from tests.models import save_tiny
+from tests.refusals import refused
+
+SHAPES = ((64, 96), (33, 37), (130, 320), (7, 32), (1, 64))
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP8 = torch.float8_e4m3fn
+
+
+def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Signed codes as int32 words, one long number a row: code i begins at bit i x bits, offset by half."""
+    rows = []
+    for row in codes.tolist():
+        number = sum((code + (1 << (bits - 1))) << (at * bits) for at, code in enumerate(row))
+        count = -(-len(row) * bits // 32)
+        rows.append([(number >> (32 * at)) & 0xFFFFFFFF for at in range(count)])
+    held = torch.tensor(rows, dtype=torch.int64)
+    return torch.where(held >= 1 << 31, held - (1 << 32), held).to(torch.int32)
+
+
+def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
+    """A scale for each value, in float64."""
+    rows, columns = (torch.arange(size) // side for size, side in zip(shape, block, strict=True))
+    return scales.double()[rows][:, columns]
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    """A compressed-tensors config with one group for all linear layers."""
+    form = weights.pop("format", "pack-quantized")
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+def stored(directory: Path, tensors: Mapping[str, torch.Tensor], config: Any) -> StoredTensor:
+    named = {f"model.layers.0.mlp.up_proj.{name}": value.contiguous() for name, value in tensors.items()}
+    save_file(named, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": config}))
+    headers = read_headers(directory)
+    (weight, *_) = stored_tensors(headers.tensors, headers.quantization)
+    return weight
+
+
+def read(directory: Path, tensors: Mapping[str, torch.Tensor], config: Any) -> torch.Tensor:
+    weight = stored(directory, tensors, config)
+    assert weight.problem is None, weight.problem
+    return dense(weight, MappedFiles().tensor, torch.float32)
+
+
+def agrees(values: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Products of float32 numbers: one rounding for each factor."""
+    assert values.shape == wanted.shape
+    assert ((values.double() - wanted).abs() <= 2.0**-22 * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
+def test_packed_integers(tmp_path: Path, shape: tuple[int, int], bits: int, strategy: str) -> None:
+    rows, columns = shape
+    half, size = 1 << (bits - 1), 32 if strategy == "group" else None
+    block = {"tensor": shape, "channel": (1, columns), "group": (1, 32)}[strategy]
+    codes = torch.randint(-half, half, shape)
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.1
+    zeros = torch.randint(-half, half, scales.shape)
+    tensors = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(shape),
+    }
+    config = group(num_bits=bits, type="int", strategy=strategy, group_size=size)
+    agrees(read(tmp_path, tensors, config), codes * spread(scales, shape, block))
+    # Zero points are packed along the rows; that of a whole tensor is not packed.
+    held = zeros.to(torch.int8) if strategy == "tensor" else words(zeros.T, bits).T
+    config = group(num_bits=bits, type="int", strategy=strategy, group_size=size, symmetric=False)
+    wanted = (codes - spread(zeros, shape, block)) * spread(scales, shape, block)
+    agrees(read(tmp_path, tensors | {"weight_zero_point": held}, config), wanted)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("numeric", ["int", "float"])
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group", "block"])
+def test_codes_of_eight_bits(tmp_path: Path, shape: tuple[int, int], numeric: str, strategy: str) -> None:
+    block = {"tensor": shape, "channel": (1, shape[1]), "group": (1, 16), "block": (24, 40)}[strategy]
+    more = {"group": {"group_size": 16}, "block": {"block_structure": [24, 40]}}.get(strategy, {})
+    codes = torch.randint(-127, 128, shape).to(torch.int8 if numeric == "int" else FP8)
+    scales = torch.rand(*(-(-size // side) for size, side in zip(shape, block, strict=True)))
+    form = f"{numeric}-quantized"
+    config = group(format=form, num_bits=8, type=numeric, strategy=strategy, **more)
+    tensors = {"weight": codes, "weight_scale": scales, "input_scale": torch.ones(1)}
+    agrees(read(tmp_path, tensors, config), codes.double() * spread(scales, shape, block))
+    if numeric == "int":
+        zeros = torch.randint(-127, 128, scales.shape).to(torch.int8)
+        config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+        wanted = (codes.double() - spread(zeros, shape, block)) * spread(scales, shape, block)
+        agrees(read(tmp_path, tensors | {"weight_zero_point": zeros}, config), wanted)
+        assert "no zero points, which config.json says there are" in str(
+            stored(tmp_path, tensors, config).problem
+        )
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (33, 64), (1, 32)])
+def test_pairs_of_four_bit_numbers(tmp_path: Path, shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    codes = torch.randint(0, 16, shape)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    values = torch.tensor(E2M1, dtype=torch.float64)[codes]
+    exponents = torch.randint(100, 130, (rows, columns // 32), dtype=torch.uint8)
+    factors = spread(torch.exp2(exponents.double() - 127), shape, (1, 32))
+    config = group(format="mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
+    agrees(read(tmp_path, {"weight_packed": packed, "weight_scale": exponents}, config), values * factors)
+    experts = {"quant_method": "fp8", "expert_dtype": "fp4"}
+    agrees(read(tmp_path, {"weight": packed.view(torch.int8), "scale": exponents}, experts), values * factors)
+    scales = (torch.rand(rows, columns // 16) * 400 + 1).to(FP8)
+    factors = spread(scales, shape, (1, 16))
+    config = group(
+        format="nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
+    )
+    tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": torch.tensor([700.0])}
+    agrees(
+        read(tmp_path, tensors, config), values * factors / 700
+    )  # compressed-tensors divides by its global scale
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(0.25)}
+    agrees(read(tmp_path, tensors, config), values * factors * 0.25)  # modelopt multiplies by its own
+
+
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
+@pytest.mark.parametrize("shape", [(200, 300), (128, 256), (33, 37)])
+def test_fp8_by_every_name_that_transformers_reads(tmp_path: Path, name: str, shape: tuple[int, int]) -> None:
+    codes = torch.randint(-127, 128, shape).to(FP8)
+    for said, block in (
+        ({}, (128, 128)),
+        ({"weight_block_size": [48, 80]}, (48, 80)),
+        ({"weight_block_size": None}, shape),
+    ):
+        scales = torch.rand(*(-(-size // side) for size, side in zip(shape, block, strict=True)))
+        wanted = codes.double() * spread(scales, shape, block)
+        agrees(read(tmp_path, {"weight": codes, name: scales}, {"quant_method": "fp8", **said}), wanted)
+        exponents = torch.randint(110, 130, scales.shape, dtype=torch.uint8)
+        wanted = codes.double() * spread(torch.exp2(exponents.double() - 127), shape, block)
+        agrees(read(tmp_path, {"weight": codes, name: exponents}, {"quant_method": "fp8", **said}), wanted)
+
+
+def test_what_a_library_writes_beside_config_json(tmp_path: Path) -> None:
+    """modelopt has a file of its own, which transformers does not read."""
+    codes = torch.randint(-127, 128, (8, 16)).to(FP8)
+    tensors = {"weight": codes, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(2.0)}
+    written = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None},
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
+    agrees(read(tmp_path, tensors, None), codes.double() * 0.5)
+    written["quantization"] = {"quant_algo": "W4A8_AWQ"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
+    assert "quantized by modelopt as W4A8_AWQ" in str(stored(tmp_path, tensors, None).problem)
+
+
+# Whole checkpoints
+
+NAMES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+def checkpoint(
+    directory: Path, change: Change, config: Mapping[str, Any] | None = None, model: str = "llama"
+) -> Path:
+    save_tiny(model, directory, torch.bfloat16)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    content = json.loads((directory / "config.json").read_text()) | (
+        {"quantization_config": config} if config else {}
+    )
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+MIXED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "ignore": ["lm_head", "re:.*o_proj", "re:.*k_proj", "re:.*up_proj"],
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}, "format": "pack-quantized"},
+        "group_1": {"targets": ["re:.*v_proj"], "weights": {"num_bits": 3, "type": "int", "strategy": "channel", "symmetric": False}, "format": "pack-quantized"},
+        "group_2": {"targets": ["re:.*gate_proj"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}, "format": "float-quantized"},
+        "group_3": {"targets": ["re:.*layers.1.*down_proj"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}, "format": "int-quantized"},
+    },
+}  # fmt: skip
+
+
+def mixed(wanted: dict[str, torch.Tensor]) -> Change:
+    """A model in four groups of another number of bits, size and symmetry each."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for layer, name in itertools.product(range(2), NAMES):
+            key = f"model.layers.{layer}.{name}.weight"
+            rows, columns = shape = tuple(tensors[key].shape)
+            if name == "mlp.gate_proj":
+                tensors[key] = torch.randint(-127, 128, shape).to(FP8)
+                tensors[f"{key}_scale"], tensors[f"{key[:-6]}input_scale"] = (
+                    torch.tensor([0.01]),
+                    torch.ones(1),
+                )
+                wanted[key] = tensors[key].double() * torch.tensor([0.01]).double()
+                continue
+            if (layer, name) == (1, "mlp.down_proj"):
+                tensors[key] = torch.randint(-127, 128, shape).to(torch.int8)
+                tensors[f"{key}_scale"] = torch.rand(rows, 1)
+                wanted[key] = tensors[key].double() * tensors[f"{key}_scale"].double()
+                continue
+            bits, side = (3, columns) if name == "self_attn.v_proj" else (4, 32)
+            codes = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), shape)
+            scales = torch.rand(rows, columns // side)
+            del tensors[key]
+            tensors |= {
+                f"{key}_packed": words(codes, bits),
+                f"{key}_scale": scales,
+                f"{key}_shape": torch.tensor(shape),
+            }
+            zeros = torch.zeros(scales.shape, dtype=torch.int64)
+            if bits == 3:
+                zeros = torch.randint(-4, 4, scales.shape)
+                tensors[f"{key}_zero_point"] = words(zeros.T, bits).T
+            wanted[key] = (codes - spread(zeros, shape, (1, side))) * spread(scales, shape, (1, side))
+
+    return change
+
+
+def test_each_layer_is_read_by_its_own_group(tmp_path: Path) -> None:
+    wanted: dict[str, torch.Tensor] = {}
+    path = checkpoint(tmp_path, mixed(wanted), MIXED)
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
+    assert len(wanted) == 8
+    for name, value in wanted.items():
+        agrees(model.get_parameter(name).detach(), value)
+    assert (
+        main(["inspect", str(path)])
+        == main(["check", str(path), "--device", "cpu", "--dtype", "float32"])
+        == 0
+    )
+
+
+def test_its_int8_layers_are_not_those_of_bitsandbytes(tmp_path: Path) -> None:
+    wanted: dict[str, torch.Tensor] = {}
+    path = checkpoint(tmp_path, mixed(wanted), MIXED)
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", "int8", device="cpu"))
+    layer: Any = model.get_submodule("model.layers.1.mlp.down_proj")
+    codes, scales = quantize_int8(wanted["model.layers.1.mlp.down_proj.weight"].float())
+    assert torch.equal(layer.weight, codes)
+    assert torch.equal(layer.state.SCB, scales)
+
+
+def fp8(*scales: tuple[str, Any], dtype: torch.dtype = FP8) -> Change:
+    """All linear layers in one byte with these tensors beside them."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            tensors[name] = tensors[name].to(dtype)
+            tensors |= {f"{name.removesuffix('weight')}{leaf}": value.clone() for leaf, value in scales}
+
+    return change
+
+
+ONE, ROWS = torch.ones(1), torch.ones(3, 1)
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+COMPRESSED = group(format="float-quantized", num_bits=8, type="float", strategy="tensor")
+REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
+    "no scale": (fp8(), BLOCKS, "float8_e4m3fn codes without a scale"),
+    "no scale, no config": (fp8(), None, "float8_e4m3fn codes without a scale"),
+    **{
+        name: (fp8((name, ONE)), BLOCKS, f"float8_e4m3fn codes without a scale; beside it {name} [1]")
+        for name in ("scales", "weight_scales", "scale_inv", "scale_weight", "descale", "weight_amax")
+    },
+    "a plain name without a config": (fp8(("scale", ONE)), None, "codes without a scale; beside it scale [1]"),
+    "two scales": (fp8(("weight_scale", ONE), ("weight_scale_inv", ONE)), BLOCKS, "weight_scale, weight_scale_inv: one scale is expected"),
+    "another shape": (fp8(("weight_scale", ROWS)), BLOCKS, "weight_scale of shape [3, 1] for a weight of shape [64, 96]; config.json says one by block 128x128 or row or tensor"),
+    "blocks of no config": (fp8(("weight_scale_inv", torch.ones(4, 4))), None, "weight_scale_inv of shape [4, 4] for a weight of shape [64, 96]; config.json says one by row or tensor"),
+    "a scale of int8": (fp8(("weight_scale", torch.ones(1, dtype=torch.int8))), BLOCKS, "weight_scale of I8, which numbers are not scaled by"),
+    "zero points of FP8": (fp8(("weight_scale", ONE), ("weight_zero_point", ONE)), COMPRESSED, "weight_zero_point of shape [1] F32 for scales [1]"),
+    "an order of columns": (fp8(("weight_scale", ONE), ("weight_g_idx", ONE)), COMPRESSED, "weight_g_idx, which is not used to read numbers"),
+    "a global scale": (fp8(("weight_scale", ONE), ("weight_global_scale", ONE)), COMPRESSED, "weight_global_scale, which is not used to read numbers"),
+    "an input scale alone": (fp8(("input_scale", ONE), dtype=torch.bfloat16), BLOCKS, "stored in BF16, where config.json says numbers of 8 bits"),
+    "a scale of a dense weight": (fp8(("weight_scale", ONE), dtype=torch.bfloat16), COMPRESSED, "stored in BF16, where config.json says numbers of 8 bits"),
+    "int8 without a scale": (fp8(dtype=torch.int8), None, "int8 codes without a scale"),
+    "int8 without a config": (fp8(("weight_scale", ONE), dtype=torch.int8), None, "stored in I8, where config.json says numbers of 8 bits"),
+    "no group": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:.*"]}, "no group covers it in the config_groups Linear"),
+    "no regular expression": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:("]}, "target re:( is no regular expression"),
+    "order of activations": (fp8(("weight_scale", ONE)), group(num_bits=8, type="float", actorder="group", format="float-quantized"), "columns in the order of activations (actorder: group)"),
+    "another type": (fp8(("weight_scale", ONE)), group(num_bits=8, type="int", format="int-quantized"), "stored in F8_E4M3, where config.json says integers of 8 bits"),
+    "another format": (fp8(("weight_scale", ONE)), COMPRESSED | {"format": "pack-quantized"}, "stored in F8_E4M3, where config.json says nothing of 8 bits"),
+    **{
+        form: (fp8(("weight_scale", ONE)), COMPRESSED | {"format": form}, f"stored in compressed-tensors' format {form}")
+        for form in ("marlin-24", "sparse-24-bitmask", "sparse-bitmask", "mxfp6-pack-quantized", "dense")
+    },
+    "sparse": (fp8(("weight_scale", ONE)), COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config with format sparse-24-bitmask"),
+    "turned": (fp8(("weight_scale", ONE)), COMPRESSED | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config with config_groups {'R1': {}}"),
+    "bits that are none": (fp8(("weight_scale", ONE)), group(num_bits="8", format="float-quantized"), "num_bits '8' in config.json"),
+    "groups that are none": (fp8(("weight_scale", ONE)), COMPRESSED | {"config_groups": {"W8A8": ["Linear"]}}, "config_groups.W8A8 without targets"),
+    "no groups": (fp8(("weight_scale", ONE)), {"quant_method": "compressed-tensors"}, "config_groups None in config.json"),
+    "bitsandbytes without a config": (fp8(("SCB", ONE), dtype=torch.int8), None, "int8 with SCB, while config.json does not name bitsandbytes"),
+    "bitsandbytes, not complete": (fp8(("weight.absmax", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4 without quant_map"),
+    "a scale before quantization": (fp8(("weight_scale", ONE), ("pre_quant_scale", ONE)), {"quant_method": "modelopt", "quant_algo": "FP8"}, "pre_quant_scale (2 tensors) of shape [1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_read_is_refused_before_it_is_loaded(tmp_path: Path, case: str, capsys: Any) -> None:
+    change, config, text = REFUSED[case]
+    path = checkpoint(tmp_path, change, config)
+    assert text in refused(CheckpointError, open_checkpoint, path)
+    assert main(["inspect", str(path)]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "method", ["gptq", "awq", "quanto", "hqq", "torchao", "fbgemm_fp8", "aqlm", "eetq", "vptq", "spqr"]
+)
+def test_other_libraries_formats_are_refused_by_name(tmp_path: Path, method: str, capsys: Any) -> None:
+    path = checkpoint(tmp_path, fp8(("weight_scale", ONE)), {"quant_method": method, "bits": 4})
+    assert main(["inspect", str(path)]) == main(["check", str(path), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.count(f"is quantized with {method}-4bit") == 2
+    with pytest.raises(isotype.PrecisionError, match=f"is quantized with {method}-4bit"):
+        isotype.resolve_precision(path, device="cpu")
+
+
+def test_every_command_refuses_it(tmp_path: Path, capsys: Any) -> None:
+    path = checkpoint(tmp_path / "model", fp8(("scale_weight", ONE)), BLOCKS)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    sft = [
+        "--model_name_or_path",
+        str(path),
+        "--dataset_name",
+        str(data),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    for command in (
+        ["check", str(path)],
+        ["plan", str(path), "--device", "t4"],
+        ["sft", *sft],
+        ["inspect", "--plan", str(path)],
+    ):
+        assert main(command) == 2
+        assert "float8_e4m3fn codes without a scale; beside it scale_weight [1]" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_was_cast_as_a_whole_is_its_codes(tmp_path: Path) -> None:
+    """As transformers reads it: config.json says that its dtype is float8."""
+    path = checkpoint(
+        tmp_path, lambda tensors: tensors.update({name: value.to(FP8) for name, value in tensors.items()})
+    )
+    config = json.loads((path / "config.json").read_text()) | {"dtype": "float8_e4m3fn"}
+    (path / "config.json").write_text(json.dumps(config))
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(model.get_parameter(name), load_file(path / "model.safetensors")[name].float())
