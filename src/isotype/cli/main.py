@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 
@@ -20,9 +19,10 @@ from isotype.cli.output import console_of_failure, console_on, print_error, show
 from isotype.compat.imports import code_refused
 from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signals, terminate
 from isotype.core.cache import prepare_library_caches
+from isotype.core.console import libraries_shown
 from isotype.core.errors import IsotypeError, UsageError
 from isotype.core.package import VERSION
-from isotype.core.terminal import lost_output, outlive_output, print_the_nearest
+from isotype.core.terminal import lost_output, outlive_output, print_the_nearest, shown
 from isotype.data.methods import METHODS
 from isotype.report.narrow import wrapped
 
@@ -82,23 +82,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_library_caches()
     try:
         handler = _handler(command)
-        with nullcontext() if command == "run" else code_refused():
+        if command == "run":  # another script's
+            return handler(rest, console)
+        with code_refused(), libraries_shown():
             return handler(rest, console)
     except IsotypeError as error:
         if debug:
-            traceback.print_exc()
+            sys.stderr.write(shown(traceback.format_exc()))
         print_error(console_of_failure(), str(error))
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         if debug:
-            traceback.print_exc()
+            sys.stderr.write(shown(traceback.format_exc()))
         if argv is None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: what is left to do is to end
         console_of_failure().print("interrupted")
         return exit_status(signal_of(interrupt))
     except Exception as error:  # noqa: BLE001 - the last frame: any crash ends in one message and a status
         if debug:
-            traceback.print_exc()
+            sys.stderr.write(shown(traceback.format_exc()))
         if isinstance(error, OSError) and lost_output():
             print_error(console_of_failure(), lost_output()[0])
             return CRASHED

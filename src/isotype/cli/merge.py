@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
@@ -60,7 +59,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     from isotype.checkpoint.merge.merge import merge_adapter
     from isotype.report.merge import show_merge
 
-    with interrupts_kept(), console.status(f"merging {escape(str(options.adapter))} …"):
+    with interrupts_kept(), console.status(f"merging {options.adapter} …"):
         report = merge_adapter(
             options.adapter,
             options.output,

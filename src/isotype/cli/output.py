@@ -10,6 +10,7 @@ import warnings
 from rich.console import Console
 from rich.text import Text
 
+from isotype.core.console import TerminalConsole
 from isotype.core.processes import first_to_fail
 from isotype.report.narrow import wrapped
 
@@ -17,7 +18,7 @@ from isotype.report.narrow import wrapped
 def console_on(stderr: bool) -> Console:
     """The console of standard output or standard error."""
     # Under a launcher every rank runs this; one of them speaks.
-    console = Console(stderr=stderr, quiet=not stderr and os.environ.get("RANK", "0") != "0")
+    console = TerminalConsole(stderr=stderr, quiet=not stderr and os.environ.get("RANK", "0") != "0")
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 110  # a log file has no width of its own, and 80 wraps every table
     return console

@@ -9,6 +9,7 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
+from isotype.core.terminal import shown
 from isotype.precision.damages import MEASURED
 
 
@@ -65,5 +66,5 @@ def run(argv: Sequence[str], console: Console) -> int:
             device=options.device,
             revision=options.revision,
         )
-    console.file.write((damages.to_json() if options.json else str(damages)) + "\n")
+    console.file.write(shown(damages.to_json() if options.json else str(damages)) + "\n")
     return 0

@@ -18,7 +18,9 @@ from rich.console import Console
 
 from isotype.compat.interrupt import exit_status, signal_of, terminate
 from isotype.core.arguments import Parser
+from isotype.core.console import TerminalConsole
 from isotype.core.errors import IsotypeError, Problem, UsageError
+from isotype.core.terminal import shown
 from isotype.preflight.script.command_line import is_python_script
 from isotype.preflight.script.options import PREFLIGHT_SECONDS, Options
 from isotype.preflight.script.session import Session, show
@@ -158,9 +160,9 @@ def _execute(options: Options) -> None:
 def main() -> int:
     """`python -m isotype.cli.run` is `isotype run`."""
     try:
-        return run(sys.argv[1:], Console())
+        return run(sys.argv[1:], TerminalConsole())
     except IsotypeError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(shown(f"error: {error}\n"))
         return error.exit_code
 
 

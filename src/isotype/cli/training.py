@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
 from isotype.compat.interrupt import exit_status, interrupts_kept
@@ -83,6 +83,6 @@ def demo(argv: Sequence[str], console: Console) -> int:
     """Run `isotype demo`."""
     arguments = [*DEMO, *argv]
     console.print(
-        f"[dim]isotype demo is:[/dim] isotype sft {escape(shlex.join(arguments))}\n", highlight=False
+        Text.assemble(("isotype demo is:", "dim"), f" isotype sft {shlex.join(arguments)}\n"), highlight=False
     )
     return train("sft", arguments, console)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from isotype.core.console import TerminalConsole
 
 _AFTER = 3.0
 """Seconds without a bar."""
@@ -23,7 +24,7 @@ class Bar:
     """
 
     def __init__(self, text: str, shown: bool = True) -> None:
-        self._console = Console(stderr=True)
+        self._console = TerminalConsole(stderr=True)
         self._shown = shown and self._console.is_terminal
         self._text, self.total, self._done = text, 0, 0
         self._started = time.monotonic()
@@ -36,7 +37,7 @@ class Bar:
             return
         if self._progress is None and time.monotonic() - self._started > _AFTER:
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),

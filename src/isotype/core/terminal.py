@@ -14,6 +14,8 @@ _NEAREST = {
     "×": "x", "…": "...", "→": "->", "←": "<-", "·": "*", "−": "-", "–": "-", "—": "-", "∞": "inf", "✓": "ok", "✕": "x",
     "≤": "<=", "≥": ">=", "≈": "~", "±": "+-", "’": "'", "“": '"', "”": '"', "│": "|", "↵": "\\n", "•": "*", "µ": "u", "─": "-", "▏": "|", "█": "#",
 }  # fmt: skip
+# C0 and C1 but for tabs and ends of lines; separators of lines, marks and overrides of direction.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _HANDLER = "isotype.nearest"
 
@@ -91,6 +93,13 @@ def print_the_nearest() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors=errors)
+
+
+def shown(text: str) -> str:
+    """Text whose control characters are written out, `\\x1b`: of names in files, a terminal would obey them."""
+    if text.isprintable():
+        return text
+    return _CONTROL.sub(lambda each: each[0].encode("unicode_escape").decode(), text)
 
 
 def as_typed(text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from isotype.core.console import TerminalConsole
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.planning.record import GOALS, Device, Record, Row, Workload
@@ -24,7 +25,7 @@ _WORDS = ("", "model", "storage", "checkpointing", "sharding", "bound by")
 
 def to_text(plan: Record) -> str:
     """The plan as a terminal shows it, without colours."""
-    console = Console(file=io.StringIO(), width=WIDTH, force_terminal=False)
+    console = TerminalConsole(file=io.StringIO(), width=WIDTH, force_terminal=False)
     render(plan, console)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

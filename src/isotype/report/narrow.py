@@ -28,7 +28,7 @@ def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
     if table.title:
         lines.add_row(Text(str(table.title), style=table.title_style or ""))
     for first, *others in zip(*(column.cells for column in table.columns), strict=True):
-        name = first if isinstance(first, Text) else Text.from_markup(str(first))
+        name = first if isinstance(first, Text) else Text(str(first))
         shown = Text(_at_dots(name.plain, console.width - indent), style=name.style)
         lines.add_row(Padding(shown, (0, 0, 0, indent)))
         inner = Table.grid(padding=(0, 2))

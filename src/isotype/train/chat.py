@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from isotype.checkpoint.adapter import load_for_inference
 from isotype.compat.interrupt import Terminated, interrupts_kept
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, UsageError
-from isotype.core.terminal import as_typed
+from isotype.core.terminal import as_typed, shown
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.train.generate import PLAIN, Message, encode, evaluating
@@ -90,7 +91,7 @@ def stream_answer(
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             parts.append(text)
             # Not by rich: a Ctrl-C in the middle of its print would leave the text in its buffer, to come again.
-            console.file.write(text + "\n" * stream_end)
+            console.file.write(shown(text) + "\n" * stream_end)
             console.file.flush()
 
     device = next(model.parameters()).device
@@ -168,7 +169,7 @@ def _questions(options: argparse.Namespace, interactive: bool, console: Console)
         _line_editing()
         while True:
             try:
-                yield as_typed(console.input("[bold]>[/bold] ")).strip()
+                yield as_typed(console.input(Text.assemble((">", "bold"), " "))).strip()
             except (EOFError, OSError):  # Ctrl-D, and a terminal that has gone
                 console.print()
                 return

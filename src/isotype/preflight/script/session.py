@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from isotype.compat.imports import when_imported
+from isotype.core.console import TerminalConsole
 from isotype.preflight.script.family import Family, family
 from isotype.preflight.script.options import Options
 from isotype.preflight.script.processes import Processes
@@ -126,7 +127,7 @@ class Session:
 
 def _errors(family: Family) -> Console:
     # Under a launcher of the user's every rank is a run of its own; one of them speaks.
-    console = Console(stderr=True, quiet=family.is_top and os.environ.get("RANK", "0") != "0")
+    console = TerminalConsole(stderr=True, quiet=family.is_top and os.environ.get("RANK", "0") != "0")
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 110
     return console
