@@ -131,7 +131,7 @@ def settings_of(**training: Any) -> Any:
     plain = {
         "assistant_only_loss": True, "completion_only_loss": None, "dataset_num_proc": None, "chat_template_path": None,
     }  # fmt: skip
-    script = SimpleNamespace(dataset_train_split="train")
+    script = SimpleNamespace(dataset_train_split="train", dataset_name="d")
     return SimpleNamespace(training=SimpleNamespace(**{**plain, **training}), script=script)
 
 

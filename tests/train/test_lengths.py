@@ -150,3 +150,19 @@ def test_check_refuses_what_the_training_would_refuse(capsys, model, tmp_path):
     status, _, err = check(capsys, model, save_rows(data, rows("sft", 2)), "--eos_token", "nonsense")
     assert status == 2
     assert "--eos_token nonsense" in err
+
+
+def test_the_row_that_a_template_fails_on_is_named(tmp_path) -> None:
+    from transformers import AutoTokenizer
+
+    from isotype.core.errors import DataError
+    from tests.refusals import refused
+    from tests.train.tiny import TEMPLATE, save_chat_model
+
+    tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
+    tokenizer.chat_template = TEMPLATE.replace("m['content']", "m['content'] ~ (1 / m['content']|length)")
+    sound = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    rows = [{"messages": sound}, {"messages": [{"role": "user", "content": ""}, sound[1]]}]
+    assert refused(DataError, lengths_of, "sft", tokenizer, rows, source="d.jsonl").startswith(
+        "the model's chat template refuses a row\n  - d.jsonl, row 2: ZeroDivisionError: division by zero\n"
+    )

@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
+
+from isotype.compat.templates import render_chat
+from isotype.core.errors import UsageError, one_line
 
 Message = dict[str, str]
 PLAIN = dict.fromkeys(
@@ -37,9 +41,15 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
     if isinstance(messages, str):
         return tokenizer(text=messages, return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
-        return tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+        asked = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        try:
+            return render_chat(tokenizer, list(messages), **asked)
+        except TemplateError as error:
+            what, fix = one_line(error), "ask otherwise, or correct the template beside the tokenizer"
+            expected = "a conversation that the template can write"
+            raise UsageError.of(
+                "the model's chat template refuses this conversation", what, expected, fix
+            ) from error
     return tokenizer(messages[-1]["content"], return_tensors="pt")
 
 

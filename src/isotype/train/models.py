@@ -24,6 +24,7 @@ from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.shard import load_rows
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import skeleton, skipped_modules, store
+from isotype.compat.templates import limit_templates
 from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
 from isotype.model.adapters import add_lora, remember_base
@@ -257,6 +258,7 @@ def processing_class(source: Path | str, revision: str | None = None) -> Any:
     Raises:
         CheckpointError: the checkpoint has none, or it cannot be read.
     """
+    limit_templates()
     return tokenizer_of(
         source if isinstance(source, str) and not Path(source).is_dir() else Path(source),
         revision,

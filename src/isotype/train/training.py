@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter
@@ -20,6 +21,7 @@ from isotype.checkpoint.opened import open_checkpoint, require_weights
 from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
+from isotype.compat.templates import ERRORS
 from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
 from isotype.core.files import recover
@@ -271,6 +273,7 @@ def _build(run: Run, console: Console) -> _Built:
     masters = masters_of(model)
     with (
         _arguments_of(settings),
+        _refused_rows_named(settings, tokenizer, data),
         asking(_name_on_hub(settings, source)),
         _found_again(model, source, run.checkpoint.revision),
         reference_there(model),
@@ -316,7 +319,8 @@ def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
     if not hasattr(training, "max_length"):
         return None
     rows, field = data[settings.script.dataset_train_split], getattr(training, "dataset_text_field", "text")
-    return lengths_of(settings.method.name, tokenizer, rows, field)
+    source = settings.script.dataset_name or "datasets"
+    return lengths_of(settings.method.name, tokenizer, rows, field, source=source)
 
 
 @contextmanager
@@ -334,6 +338,19 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
             f"arguments that {trainer} takes together",
             fix,
         ) from error
+
+
+@contextmanager
+def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterator[None]:
+    """The trainer renders rows that were not in the sample: one that the chat template refuses is looked for, and named."""
+    try:
+        yield
+    except (TemplateError, *ERRORS):
+        field = getattr(settings.training, "dataset_text_field", "text")
+        for rows in data.values():
+            source = settings.script.dataset_name or "datasets"
+            lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=True)
+        raise
 
 
 @contextmanager

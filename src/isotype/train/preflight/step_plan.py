@@ -441,7 +441,8 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     check_tokenizer(settings, source, tokenizer, data)
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS)
     said += plain_turns(settings, tokenizer, data)
-    found = lengths_of(plan.method, tokenizer, rows, getattr(training, "dataset_text_field", "text"))
+    field, name = getattr(training, "dataset_text_field", "text"), script.dataset_name or "datasets"
+    found = lengths_of(plan.method, tokenizer, rows, field, source=name)
     plan = replace(plan, data="; ".join(said), lengths=found)
     if options.length is not None:
         return plan

@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from isotype.compat.templates import render_chat
 from isotype.core.errors import DataError, Problem, UsageError
 from isotype.core.pretrained import pretrained
 from isotype.train.options.settings import Settings
@@ -65,7 +66,15 @@ def labelled_rows(settings: Settings, tokenizer: Any, data: Any, limit: int | No
         arguments: dict[str, Any] = {"remove_columns": list(columns), "with_indices": True}
         if hasattr(taken, "__len__"):
             arguments |= {"num_proc": training.dataset_num_proc, "desc": "Finding the assistant's tokens"}
-        labelled[name] = taken.map(partial(labelled_row, tokenizer=speaking, whole=whole), **arguments)
+        labelled[name] = taken.map(
+            partial(
+                labelled_row,
+                tokenizer=speaking,
+                whole=whole,
+                source=settings.script.dataset_name or "datasets",
+            ),
+            **arguments,
+        )
     return type(data)(labelled)
 
 
@@ -134,7 +143,9 @@ def trl_finds_tokens(tokenizer: Any) -> bool:
         return False
 
 
-def labelled_row(row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: bool) -> dict[str, list[int]]:
+def labelled_row(
+    row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: bool, source: str = ""
+) -> dict[str, list[int]]:
     """Token ids of one conversation, and labels that are -100 where the assistant does not speak.
 
     Args:
@@ -142,6 +153,7 @@ def labelled_row(row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: b
         index: of the row.
         tokenizer: with the chat template.
         whole: the assistant's turns of a prompt are learned, too.
+        source: the name of the data set, for errors.
 
     Raises:
         DataError: the template does not keep the beginning of this conversation, or refuses it.
@@ -157,13 +169,15 @@ def labelled_row(row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: b
     def render(part: Sequence[Message], prompting: bool) -> str:
         turns = _for_processor(tokenizer, part)
         return str(
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompting, **arguments)
+            render_chat(tokenizer, turns, tokenize=False, add_generation_prompt=prompting, **arguments)
         )
 
     try:
         text, spans = assistant_spans(render, messages, 0 if whole else len(prompt))
     except (TemplateError, ValueError) as error:
-        problem = Problem(f"row {index + 1}: {' '.join(str(error).split())}", _KEPT, _ROW_FIX)
+        problem = Problem(
+            f"{source and source + ', '}row {index + 1}: {' '.join(str(error).split())}", _KEPT, _ROW_FIX
+        )
         raise DataError("--assistant_only_loss: the assistant's tokens cannot be found", [problem]) from error
     words = getattr(tokenizer, "tokenizer", tokenizer)
     encoded = words(text, add_special_tokens=False, return_offsets_mapping=True)

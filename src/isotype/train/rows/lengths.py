@@ -8,7 +8,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from isotype.core.errors import DataError
+from isotype.compat.templates import render_chat
+from isotype.core.errors import DataError, one_line
 from isotype.data.methods import METHODS
 
 UNBOUNDED = "nothing says how long rows can be (--max_length does)"
@@ -49,7 +50,9 @@ class Lengths:
         )
 
 
-def lengths_of(method: str, tokenizer: Any, rows: Any, text_field: str = "text") -> Lengths | None:
+def lengths_of(
+    method: str, tokenizer: Any, rows: Any, text_field: str = "text", *, source: str = "", every: bool = False
+) -> Lengths | None:
     """The lengths of a data set's rows as the method's trainer makes them, but for a token at an end.
 
     Args:
@@ -57,6 +60,8 @@ def lengths_of(method: str, tokenizer: Any, rows: Any, text_field: str = "text")
         tokenizer: the model's tokenizer or processor.
         rows: a data set; of a stream, and of rows with images, nothing is known: None.
         text_field: the name of SFT's plain text column.
+        source: the name of the data set, for errors.
+        every: no row is left out, however many there are.
 
     Raises:
         DataError: the chat template refuses a row.
@@ -64,18 +69,22 @@ def lengths_of(method: str, tokenizer: Any, rows: Any, text_field: str = "text")
     if not hasattr(rows, "__len__") or not len(rows) or {"image", "images"} & set(rows[0]):
         return None
     words = getattr(tokenizer, "tokenizer", tokenizer)
-    step = max(1, -(-len(rows) // COUNTED_ROWS))
+    step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
     tokens = []
     for at in range(0, len(rows), step):
         try:
             tokens.append(_length(method, words, rows[at], text_field))
         except TemplateError as error:
-            row = f"row {at + 1}: {' '.join(str(error).split())}"
-            fix = "change the row, or give another template with --chat_template_path"
-            raise DataError.of(
-                "the model's chat template refuses a row", row, "turns that the template can write", fix
-            ) from error
+            raise refused_row(source, at, error) from error
     return Lengths(tuple(tokens), len(rows))
+
+
+def refused_row(source: str, at: int, error: TemplateError) -> DataError:
+    """What is said where a chat template fails on the row `at`."""
+    place = f"{source}, row {at + 1}" if source else f"row {at + 1}"
+    row, expected = f"{place}: {one_line(error)}", "turns that the template can write"
+    fix = "change the row, or give another template with --chat_template_path"
+    return DataError.of("the model's chat template refuses a row", row, expected, fix)
 
 
 def longest_possible(
@@ -136,8 +145,8 @@ def _ids(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> Sequence[int]:
     if any(isinstance(part, list) for part in parts):
         turns = [turn for part in parts for turn in part]
         schemas = tools if isinstance(tools, list) else None
-        of_turns: Sequence[int] = tokenizer.apply_chat_template(
-            turns, tools=schemas, tokenize=True, add_generation_prompt=answer is None, return_dict=False
+        of_turns: Sequence[int] = render_chat(
+            tokenizer, turns, tools=schemas, add_generation_prompt=answer is None, return_dict=False
         )
         return of_turns
     ids: Sequence[int] = tokenizer("".join(parts))["input_ids"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
+from jinja2 import TemplateError
 
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.stored_weights import blank_model
@@ -14,7 +15,7 @@ from isotype.core.errors import CheckpointError, Problem
 from isotype.data.load import load_training_data
 from isotype.ranges.batches import positions
 from isotype.train.models import tokenizer_here
-from isotype.train.rows.lengths import ids_of_row
+from isotype.train.rows.lengths import ids_of_row, refused_row
 
 _LENGTH = 128
 """Tokens of a row that are taken at most: more rows say more."""
@@ -54,7 +55,10 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
     for at in _spread(len(rows)):
         if sum(map(len, texts)) >= tokens:
             break
-        texts.append(ids_of_row(words, rows[at])[:length])
+        try:
+            texts.append(ids_of_row(words, rows[at])[:length])
+        except TemplateError as error:
+            raise refused_row(name, at, error) from error
     longest = max(map(len, texts))
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)

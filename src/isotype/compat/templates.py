@@ -1,0 +1,132 @@
+"""transformers (5.20 to 5.23) renders chat templates, which come with checkpoints, in jinja's sandbox; here within limits of time and size, too."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateRuntimeError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS = 5
+"""Of processor time for one conversation."""
+BYTES = 1 << 30
+"""Of memory for one conversation, where the system counts it (Linux)."""
+CHARACTERS = 1 << 24
+"""Of the text of one conversation: some four million tokens."""
+BITS = 100_000
+"""Of a whole number: beyond, a single product takes seconds, which no signal ends."""
+
+ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a template raises besides jinja's own errors."""
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """jinja's sandbox, whose templates end after so much time, memory and text."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Refuse numbers that are too long to be computed."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > BITS:
+                raise TemplateRuntimeError(f"it computes a number of more than {BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+    def from_string(self, *args: Any, **kwargs: Any) -> Any:
+        """The template, which is compiled and renders within the limits."""
+        with _limits():
+            template = super().from_string(*args, **kwargs)
+        template.root_render_func = partial(_limited, template.root_render_func)
+        return template
+
+
+def _limited(render: Callable[[Any], Iterator[str]], context: Any) -> Iterator[str]:
+    length = 0
+    with _limits():
+        for piece in render(context):
+            length += len(piece)
+            if length > CHARACTERS:
+                raise TemplateRuntimeError(f"it writes more than {CHARACTERS:,} characters")
+            yield piece
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    try:
+        with _time_limit(), _memory_limit():
+            yield
+    except MemoryError:
+        raise TemplateRuntimeError(f"it takes more than {BYTES >> 30} GiB of memory") from None
+    except RecursionError:
+        raise TemplateRuntimeError("it is nested, or calls itself, too deeply") from None
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise where a template runs on: by a timer, which Python heeds in its first thread alone."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    start = time.thread_time()
+
+    def expired(*_: Any) -> None:
+        if time.thread_time() - start > SECONDS:
+            raise TemplateRuntimeError(f"it runs for more than {SECONDS} seconds")
+
+    handler = signal.signal(signal.SIGALRM, expired)
+    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS, 0.5)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def _memory_limit() -> Iterator[None]:
+    """Let memory beyond the limit be refused, which Python raises a MemoryError for."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize() + BYTES
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        limit = soft
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def limit_templates() -> None:
+    """Every chat template that transformers compiles from now on has the limits."""
+    from transformers.utils import chat_template_utils as theirs
+
+    if theirs.ImmutableSandboxedEnvironment is not LimitedEnvironment:
+        theirs.ImmutableSandboxedEnvironment = LimitedEnvironment
+        theirs._compile_jinja_template.cache_clear()
+
+
+def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
+    """What `tokenizer.apply_chat_template` makes of the turns of a conversation.
+
+    Raises:
+        TemplateError: the template fails, in whatever way.
+    """
+    limit_templates()
+    try:
+        return tokenizer.apply_chat_template(turns, **arguments)
+    except ERRORS as error:
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
