@@ -19,6 +19,7 @@ import isotype
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
+from isotype.checkpoint.modules import load_module
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.values.unpack import dense
 from isotype.cli.main import main
@@ -328,6 +329,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "groups that are none": (fp8(("weight_scale", ONE)), COMPRESSED | {"config_groups": {"W8A8": ["Linear"]}}, "config_groups.W8A8 without targets"),
     "no groups": (fp8(("weight_scale", ONE)), {"quant_method": "compressed-tensors"}, "config_groups None in config.json"),
     "bitsandbytes without a config": (fp8(("SCB", ONE), dtype=torch.int8), None, "int8 with SCB, while config.json does not name bitsandbytes"),
+    "bitsandbytes of another kind": (fp8(("weight.absmax", ONE), ("weight.quant_map", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True}, "where config.json says fp4"),
     "bitsandbytes, not complete": (fp8(("weight.absmax", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4 without quant_map"),
     "a scale before quantization": (fp8(("weight_scale", ONE), ("pre_quant_scale", ONE)), {"quant_method": "modelopt", "quant_algo": "FP8"}, "pre_quant_scale (2 tensors) of shape [1]"),
 }  # fmt: skip
@@ -351,6 +353,14 @@ def test_other_libraries_formats_are_refused_by_name(tmp_path: Path, method: str
     assert capsys.readouterr().err.count(f"is quantized with {method}-4bit") == 2
     with pytest.raises(isotype.PrecisionError, match=f"is quantized with {method}-4bit"):
         isotype.resolve_precision(path, device="cpu")
+
+
+@pytest.mark.parametrize("config", ["fp8", ["fp8"], 8])
+def test_a_quantization_config_that_is_no_object(tmp_path: Path, config: Any) -> None:
+    path = checkpoint(tmp_path, lambda tensors: None, config)
+    text = f"quantization_config is {config!r}\n    expected  an object, with a quant_method"
+    assert text in refused(CheckpointError, open_checkpoint, path)
+    assert main(["inspect", str(path)]) == main(["check", str(path)]) == 2
 
 
 def test_every_command_refuses_it(tmp_path: Path, capsys: Any) -> None:
@@ -386,3 +396,30 @@ def test_a_model_that_was_cast_as_a_whole_is_its_codes(tmp_path: Path) -> None:
     model = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(model.get_parameter(name), load_file(path / "model.safetensors")[name].float())
+
+
+def test_transformers_own_way_of_loading_does_not_take_codes_for_numbers(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, fp8(("weight_scale", ONE)), BLOCKS)
+    policy = isotype.resolve_precision(path, "float32", device="cpu")
+    with pytest.raises(isotype.PrecisionError, match="a quantized checkpoint cannot be loaded so"):
+        isotype.load(path, policy, ignore_mismatched_sizes=True)
+
+
+def test_any_module_takes_them_by_its_own_names_or_through_an_adapter(tmp_path: Path) -> None:
+    codes = torch.randint(-127, 128, (16, 32)).to(FP8)
+    save_file({"0.weight": codes, "0.weight_scale": torch.rand(16, 1)}, tmp_path / "model.safetensors")
+    scales = load_file(tmp_path / "model.safetensors")["0.weight_scale"]
+
+    class Turned:
+        def from_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            return {"0.weight": state["0.weight"].T}
+
+        def to_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            return {"0.weight": state["0.weight"].T}
+
+    policy = isotype.PrecisionPolicy(torch.float32, "float32")
+    for adapter, sizes in ((None, (32, 16)), (Turned(), (16, 32))):
+        module = torch.nn.Sequential(torch.nn.Linear(*sizes, bias=False))
+        load_module(module, tmp_path, policy, adapter=adapter)
+        weight = module[0].weight.detach()
+        agrees(weight.T if adapter else weight, codes.double() * scales.double())

@@ -139,7 +139,7 @@ def facts_of_config(
     pinned, strict = _pins(model)
     quantization = quantization_of(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if headers is not None and _is_named(model, config) and not unknown_quantization(quantization):
+    if headers is not None and not unknown_quantization(quantization):
         match(model, headers).require_complete()
     if headers is None:
         trained = config_dtype(config)
@@ -159,12 +159,6 @@ def facts_of_config(
         parameter_bytes=nbytes,
         notes=notes,
     )
-
-
-def _is_named(model: nn.Module, config: Any) -> bool:
-    """Whether the config names the model's class: weights of a class that transformers lacks may have other names."""
-    named = config.architectures or ()
-    return not named or type(model).__name__ in named
 
 
 def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -26,6 +26,7 @@ from isotype.checkpoint.formats.headers import (
 )
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.mapping.match import Match, match
+from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.checkpoint.opened import (
     Checkpoint,
     config_of,
@@ -197,8 +198,8 @@ def _class(
             broken.update(infinite)
             lacking.update(info.missing_keys)
             return info, None
-        if policy.layers:
-            raise _not_mixed(source)
+        if policy.layers or _quantized(source, files):
+            raise _not_streamed(source, policy)
         loaded = theirs()
         lacking.update(loaded[0].missing_keys)
         broken.update(not_finite(model.named_parameters()))  # not the buffers: a mask may well hold infinity
@@ -207,13 +208,23 @@ def _class(
     return class_for_load(cls, partial(float32_by_ranges, policy=policy), read)
 
 
-def _not_mixed(source: object) -> PrecisionError:
+def _quantized(source: object, files: Sequence[str] | None) -> bool:
+    """Whether the values of weights have to be computed, which transformers is not asked to do."""
+    held = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
+    headers = _headers_of(source, held) if held else None
+    stored = stored_tensors(headers.tensors, headers.quantization) if headers else ()
+    return any(tensor.scheme is not None or tensor.problem is not None for tensor in stored)
+
+
+def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
+    mixed = "under a policy of mixed storage" if policy.layers else "saved quantized"
     problem = Problem(
-        f"{source} with a device map to disk, or weights in memory, under a policy of mixed storage",
+        f"{source} with a device map to disk, mismatched sizes or weights in memory, {mixed}",
         "weights that are read from files, each into its layer's format",
-        "load it without these, or with quantization nf4",
+        f"load it without these{', or with quantization nf4' if policy.layers else ''}",
     )
-    return PrecisionError("a mixed base cannot be loaded so", [problem])
+    what = "mixed base" if policy.layers else "quantized checkpoint"
+    return PrecisionError(f"a {what} cannot be loaded so", [problem])
 
 
 def _default_device_map(policy: PrecisionPolicy) -> Any:

@@ -104,7 +104,9 @@ def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> Checkpoin
     """Headers of what the adapter makes of the checkpoint's tensors, learned on the meta device."""
     blank = {
         tensor.name: torch.empty(
-            dense_shape(tensor) or (), dtype=tensor.weight.dtype or torch.float32, device="meta"
+            dense_shape(tensor) or (),
+            dtype=torch.bfloat16 if tensor.quantized else tensor.weight.dtype,
+            device="meta",
         )
         for tensor in stored_tensors(headers.tensors, headers.quantization)
     }

@@ -67,6 +67,7 @@ def read_config(directory: Path) -> Any:
         raise CheckpointError.of("unknown model", what, expected, fix)
     for key in ("dtype", "torch_dtype"):
         torch_dtype(content.get(key), f"{key} in {path}")
+    quantization = quantization_beside(directory)
     if problems := [*_problems(content, path, CONFIG_MAPPING[model_type]), *_generation_problems(directory)]:
         raise CheckpointError(f"settings of {directory} that cannot work", problems)
     try:
@@ -78,7 +79,6 @@ def read_config(directory: Path) -> Any:
             f"a config of a {model_type} model",
             "copy or download it again",
         ) from error
-    quantization = quantization_beside(directory)
     if quantization.get("quant_method") == "modelopt":  # which may write it into a file of its own
         config.quantization_config = dict(quantization)
     return config

@@ -85,13 +85,22 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
     """What config.json, or modelopt's hf_quant_config.json, says of the quantization of weights in a directory or file.
 
     Empty if it says none. A model that was cast to float8 as a whole has the method `cast`.
+
+    Raises:
+        CheckpointError: config.json is damaged, or its quantization_config is no object.
     """
     directory = weights if weights.is_dir() else weights.parent
     file = directory / "config.json"
     config = read_json(file) if file.is_file() else {}
     holders = [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
     for options in (each.get("quantization_config") for each in holders):
-        if isinstance(options, dict) and options:
+        if options:
+            what, expected = (
+                f"{file}: quantization_config is {options!r:.80}",
+                "an object, with a quant_method",
+            )
+            if not isinstance(options, dict):
+                raise CheckpointError.of("config.json cannot be read", what, expected, DAMAGED)
             return options
     file = directory / "hf_quant_config.json"
     options = read_json(file).get("quantization") if file.is_file() else None

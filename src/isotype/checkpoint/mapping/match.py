@@ -29,18 +29,16 @@ _SAME_PLACE = "take config.json and the weights from the same save of the model"
 _COUNTERS = (".num_batches_tracked",)
 # Tensors that older files have and models compute now, and heads that predict several tokens ahead, which transformers leaves out.
 _KNOWN = (
-    *(
-        r"rotary_emb\.inv_freq$",
-        r"(^|\.)position_ids$",
-        r"\.(attn|attention)\.(masked_)?bias$",
-        r"^(en|de)coder\.version$",
-    ),
+    *(r"rotary(_emb)?\.inv_freq$", r"(^|\.)position_ids$", r"^(\w+\.)?(en|de)coder\.version$"),
     *(
         r"^(\w+\.)?mtp(_layers|_block)?\.",
         r"^rope_(freqs|factors_\w+)\.weight$",
-        r"\.(nextn|attn_rot_embd|rope_freqs)\b",
+        r"\.(nextn|attn_rot_embd)\b",
     ),
 )
+_MASKS = re.compile(
+    r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$"
+)  # [1, 1, length, length] or one number
 # Scales of the keys and values in a cache: they belong to no weight.
 _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
@@ -159,10 +157,7 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
             initialised[name] = reason
         else:
             missing[name] = () if is_lazy(value) else tuple(value.shape)
-    ignored = [*may_be_surplus(model), *_KNOWN]
-    surplus = tuple(
-        tensor for tensor in weights.surplus if not any(re.search(each, tensor.name) for each in ignored)
-    )
+    surplus = tuple(tensor for tensor in weights.surplus if not _ignored(model, tensor, state))
     unread = tuple(_unread(state, weights))
     broken = {id(tensor) for tensor, _ in unread}
     return Match(
@@ -211,6 +206,15 @@ def _may_be_initialised(model: Any, name: str) -> str:
     if prefix and saved and type(model).__name__ not in saved and not name.startswith(f"{prefix}."):
         return f"the checkpoint is a {saved[0]}: {type(model).__name__} starts this part from fresh values"
     return ""
+
+
+def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a surplus tensor is known to mean nothing: by its name, or as a buffer that the model computes."""
+    patterns = [*may_be_surplus(model), *_KNOWN]
+    if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
+        return True
+    computed = {name for name, _ in model.named_buffers()} - state.keys()
+    return tensor.name in computed or any(re.search(pattern, tensor.name) for pattern in patterns)
 
 
 def _unused(

@@ -139,7 +139,7 @@ def scheme_of(
         return None
     _require(method in READABLE, f"quantized by {method}, with {_names(constants)}")
     if form in FOUR_BITS or any(part.name.endswith((".SCB", ".weight_format")) for part in constants):
-        _require_complete(weight, constants, form, method)
+        _require_complete(weight, constants, form, quantization)
         return None
     if form == "mxfp4":
         return _blocks(weight, constants)
@@ -182,11 +182,13 @@ def _require_plain(weight: TensorHeader, method: str) -> None:
 
 
 def _require_complete(
-    weight: TensorHeader, constants: Sequence[TensorHeader], form: str, method: str
+    weight: TensorHeader, constants: Sequence[TensorHeader], form: str, quantization: Mapping[str, Any]
 ) -> None:
     """bitsandbytes reads its own formats; it needs all of their constants."""
     bare = f"{form} with {_names(constants)}, while config.json does not name bitsandbytes"
-    _require(method == "bitsandbytes", bare)
+    _require(method_of(quantization) == "bitsandbytes", bare)
+    said = "int8" if quantization.get("load_in_8bit") else quantization.get("bnb_4bit_quant_type", "fp4")
+    _require(form == said, f"{form} with {_names(constants)}, where config.json says {said}")
     ends = {
         part.name.removeprefix(f"{weight.name}.").partition("__")[0].rpartition("weight.")[2]
         for part in constants
