@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || :
 # What a user's step goes through; pages, documents, the corpus, the zoo and chains of kills say nothing new about older libraries.
 CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules preflight train test_public.py)
 
-.PHONY: demo test test-all test-oldest lint types check bench clean
+.PHONY: demo test test-all test-cpus test-oldest lint types check bench clean
 
 demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
 	$(BIN)/isotype demo
@@ -26,6 +26,9 @@ test: $(VENV)/.installed  ## lint, types and the whole test suite
 
 test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
+
+test-cpus: $(VENV)/.installed  ## the suite as on each kind of CPU, and under each instruction limit that this CPU has
+	PYTHON=$(BIN)/python tools/cpus.sh --whole cpu-avx2 cpu-avx512 cpu-amx machine avx2 avx512 avx512-bf16 amx
 
 test-oldest: $(OLDEST)/.installed  ## the core of the suite on the oldest libraries that pyproject.toml allows
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal -m "not exhaustive and not newest and not slow" $(CORE)

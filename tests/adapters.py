@@ -42,14 +42,16 @@ def moved(model: Any) -> Any:
     return model
 
 
-def step(model: Any, batch: Any, low: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Logits, loss and gradients of one step, under autocast to `low`."""
+def step(
+    model: Any, batch: Any, low: torch.dtype | None = None, loss_scale: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Logits, loss and gradients of one step, under autocast to `low`; `loss_scale`, a power of two, as a GradScaler's."""
     model.zero_grad()
     torch.manual_seed(5)
     with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
         outputs = model(**batch)
-    outputs.loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    (outputs.loss * loss_scale).backward()
+    grads = {name: p.grad / loss_scale for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": outputs.logits.detach(), "loss": outputs.loss.detach(), **grads}
 
 

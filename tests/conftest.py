@@ -21,7 +21,14 @@ os.environ.pop("COLUMNS", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from isotype.core.cache import prepare_library_caches
+from tests import cpus
+
+# Before isotype asks this machine's CPU anything; processes that tests start do so as well.
+cpus.install()
+_STARTED = [str(Path(__file__).parent / "new_interpreters"), str(Path(__file__).parents[1])]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_STARTED, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+from isotype.core.cache import prepare_library_caches  # noqa: E402
 
 # As a command does before it imports the libraries: commands that run in this process come too late.
 prepare_library_caches()
@@ -41,7 +48,6 @@ os.fsync = lambda descriptor: None
 jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)
 
 from isotype.compat import hub  # noqa: E402
-from tests.cpus import CPUS, pretend  # noqa: E402
 from tests.models import save_tiny  # noqa: E402
 
 
@@ -59,10 +65,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return directory
 
 
-@pytest.fixture(params=CPUS)
+@pytest.fixture(params=cpus.CPUS)
 def any_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the CPU that the test pretends to run on; the test runs once on each."""
-    pretend(request.param, monkeypatch)
+    cpus.pretend(request.param, monkeypatch)
     return str(request.param)
 
 
@@ -72,10 +78,12 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_why_unreachable", lambda: "")
 
 
-def pytest_configure() -> None:
-    """Before test modules ask for profiles."""
-    if name := os.environ.get("ISOTYPE_TEST_CPU"):
-        pretend(name, pytest.MonkeyPatch())
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test sees a pretended CPU, with its fixtures, unless it is marked."""
+    marked = item.get_closest_marker("real_cpu") is not None
+    with cpus.seeing(cpus.MACHINE if marked else cpus.default()):
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -22,12 +22,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests import cpus
+
 _NUMBER = struct.Struct("q")
 ROOT = Path(__file__).parents[1]
 
 
 def serve(address: Path, modules: Sequence[str], line: int | None = None) -> None:
     """Import modules and fork a process for every request, until the other end of `line` is closed; None: until killed."""
+    cpus.install()
     for module in modules:
         importlib.import_module(module)
     gc.collect()
@@ -73,6 +76,7 @@ def _status(call: bytes) -> int:
         environment, stdout, stderr, function, arguments = pickle.loads(call)
         os.environ.clear()
         os.environ.update(environment)
+        cpus.see_as_asked()
         os.chdir(ROOT)
         for number, path in ((0, os.devnull), (1, stdout), (2, stderr)):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)

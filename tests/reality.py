@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.cpus import machine_only
+
 Inputs = Mapping[str, Any] | Callable[[nn.Module], torch.Tensor]
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -47,7 +49,9 @@ def real_step(
     generate: Callable[[nn.Module], Any] | None = None,
     device: str = "cpu",
 ) -> Outcome:
-    """Run one real training step, with a real GradScaler and optimizer, and say how it ended; all lies on `device`."""
+    """Run one real training step, with a real GradScaler and optimizer, and say how it ended; all is on `device`."""
+    if device == "cpu":
+        machine_only("the operators of a real step")
     loss: torch.Tensor | None = None
     phase = "forward"
     with _innermost(model) as where:

@@ -142,6 +142,7 @@ def _setup(fault: str) -> Setup:
     return Setup(architecture.build(dtype), architecture.batch(dtype=dtype), dtype, autocast)
 
 
+@pytest.mark.real_cpu
 @pytest.mark.filterwarnings("ignore")  # peft warns of layers it finds unusual
 @few("fault", list(FAULTS), *EACH_KIND)
 def test_the_step_ends_as_predicted(fault: str) -> None:
@@ -159,6 +160,7 @@ def test_the_step_ends_as_predicted(fault: str) -> None:
     assert phase != "forward" or own_name(module) == expected_module
 
 
+@pytest.mark.real_cpu
 def test_no_fault_is_no_fault() -> None:
     setup = _setup("nothing")
     assert HEALTHY.inject(setup) == "LlamaForCausalLM as it is"

@@ -4,7 +4,9 @@
 #   tools/cpus.sh [--quick | --whole] [--jobs N] [--skips] [SETTING …]
 #
 # Settings:
-#   avx2, avx512, avx512-bf16, amx   torch, oneDNN and isotype's loops limited to these instructions
+#   cpu-avx2, cpu-avx512, cpu-amx    the package sees such a CPU (tests/cpus.py); the arithmetic is this one's
+#   machine                          the package sees this CPU
+#   avx2, avx512, avx512-bf16, amx   likewise, with torch, oneDNN and isotype's loops limited to these instructions
 #   no-compiler                      nothing is compiled
 #   one-thread, threads              on one core with one thread; four threads, however many cores there are
 #   locale                           C, whose encoding is ASCII
@@ -12,10 +14,9 @@
 #   home                             a HOME in which nothing can be made, by root neither
 #   optimized                        python -O, without asserts
 #
-# The first six run what computes, the others what reads, writes and prints; --whole runs everything in each, --quick a few files.
-# How: "really", or "pretended" where this CPU has not the instructions: the package sees such a CPU (tests/cpus.py), and the
-# arithmetic stays this one's. A limit below a CPU's VNNI instructions is no such CPU: torch asks the CPU itself whether oneDNN's
-# int8 products may overflow (github.com/pytorch/pytorch/pull/136942), and takes them.
+# The settings up to threads run what computes, the others what reads, writes and prints; --whole runs everything in each, --quick a few
+# files. A limit that this CPU is below is left out, with a line. A limit below a CPU's VNNI instructions is no such CPU: torch asks the
+# CPU itself whether oneDNN's int8 products may overflow (github.com/pytorch/pytorch/pull/136942), and takes them.
 #
 # PYTHON: the interpreter, default .venv/bin/python. The exit status is 1 where a test failed. Logs are kept in the folder that is
 # printed.
@@ -30,7 +31,7 @@ reads=(tests/core tests/data tests/report tests/cli tests/checkpoint tests/range
 quick_computes=(tests/core/test_compiled.py tests/precision tests/lora/test_linear.py tests/lora/test_products.py tests/lora/test_norms.py
     tests/lora/test_loss.py tests/model/test_boundary.py)
 quick_reads=(tests/core tests/data/test_load.py tests/data/test_refusals.py tests/report/test_check.py tests/cli/test_main.py)
-names=(avx2 avx512 avx512-bf16 amx no-compiler one-thread threads locale spaces home optimized)
+names=(cpu-avx2 cpu-avx512 cpu-amx machine avx2 avx512 avx512-bf16 amx no-compiler one-thread threads locale spaces home optimized)
 
 jobs=auto size=usual skips=no chosen=()
 while (($#)); do
@@ -57,26 +58,17 @@ logs=$(mktemp -d "${TMPDIR:-/tmp}/isotype-cpus.XXXXXX")
 flags=" $(grep -m1 -E '^(flags|Features)' /proc/cpuinfo 2>/dev/null | cut -d: -f2) "
 has() { [[ $flags == *" $1 "* ]]; }
 
-# Sets `where` (a folder), `how`, `environment`, `through` (a command) and `arguments` of a setting.
+# Sets `where` (a folder), `how`, `environment`, `through` (a command) and `arguments` of a setting, and `needs` (a flag of the CPU).
 prepare() {
-    where=$top how=really environment=() through=() arguments=()
+    where=$top how=really needs= environment=() through=() arguments=()
     case $1 in
-    avx2)
-        environment=(ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2)
-        has avx2 || pretend cpu-avx2
-        ;;
-    avx512) # without products of bfloat16; there is no table of its own, oneDNN takes no 16-bit dtype, as with AVX2
-        environment=(ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI)
-        has avx512f || pretend cpu-avx2
-        ;;
-    avx512-bf16)
-        environment=(ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16)
-        has avx512_bf16 || pretend cpu-avx512
-        ;;
-    amx)
-        environment=(ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX)
-        has amx_bf16 || pretend cpu-amx
-        ;;
+    cpu-*) how=pretended environment=("ISOTYPE_TEST_CPU=$1") ;;
+    machine) environment=(ISOTYPE_TEST_CPU=machine) ;;
+    avx2) limit avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ;;
+    # without products of bfloat16; there is no table of its own, oneDNN takes no 16-bit dtype, as with AVX2
+    avx512) limit avx512f ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI ;;
+    avx512-bf16) limit avx512_bf16 ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 ;;
+    amx) limit amx_bf16 ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX ;;
     no-compiler) environment=(CXX=none-such) ;;
     one-thread)
         environment=(OMP_NUM_THREADS=1 MKL_NUM_THREADS=1)
@@ -98,14 +90,14 @@ prepare() {
         ;;
     esac
 }
-pretend() { how=pretended environment=("ISOTYPE_TEST_CPU=$1"); }
+limit() { needs=$1 environment=(ISOTYPE_TEST_CPU=machine "${@:2}"); }
 
 selection() {
     case $size:$1 in
     whole:*) tests=(tests) ;;
-    quick:avx* | quick:amx | quick:no-compiler | quick:one-thread | quick:threads) tests=("${quick_computes[@]}") ;;
+    quick:cpu-* | quick:machine | quick:avx* | quick:amx | quick:no-compiler | quick:one-thread | quick:threads) tests=("${quick_computes[@]}") ;;
     quick:*) tests=("${quick_reads[@]}") ;;
-    *:avx* | *:amx | *:no-compiler | *:one-thread | *:threads) tests=("${computes[@]}") ;;
+    *:cpu-* | *:machine | *:avx* | *:amx | *:no-compiler | *:one-thread | *:threads) tests=("${computes[@]}") ;;
     *) tests=("${reads[@]}") ;;
     esac
 }
@@ -116,6 +108,10 @@ printf '%-12s %-26s %7s %7s %7s %8s\n' setting how passed failed skipped seconds
 status=0
 for name in "${chosen[@]}"; do
     prepare "$name"
+    if [[ $needs ]] && ! has "$needs"; then
+        printf '%-12s %-26s\n' "$name" "left out: no $needs here"
+        continue
+    fi
     selection "$name"
     log=$logs/$name.log begun=$SECONDS
     (cd "$where" && exec env "${environment[@]}" "PYTHONPATH=$where/src:$where" "${through[@]}" \

@@ -39,8 +39,10 @@ from isotype.contracts.measure import (
 from isotype.contracts.pattern import CORRUPTS, fill, layout_of, letters_in
 from isotype.precision.devices.cpu import this_cpu, this_onednn
 from isotype.precision.devices.profile import cpu_profile, device_profile
+from tests.cpus import MACHINE, seeing
 
-HERE = cpu_profile(this_cpu(), None, this_onednn())  # whatever a test pretends
+with seeing(MACHINE):
+    HERE = cpu_profile(this_cpu(), None, this_onednn())
 TABLE = contracts_of(HERE).measured
 assert TABLE is not None
 WHOLE = read_table(TABLES / f"{CPU_TABLES[0]}.json")
@@ -72,6 +74,7 @@ NOT_COMPARED = (
 )
 
 
+@pytest.mark.real_cpu
 @pytest.mark.lacking(NOT_COMPARED)
 @pytest.mark.parametrize("op", SAMPLE)
 def test_the_table_is_what_this_machine_does(op: str) -> None:
@@ -148,6 +151,7 @@ def test_combinations(recorded: str) -> None:
         assert len(found) == 3 ** len(recorded)
 
 
+@pytest.mark.real_cpu
 def test_in_place_operators_return_the_operand_they_changed() -> None:
     measured = measure_operator(
         "aten.copy_.default", [[[encode(torch.ones(2)), encode(torch.ones(2))], {}]], CPU
@@ -156,6 +160,7 @@ def test_in_place_operators_return_the_operand_they_changed() -> None:
     assert measured["broken"] == []
 
 
+@pytest.mark.real_cpu
 def test_examples_that_disagree_leave_the_result_open_or_the_pattern_out() -> None:
     x = encode(torch.ones(2, 2))
     kinds = [[[x], {"dtype": {"dtype": "float32"}}], [[x], {}]]
@@ -168,6 +173,7 @@ def test_examples_that_disagree_leave_the_result_open_or_the_pattern_out() -> No
     assert "fib" not in measure_operator("aten.index_put_.default", [fills, puts], CPU)["patterns"]
 
 
+@pytest.mark.real_cpu
 def test_an_example_this_device_cannot_run_is_named() -> None:
     wrong = [[encode(torch.ones(2, 3)), encode(torch.ones(2, 3))], {}]
     measured = measure_operator("aten.mm.default", [wrong], CPU)
@@ -315,6 +321,7 @@ def careless() -> Iterator[torch.library.Library]:
     library._destroy()
 
 
+@pytest.mark.real_cpu
 def test_wrong_values_are_recorded_though_nothing_is_raised(
     careless: torch.library.Library, tmp_path: Path
 ) -> None:
@@ -333,6 +340,7 @@ def test_wrong_values_are_recorded_though_nothing_is_raised(
     assert verdict == Verdict(False, (), CORRUPTS)
 
 
+@pytest.mark.real_cpu
 def test_random_and_unwritten_results_are_compared_with_nothing(careless: torch.library.Library) -> None:
     x = encode(torch.ones(64))
     for op in ("careless.noise.default", "aten.empty_like.default", "aten.bernoulli.default"):

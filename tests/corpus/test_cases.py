@@ -46,6 +46,7 @@ def _one_of_each_class() -> list[str]:
 CASES = [case for case in _one_of_each_class() if case not in _MANY_FIXES]
 
 
+@pytest.mark.real_cpu
 @few("case", _one_of_each_class(), *CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_report_is_found_explained_and_fixed(case: str) -> None:

@@ -36,6 +36,7 @@ def run(broken: Broken) -> Outcome:
     )
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("scenario", CRASHES, ids=lambda scenario: scenario.case)
 def test_really_crashes(scenario: Scenario) -> None:
     outcome = run(scenario.build())
@@ -44,6 +45,7 @@ def test_really_crashes(scenario: Scenario) -> None:
     assert outcome.phase == scenario.phase
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("scenario", SILENT, ids=lambda scenario: scenario.case)
 def test_really_costs_or_is_refused_elsewhere(scenario: Scenario) -> None:
     broken = scenario.build()
@@ -71,6 +73,7 @@ def _one_of_each_class() -> list[Any]:
     return cases
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("scenario", _one_of_each_class())
 @pytest.mark.filterwarnings("ignore")
 def test_is_predicted_with_its_cause(scenario: Scenario) -> None:
@@ -79,6 +82,7 @@ def test_is_predicted_with_its_cause(scenario: Scenario) -> None:
     assert finding is None or not wrong
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize(
     "scenario", [s for s in SCENARIOS.values() if s.advice is not None], ids=lambda scenario: scenario.case
 )

@@ -283,6 +283,7 @@ def test_the_fused_backward_is_right_where_dtypes_agree(fused: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.real_cpu
 @pytest.mark.filterwarnings("ignore")
 @few(
     "report",

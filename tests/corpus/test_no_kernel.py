@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as nnf
@@ -48,6 +49,7 @@ def _ctc(made: torch.Tensor) -> torch.Tensor:
     return nnf.ctc_loss(made.view(2, 2, 8).log_softmax(-1), targets, lengths, torch.tensor([1, 1]))
 
 
+@pytest.mark.real_cpu
 @pairwise("behind, device", [_spectrum, _quantile, _solved, _distances, _ctc], ["cpu", "h100"], strength=1)
 def test_a_function_that_takes_no_16_bits(behind: Callable[..., torch.Tensor], device: str) -> None:
     model, inputs = Head(behind).to(BF16), {"x": torch.randn(4, 8, dtype=BF16)}
@@ -63,6 +65,7 @@ def test_a_function_that_takes_no_16_bits(behind: Callable[..., torch.Tensor], d
     assert isotype.check(*healthy, device=device).ok
 
 
+@pytest.mark.real_cpu
 def test_distances_of_many_rows_are_matmuls() -> None:
     model, inputs = Head(_distances).to(BF16), {"x": torch.randn(30, 8, dtype=BF16)}
     assert real_step(model, inputs).error is None
@@ -104,6 +107,7 @@ def test_float64_pixels_are_one_finding() -> None:
     assert (finding.code, report.trace.failure) == ("IST106", None)
 
 
+@pytest.mark.real_cpu
 def test_weights_of_a_bag_have_the_embedding_s_dtype() -> None:
     def bag(made: torch.Tensor) -> torch.Tensor:
         chosen = torch.tensor([[0, 1]])

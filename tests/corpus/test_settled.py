@@ -44,6 +44,7 @@ def checked(
         return check_broken(all_scenarios()[case].build()), traces
 
 
+@pytest.mark.real_cpu
 @few("case", CASES, "axolotl-336")
 def test_the_report_is_that_of_whole_traces(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(report: Any) -> list[Any]:
@@ -53,6 +54,7 @@ def test_the_report_is_that_of_whole_traces(case: str, monkeypatch: pytest.Monke
     assert said(checked(case, monkeypatch)[0]) == said(whole)
 
 
+@pytest.mark.real_cpu
 def test_a_fix_that_fails_in_the_forward_is_traced_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(traces: list[Trace]) -> int:
         forwards = [trace for trace in traces if {call.phase for call in trace.calls} == {"forward"}]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -77,6 +78,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.real_cpu
 @few("name", list(CASES), "merge", "gemma3 bfloat16")
 def test_the_tower_or_connector_is_the_cause_and_repaired(name):
     make, batch, part = CASES[name]

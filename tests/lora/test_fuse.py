@@ -113,7 +113,7 @@ def under(saved: Saved, dtype: str, quantization: str | None, **lora: Any) -> tu
     [False, True],
     strength=1,
 )
-def test_in_16_bits_it_is_as_close_to_float32_as_peft(
+def test_in_16_bits_it_is_as_close_to_float32_as_its_roundings(
     saved: Saved, dtype: str, quantization: str | None, dora: bool
 ) -> None:
     model, policy = under(saved, dtype, quantization, use_dora=dora)
@@ -126,18 +126,17 @@ def test_in_16_bits_it_is_as_close_to_float32_as_peft(
     batches = [{"input_ids": each, "labels": each} for each in ids]
     wanted = [step(exact, batch) for batch in batches]
 
-    def distance() -> float:
-        found = [step(model, batch, policy.autocast) for batch in batches]
-        pairs = [(one[key], other[key]) for one, other in zip(found, wanted, strict=True) for key in other]
-        assert found[0]["logits"].dtype == dtype_of(dtype)
-        return sum(relative(one, other) for one, other in pairs) / len(pairs)
-
-    plain = distance()
     assert not fuse(model).left
-    fused = distance()
+    # float16 trains with loss scaling: gradients as small as these have half their digits without.
+    results = [step(model, batch, policy.autocast, loss_scale=1024.0) for batch in batches]
+    assert results[0]["logits"].dtype == dtype_of(dtype)
+    pairs = [(one[key], other[key]) for one, other in zip(results, wanted, strict=True) for key in other]
+    distance = sum(relative(one, other) for one, other in pairs) / len(pairs)
     assert_policy_holds(model, policy)
-    assert fused < 1.1 * plain  # a mean of rounding noise, which differs by a few hundredths
-    assert fused < (0.03 if dtype == "bfloat16" else 0.004)
+    # One rounding to p bits is off by u/√3 in the mean square, and eighty follow one another: in each of two layers seven LoRA products
+    # of two roundings and six other operators, and as many again in the backward. PEFT's own path is as far off.
+    unit = torch.finfo(dtype_of(dtype)).eps / 2
+    assert distance < unit * (80 / 3) ** 0.5
 
 
 def test_layers_that_read_the_same_input_run_as_one() -> None:

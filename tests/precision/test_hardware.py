@@ -148,6 +148,7 @@ def test_a_cpu_that_nobody_has_measured_says_so(
     assert profile.speed == {}
 
 
+@pytest.mark.real_cpu
 def test_the_limit_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_bf16")
     onednn = this_onednn()

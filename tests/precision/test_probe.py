@@ -21,6 +21,7 @@ def measure_matmul(
     return measure_all(device, seconds, (dtype,), size)[dtype]
 
 
+@pytest.mark.real_cpu
 def test_float32_rate_is_plausible() -> None:
     rate = measure_matmul(torch.float32)
     assert rate.flops_per_second is not None
@@ -53,6 +54,7 @@ class Machine:
         return took
 
 
+@pytest.mark.real_cpu
 def test_a_budget_holds_even_for_a_slow_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     rates = measure_all("cpu", seconds_total=3.0)
@@ -66,6 +68,7 @@ def test_a_budget_holds_even_for_a_slow_dtype(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(last)) == 2, "they take turns"
 
 
+@pytest.mark.real_cpu
 def test_a_machine_that_is_busy_now_and_then_makes_no_dtype_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fifth call waits fifty times as long as it computes."""
     Machine(monkeypatch, lambda call: 50.0 if call % 5 == 0 else 1.0)
@@ -74,11 +77,13 @@ def test_a_machine_that_is_busy_now_and_then_makes_no_dtype_fast(monkeypatch: py
     assert reached[torch.float32] == pytest.approx(100 * reached[torch.float16])
 
 
+@pytest.mark.real_cpu
 def test_calls_that_differ_much_are_no_basis_for_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, lambda call: 1.0 + call % 4)
     assert not any(rate.steady for rate in measure_all("cpu", seconds_total=3.0).values())
 
 
+@pytest.mark.real_cpu
 def test_refused_dtype_has_no_rate_but_the_operators_words() -> None:
     rate = measure_matmul(torch.bool, seconds=0.01)
     with pytest.raises(RuntimeError) as caught:
@@ -88,12 +93,14 @@ def test_refused_dtype_has_no_rate_but_the_operators_words() -> None:
     assert rate.message == str(caught.value).partition("\n")[0]
 
 
+@pytest.mark.real_cpu
 def test_measure_all_measures_every_compute_dtype() -> None:
     rates = measure_all("cpu", seconds_total=0.06)
     assert tuple(rates) == COMPUTE_DTYPES
     assert all(rate.dtype is dtype and rate.flops_per_second for dtype, rate in rates.items())
 
 
+@pytest.mark.real_cpu
 def test_a_device_that_is_not_here_is_refused() -> None:
     assert refused(PrecisionError, measure_matmul, torch.float32, "t4") == (
         "only a device that is here can be measured\n"

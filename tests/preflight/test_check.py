@@ -273,6 +273,7 @@ def test_the_same_report_twice() -> None:
     assert [str(finding) for finding in first.findings] == [str(finding) for finding in second.findings]
 
 
+@pytest.mark.real_cpu
 def test_the_real_step_runs_afterwards_as_without_a_check() -> None:
     def step(checked: bool) -> torch.Tensor:
         torch.manual_seed(3)
@@ -307,6 +308,7 @@ def test_two_causes_are_two_findings_of_one_run() -> None:
     assert report.complete
 
 
+@pytest.mark.real_cpu
 def test_the_first_error_is_where_the_real_step_raises() -> None:
     report = check(wide_norms(), ids(), device="cpu", verify=False)
     assert report.errors[0].module == real_step(wide_norms(), ids()).module

@@ -175,6 +175,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("name", SET_UPS)
 def test_the_real_step_runs_where_nothing_is_left_to_the_caller(name: str) -> None:
     def built() -> SetUp:

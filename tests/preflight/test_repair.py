@@ -27,6 +27,7 @@ def frozen() -> nn.Module:
     return made
 
 
+@pytest.mark.real_cpu
 def test_the_broken_net_trains_after_it() -> None:
     model = frozen()
     assert real_step(frozen(), ids()).phase == "forward"
@@ -40,6 +41,7 @@ def test_the_broken_net_trains_after_it() -> None:
     assert real_step(model, ids()).error is None
 
 
+@pytest.mark.real_cpu
 def test_a_warning_is_not_repaired_by_what_only_the_caller_can_do() -> None:
     """All parameters train: masters in float32 would need autocast, which only the caller can switch on."""
     model = wide_norms()
@@ -319,6 +321,7 @@ def test_a_line_of_a_library_is_marked() -> None:
     assert not in_library("/home/me/train.py:3")
 
 
+@pytest.mark.real_cpu
 def test_a_real_step_with_two_causes_is_repaired_jointly() -> None:
     def two() -> nn.Module:
         model = frozen()

@@ -35,6 +35,7 @@ def test_norms_that_return_float32() -> None:
     ]
 
 
+@pytest.mark.real_cpu
 def test_the_device_is_quoted_word_for_word() -> None:
     (finding,) = found(RULE, traced(wide_norms(), ids()))
     outcome = real_step(wide_norms(), ids())
@@ -154,6 +155,7 @@ class Scheduled(nn.Module):
         return out
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize(("dtype", "name"), [(np.float64, "float64"), (np.float32, "float32")])
 def test_numpy_is_named_where_its_array_becomes_a_tensor(dtype: type, name: str) -> None:
     inputs = {"x": torch.ones(2, 8, dtype=BF16)}

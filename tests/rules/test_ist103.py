@@ -38,6 +38,7 @@ class Scattered(nn.Module):
 WRITES = ["index_put", "index_add", "masked_scatter", "scatter"]
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("write", WRITES)
 def test_into_another_dtype(write: str) -> None:
     (finding,) = found(RULE, traced(Scattered(write, FP32), {"x": X}))
@@ -48,6 +49,7 @@ def test_into_another_dtype(write: str) -> None:
     assert line(finding.source).startswith("test_ist103.py:")
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("write", WRITES)
 def test_into_the_same_dtype(write: str) -> None:
     assert found(RULE, traced(Scattered(write, BF16), {"x": X})) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -24,6 +25,7 @@ class Attention(nn.Module):
         return functional.scaled_dot_product_attention(self.q(x).to(self.dtype), self.k(x), x)
 
 
+@pytest.mark.real_cpu
 def test_a_query_in_another_dtype() -> None:
     (finding,) = verified(Attention(FP32), {"x": X}, "IST104")
     assert finding.message == "float32 meets bfloat16 in attention"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ def model(last: type[nn.Linear]) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), last(8, 8)).to(BF16)
 
 
+@pytest.mark.real_cpu
 def test_a_custom_backward_that_multiplies_two_dtypes() -> None:
     (finding,) = found(RULE, traced(model(CustomLinear), {"input": X}))
     outcome = real_step(model(CustomLinear), {"input": X})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ def pixels(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {"input": torch.ones(1, 3, 6, 6, dtype=dtype)}
 
 
+@pytest.mark.real_cpu
 def test_pixels_in_another_dtype() -> None:
     (finding,) = verified(model(), pixels(FP32), "IST106")
     assert finding.message == "float32 meets bfloat16 in a convolution"

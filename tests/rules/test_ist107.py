@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -46,6 +47,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.second, self.first(x), use_reentrant=False)
 
 
+@pytest.mark.real_cpu
 def test_a_checkpoint_that_forgets_autocast() -> None:
     (finding,) = found(RULE, traced(Checkpointed(own=True), {"x": X}, autocast=BF16))
     outcome = real_step(Checkpointed(own=True), {"x": X}, autocast=BF16)
@@ -56,6 +58,7 @@ def test_a_checkpoint_that_forgets_autocast() -> None:
     assert finding.cause == "second.weight is float16"
 
 
+@pytest.mark.real_cpu
 def test_torch_checkpoint_restores_autocast() -> None:
     assert found(RULE, traced(Checkpointed(own=False), {"x": X}, autocast=BF16)) == []
     assert real_step(Checkpointed(own=False), {"x": X}, autocast=BF16).error is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ RULE = "ist108_generate"
 PHASES = ("forward", "backward", "optimizer", "generate")
 
 
+@pytest.mark.real_cpu
 def test_generation_outside_of_the_autocast_that_training_relies_on() -> None:
     (finding,) = verified(wide_norms(), ids(), "IST108", autocast=BF16, phases=PHASES)
     outcome = real_step(wide_norms(), ids(), autocast=BF16, generate=lambda model: model(**ids()))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ class Spectral(nn.Module):
 X = torch.ones(2, 4, dtype=BF16)
 
 
+@pytest.mark.real_cpu
 def test_svd_in_bfloat16() -> None:
     (finding,) = verified(Spectral(BF16), {"x": X}, "IST109")
     assert finding.message == "aten._linalg_svd.default has no kernel for bfloat16 on this device"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ def model(wide_bias: bool) -> nn.Module:
     return made
 
 
+@pytest.mark.real_cpu
 def test_a_bias_in_another_dtype() -> None:
     (finding,) = verified(model(wide_bias=True), {"input": X}, "IST110")
     assert finding.message == "float32 meets bfloat16 in a norm"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -38,6 +39,7 @@ def test_masters_and_unused_parameters_are_silent() -> None:
     assert not list(find(trace([adapter(FP16)], [unscale(adapter(FP16))])))
 
 
+@pytest.mark.real_cpu
 def test_a_parameter_that_the_code_casts_gets_its_inputs_cast_instead() -> None:
     """As pytorch-metric-learning's losses do: they bring their weights to the embeddings' dtype, for good."""
 

@@ -46,6 +46,7 @@ class Adapted(nn.Module):
         return out
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("autocast", [None, BF16])
 def test_adapters_inside_of_a_reentrant_checkpoint_stand_still(autocast: torch.dtype | None) -> None:
     model = Adapted("reentrant")
@@ -61,6 +62,7 @@ def test_adapters_inside_of_a_reentrant_checkpoint_stand_still(autocast: torch.d
     ]
 
 
+@pytest.mark.real_cpu
 def test_a_backward_without_anything_to_do_is_an_error_and_is_repaired() -> None:
     model = Adapted("reentrant", head=False)
     error = real_step(model, WORDS).error
@@ -101,6 +103,7 @@ def detached(model: nn.Module) -> torch.Tensor:
     return model(**batch()).loss.detach()  # type: ignore[no-any-return]
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize(
     ("build", "inputs", "cause", "verified_fixes"),
     [
@@ -125,6 +128,7 @@ def test_why_none_is_reached(
     assert [each.description for each in finding.fixes if each.verified] == verified_fixes
 
 
+@pytest.mark.real_cpu
 def test_a_scaler_has_nothing_to_unscale() -> None:
     """The loss requires a gradient, by something that is no parameter of the model."""
     other = torch.zeros(1, requires_grad=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ class Shared(nn.Module):
         return torch.mm(self.proj(x), SCRATCH[self.dtype])
 
 
+@pytest.mark.real_cpu
 def test_a_table_of_the_model_before() -> None:
     (finding,) = verified(Shared(FP32), {"x": X}, "IST406")
     outcome = real_step(Shared(FP32), {"x": X})

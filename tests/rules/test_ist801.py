@@ -79,6 +79,7 @@ def test_a_dora_magnitude_that_no_update_moves() -> None:
     assert not list(find(trace([adapter(FP32, DORA, shape=(64,)), given[1]], learning_rate=1e-4)))
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("meta", [False, True])
 def test_dora_in_bfloat16_does_not_move(meta: bool) -> None:
     """The judge is a real update: no value of any magnitude changes."""

@@ -81,6 +81,7 @@ class _Filled(nn.Module):
         return (scores.softmax(-1) @ x).sum()
 
 
+@pytest.mark.real_cpu
 def test_a_fill_value_beyond_float16_is_one_finding_with_a_proven_fix() -> None:
     """Measured, the fill value is no value of the model (IST809)."""
     inputs = {"x": torch.ones(3, 4), "kept": torch.ones(3, 3, dtype=torch.bool).tril()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
@@ -15,12 +14,14 @@ from isotype.contracts.example import decode, is_float, tensors_in
 from isotype.contracts.measure import EXAMPLES, REFUSALS, combinations, overload
 from isotype.contracts.pattern import FLOAT_DTYPES
 from isotype.core.errors import first_line
+from tests.cpus import MACHINE, seeing
 from tests.reality import real_step
 from tests.rules.traces import BF16, FP32, traced
 
 CPU = torch.device("cpu")
 RECORDED: dict[str, list[Any]] = json.loads(EXAMPLES.read_text(encoding="utf-8"))
-TABLE = contracts_for("cpu").measured
+with seeing(MACHINE):
+    TABLE = contracts_for("cpu").measured
 MATMULS = ["mm", "addmm", "addmv", "bmm", "baddbmm", "convolution", "index_put", "index_add", "dot"]
 
 
@@ -37,8 +38,6 @@ def refusing() -> list[str]:
 def not_compared() -> str:
     if TABLE is None or torch.__version__ != TABLE.torch_version:
         return "the table is another torch's"
-    if os.environ.get("ISOTYPE_TEST_CPU"):
-        return "the table is a pretended CPU's, and this one has words of its own"
     return ""
 
 
@@ -92,6 +91,7 @@ class Projected(nn.Module):
         return self.head(self.proj(views[self.view]).float())
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("view", ["sliced", "expanded", "moved", "plain"])
 @pytest.mark.parametrize("shape", [(2, 4, 16), (2, 3, 4, 16), (3, 2, 16)])

@@ -167,6 +167,7 @@ CASES = {
 _SLOW = "a bfloat16 layer in the float32 tower of a bfloat16 model"
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name == _SLOW else name for name in CASES]
 )

@@ -63,6 +63,7 @@ FILLS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 }
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("name", FILLS)
 def test_a_number_beyond_the_range_is_refused_as_it_really_is(name: str) -> None:
     def act(x: torch.Tensor) -> torch.Tensor:
@@ -75,6 +76,7 @@ def test_a_number_beyond_the_range_is_refused_as_it_really_is(name: str) -> None
     assert call.operands[0].dtype == FP16
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("number", [-6e4, float("-inf")])
 @pytest.mark.parametrize("name", FILLS)
 def test_a_number_within_the_range_is_not(name: str, number: float) -> None:
@@ -167,6 +169,7 @@ class Head(nn.Module):
         return self.rnn(self.body(x))[0]
 
 
+@pytest.mark.real_cpu
 def test_a_check_of_torchs_own_modules_shows_their_weights() -> None:
     inputs = {"x": torch.ones(2, 3, 4, dtype=BF16)}
     assert real_step(Head(FP32), inputs).module == "rnn"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import peft
+import pytest
 import torch
 from torch import nn
 
@@ -28,6 +29,7 @@ def test_a_check_for_infinities() -> None:
     assert isotype.check(model, tiny_batch("llama"), device="cpu", verify=False).complete
 
 
+@pytest.mark.real_cpu
 def test_a_frozen_part_of_an_adapter_that_was_left_behind() -> None:
     config = peft.VeraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_model("llama", BF16), config)

@@ -99,6 +99,7 @@ def breaches(trace: Trace) -> list[Call]:
     return [call for call in trace.breaches() if call.breach is not None and not call.breach.consequence]
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("name", BREAKING)
 def test_the_first_breach_is_where_the_real_step_raises(name: str) -> None:
     outcome = real_step(Doing(BREAKING[name]), {"x": X})
@@ -113,6 +114,7 @@ def test_the_first_breach_is_where_the_real_step_raises(name: str) -> None:
     assert any(call.phase == "optimizer" for call in trace.calls)
 
 
+@pytest.mark.real_cpu
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("name", RUNNING)
 def test_what_runs_breaks_nothing(name: str) -> None:
@@ -151,6 +153,7 @@ def test_every_mismatch_of_the_step_in_one_run() -> None:
     assert [call.op.split(".")[1] for call in found if call.phase == "forward"] == ["mm", "bmm", "index_add"]
 
 
+@pytest.mark.real_cpu
 def test_a_breach_only_in_the_backward() -> None:
     model = nn.Sequential(nn.Linear(8, 8), CustomLinear(8, 8)).to(BF16)
     (call, *_) = breaches(traced(model, {"input": X}))
@@ -218,6 +221,7 @@ def test_a_layer_has_its_own_checkpointing_again_afterwards() -> None:
     assert model[1]._gradient_checkpointing_func is before  # type: ignore[index]
 
 
+@pytest.mark.real_cpu
 def test_a_breach_in_generation() -> None:
     phases = ("forward", "backward", "optimizer", "generate")
     found = breaches(traced(wide_norms(), ids(), autocast=BF16, phases=phases))

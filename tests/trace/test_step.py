@@ -167,6 +167,7 @@ def test_dropout_and_batch_norm_are_those_of_training() -> None:
 # ------------------------------------------------------------------------------------------------------- unscale
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 def test_unscale_refuses_float16_gradients_as_the_real_scaler_does(dtype: torch.dtype) -> None:
     model, inputs = nn.Linear(WIDTH, 2).to(dtype), {"input": torch.ones(2, WIDTH, dtype=dtype)}

@@ -233,6 +233,7 @@ def test_a_tensor_without_dimensions_is_the_cause_only_where_it_decides(act, cau
     assert any(operand.dtype in FLOATS for operand in next(trace.breaches()).operands)
 
 
+@pytest.mark.real_cpu
 def test_a_scale_without_dimensions_promotes_nothing():
     model = Scaled(lambda m, x: m.scale * x)
     assert not list(traced(model, X, phases=("forward",)).breaches())
@@ -265,6 +266,7 @@ class Custom(nn.Module):
         return Product.apply(self.proj(x), self.weight)
 
 
+@pytest.mark.real_cpu
 def test_a_written_backward_is_placed_at_its_own_line():
     assert real_step(Custom(), X).phase == "backward"
     (group,) = groups(traced(Custom(), X))

@@ -208,6 +208,7 @@ def state(value: Any, seen: frozenset[int] = frozenset()) -> Any:
     return repr(value)
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__.strip("_"))
 def test_what_the_loss_reaches_is_as_it_was(make: Callable[[], Any]) -> None:
     loss, reached = make()
@@ -238,6 +239,7 @@ class Caching(nn.Module):
         return self.proj(x) * Caching.table * memoized(WIDTH) * cached_globally(x)
 
 
+@pytest.mark.real_cpu
 def test_what_the_models_own_code_reaches() -> None:
     memoized.cache_clear()
     model = Caching()

@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(path: Path, out: Path, *more: object, method: str = "sft") -> training.Outcome:
     data = save_rows(out.parent / f"{method}.jsonl", rows(method))
     argv = f"""--model_name_or_path {path} --dataset_name {data} --output_dir {out} --max_steps 4 --logging_steps 1
-        --per_device_train_batch_size 2 --learning_rate 1e-2 --lora_r 4 --lora_dropout 0 --save_steps 2 --device cpu
+        --per_device_train_batch_size 2 --learning_rate 1e-2 --lora_r 4 --lora_dropout 0 --save_steps 2 --device cpu --dtype float32
         --report_to none""".split()
     settings = parse_settings(METHODS[method], [*argv, *map(str, more)])
     return training.run(settings, Console(file=io.StringIO(), width=200))
