@@ -83,6 +83,8 @@ def test_a_head_that_the_checkpoint_lacks_lasts(name: str, tmp_path: Path) -> No
     again, _, _ = load_for_inference(tmp_path / "adapter", device="cpu")
     assert type(again.get_base_model()).__name__ == CASES[name][2]
     assert torch.equal(outputs(again), expected)
+    policy = isotype.resolve_precision(base, "float32", device="cpu")
+    assert torch.equal(outputs(isotype.load(tmp_path / "adapter", policy).eval()), expected)
     torch.manual_seed(77)
     assert main(["merge", str(tmp_path / "adapter"), "-o", str(tmp_path / "merged")]) == 0
     with quiet():

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 
 from isotype.checkpoint.opened import open_checkpoint, require_weights
+from isotype.core import patterns
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
@@ -66,6 +67,13 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
     assert problem.fix == "leave it out" + (
         f", or isotype {other}, which trains {task}" if other is not None else ""
     )
+
+
+def test_expressions_that_cannot_be_matched_by_are_refused(monkeypatch):
+    monkeypatch.setattr(patterns, "_SECONDS", 2)
+    assert given("--lora_target_modules", "(")[0].startswith("--lora_target_modules '(': missing )")
+    assert given("--lora_target_modules", "(.*)*x") == ["--lora_target_modules '(.*)*x'"]
+    check_settings(settings("--lora_target_modules", r".*\.(q|v)_proj"))
 
 
 def test_all_problems_are_named_at_once():

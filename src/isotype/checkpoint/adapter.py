@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,18 +16,19 @@ import torch
 
 from isotype.checkpoint.blank import KeepsValues
 from isotype.checkpoint.deferred import DeferredBlocks
+from isotype.checkpoint.formats.adapter_config import CONFIG_FILE as CONFIG_FILE
+from isotype.checkpoint.formats.adapter_config import read_config
+from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
-from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load import load, load_checkpoint, tokenizer_source
 from isotype.checkpoint.opened import config_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import skeleton
-from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.errors import CheckpointError, Problem, UsageError, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name
-from isotype.core.pretrained import pretrained
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
@@ -34,8 +36,6 @@ from isotype.model.heads import task_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
-
-CONFIG_FILE = "adapter_config.json"
 
 # PEFT's task type -> the auto class of a model with that head; for causal models the config names the class, unless it has no head.
 _HEADS: Mapping[str, str] = {
@@ -108,39 +108,16 @@ def read_adapter(directory: str | Path) -> Adapter:
             "adapter_model.safetensors",
             "give the --output_dir of a training run that ended, or one of its checkpoint folders",
         )
-    config = _config(path)
+    headers = read_headers(weights[0])
+    config = read_config(path, headers.tensors)
     return Adapter(
         path,
         config,
         config.base_model_name_or_path,
         PrecisionPolicy.read(path),
-        read_headers(weights[0]),
+        headers,
         config.revision,
     )
-
-
-def _config(directory: Path) -> Any:
-    from peft import PeftConfig, PeftType
-
-    path = directory / CONFIG_FILE
-    kind = read_json(path).get("peft_type")
-    known = [each.value for each in PeftType]
-    if kind not in known:
-        raise CheckpointError.of(
-            "unknown kind of adapter",
-            f"{path}: peft_type {kind!r}",
-            "a type that PEFT knows: " + ", ".join(known),
-            "update PEFT, or correct the file",
-        )
-    try:
-        return pretrained(PeftConfig, str(directory))
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError.of(
-            f"{CONFIG_FILE} cannot be read",
-            f"{path}: {error}",
-            f"the config of a {kind} adapter",
-            "copy the file again",
-        ) from error
 
 
 def inference_policy(
@@ -306,11 +283,11 @@ def _head(adapter: Adapter, config: Any) -> Any:
     saved = class_of(config)
     if task == "CAUSAL_LM" and not hasattr(saved, "prepare_inputs_for_generation"):
         named = "AutoModelForCausalLM"
-    return (
-        None
-        if named is None or named == getattr(saved, "__name__", None)
-        else getattr(transformers, named, None)
-    )
+    if named is None or named == getattr(saved, "__name__", None):
+        return None
+    head = getattr(transformers, named, None)  # a name from a file: nothing but a class of models
+    is_model = inspect.isclass(head) and issubclass(head, transformers.PreTrainedModel)
+    return head if is_model or task is not None else None
 
 
 _ODD = 991  # a number of labels that no other side of a weight has
@@ -393,9 +370,9 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     try:
         with quiet_peft(), KeepsValues():  # of a base that waits, weights lie on the meta device
             return add_lora(model, policy, config)
-    except ValueError as error:
+    except BUILD_ERRORS as error:
         raise _incompatible(
-            adapter, model, [Problem(str(error), "modules that the adapter was trained on", _FIX)]
+            adapter, model, [Problem(one_line(error), "modules that the adapter was trained on", _FIX)]
         ) from error
 
 

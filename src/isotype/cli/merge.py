@@ -11,6 +11,7 @@ from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.dtypes import GGUF_TYPES
+from isotype.core.errors import CheckpointError
 from isotype.core.formats import QUANTIZATIONS
 
 
@@ -69,4 +70,8 @@ def run(argv: Sequence[str], console: Console) -> int:
             stored=options.gguf or options.quantization,
         )
     show_merge(console, report)
+    if not report.weights:
+        what = f"the adapter {options.adapter} changes no weight of {report.base}"
+        fix = f"give an adapter that was trained; {report.output} holds the base as it was"
+        raise CheckpointError.of("nothing was merged", what, "an adapter that changes weights", fix)
     return 0

@@ -28,6 +28,7 @@ from isotype.core.errors import (
     one_line,
 )
 from isotype.core.optimizers import package_of
+from isotype.core.patterns import pattern_problems
 from isotype.core.pretrained import pretrained
 from isotype.data.locate import data_error
 from isotype.data.methods import METHODS
@@ -69,6 +70,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_liger(settings),
         *_model_arguments(settings),
         *_task(settings),
+        *_expressions(settings),
         *early_stopping_problems(settings),
         *initial_problems(settings),
     ]
@@ -89,6 +91,12 @@ def _task(settings: Settings) -> Iterator[Problem]:
             f"{method.task_type}, which isotype {method.name} trains",
             f"leave it out{f', or isotype {fits[0]}, which trains {task}' if fits else ''}",
         )
+
+
+def _expressions(settings: Settings) -> Iterator[Problem]:
+    targets = settings.model.lora_target_modules
+    if isinstance(targets, str) and targets != "all-linear":
+        yield from pattern_problems({"--lora_target_modules": [targets]})
 
 
 def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
