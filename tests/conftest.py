@@ -17,11 +17,14 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
 # readline, which pytest imports, leaves what it takes for a terminal's width to the processes of pytest-xdist.
 os.environ.pop("COLUMNS", None)
+# Tests say themselves whether they may ask the hub, and a hub of their own answers.
+for _variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+    os.environ.pop(_variable, None)
 # A shell starts what runs in its background with Ctrl-C ignored, and so would be what the tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests import cpus
+from tests import cpus  # noqa: E402
 
 # Before isotype asks this machine's CPU anything; processes that tests start do so as well.
 cpus.install()
