@@ -28,6 +28,20 @@ def report_of(model: Any, batch: dict[str, Any], folder: Path) -> Report:
     return report
 
 
+@pytest.mark.parametrize(("ranges", "measured"), [(None, 0), ("measure", 1)])
+def test_a_float16_step_is_measured_only_where_nobody_has_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: Any, measured: int
+) -> None:
+    """A training has decided its policy: measured again, the first batch would take more memory than any step."""
+    seen: list[Any] = []
+    monkeypatch.setattr("isotype.preflight.run.measured", lambda *args: (seen.append(args), (None, ()))[1])
+    model, ids = torch.nn.Sequential(torch.nn.Linear(4, 4)).half(), torch.ones(2, 4, dtype=torch.float16)
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+    before_first_step(model, arguments, None, lambda _: None, None, ranges)
+    model(ids)
+    assert len(seen) == measured
+
+
 @pytest.mark.parametrize("lengths", [(12, 5, 7), (12, 12, 12)])
 def test_padding_that_the_step_leaves_out_is_not_traced(tmp_path: Path, lengths: tuple[int, ...]) -> None:
     config = transformers.LlamaConfig(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import FakeTensor, forward_hooks
+from isotype.core.errors import first_line
 from isotype.lora.sequences import Sequences, saying
 from isotype.model.modes import in_evaluation
 
@@ -27,6 +28,8 @@ MOST_TOKENS = 8192
 """The mask of packed sequences has a byte for every pair of tokens; where attention goes by lengths there is none."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
 """Of the change that is seen when rows are not kept apart. Left padding shifts rotary positions, which 16 bits round otherwise."""
+_NEIGHBOURS = 1e-4
+"""Of a document's states: what they may change by where its neighbour in the row is another; none of it, but for roundings of a mixture's products."""
 _LENGTH, _SHORT = 16, 3
 """Tokens of the rows that a model is tried with: the short ones lie so far from the begin that absolute positions would tell."""
 
@@ -228,9 +231,42 @@ def tried(model: Any) -> Trial:
         with in_evaluation(model):
             sides = _sound_sides(backbone)
     except Exception as error:  # noqa: BLE001 - whatever a model raises that takes something else than tokens and positions
-        said = str(error).strip().partition("\n")[0]
-        return Trial(reason=f"a trial without padding failed ({type(error).__name__}: {said[:200]})")
+        return Trial(
+            reason=f"a trial without padding failed ({type(error).__name__}: {first_line(error)[:200]})"
+        )
     return Trial(sides, "" if sides else "it computes otherwise where rows lie behind one another")
+
+
+def mixes_documents(model: Any) -> str:
+    """Why documents in one row, told apart by their positions, are not computed as each by itself, as a clause; "" where they are.
+
+    Args:
+        model: as `tried` takes it.
+    """
+    try:
+        with in_evaluation(model):
+            mixes = _mixes(model.base_model)
+    except Exception as error:  # noqa: BLE001 - whatever a model raises that takes something else than tokens and positions
+        return f"a trial of documents in one row failed ({type(error).__name__}: {first_line(error)[:200]})"
+    return f"in {type(model).__name__} documents in one row would see each other" if mixes else ""
+
+
+def _mixes(backbone: Any) -> bool:
+    """Whether the second documents of two rows hang by the first ones, or are not what they are alone."""
+    device = next(backbone.parameters()).device
+    ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
+    order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT
+    places = torch.where(order < begin, order, order - begin)
+    others = torch.where(order < begin, ids.flip(0), ids)
+
+    def second(ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
+        return _states(backbone, inputs)[:, -2 * _SHORT :]
+
+    apart, alone = second(ids, places), second(ids[:, begin:], places[:, begin:])
+    neighbours = (second(others, places) - apart).norm() / apart.norm()
+    change = (second(ids, order) - alone).norm()
+    return bool(neighbours > _NEIGHBOURS or (apart - alone).norm() > _TOLERANCES["right"] * change)
 
 
 def _is_encoder_decoder(model: Any) -> bool:

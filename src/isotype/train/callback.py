@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback
@@ -25,6 +25,7 @@ from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
+from isotype.precision.ranges import Ranges
 from isotype.report.check.report import Report
 from isotype.train.governed import begin_loss_scale
 from isotype.train.monitor.diverged import stopped
@@ -60,10 +61,16 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             an error: `"error"` raises PrecisionError, `"warning"` logs it, None looks away and runs no preflight.
             What is only assumed of a device, because it was not measured there, is logged and never raised.
         watch: whether training is stopped at a loss or a gradient that is not finite.
+        ranges: what was measured of the model's values, for the preflight; None: nothing is known. By default those of a float16 step
+            are measured on its first batch, which takes memory of its own.
     """
 
     def __init__(
-        self, policy: PrecisionPolicy | None = None, check: str | None = "error", watch: bool = True
+        self,
+        policy: PrecisionPolicy | None = None,
+        check: str | None = "error",
+        watch: bool = True,
+        ranges: Ranges | Literal["measure"] | None = "measure",
     ) -> None:
         if check not in ("error", "warning", None):
             raise UsageError.of(
@@ -76,6 +83,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._scale: float | None = None
         self._skips: bool | None = False
         self.watch = watch
+        self.ranges = ranges
         self._steps: StepWatch | None = None
         self._reductions = ExitStack()
 
@@ -97,7 +105,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         trainer = calling_trainer()
         if self.check is not None:
             report = partial(self._report, speaks=state.is_world_process_zero, whole=not has_shards(model))
-            before_first_step(model, args, optimizer, report, getattr(trainer, "model_wrapped", None))
+            outermost = getattr(trainer, "model_wrapped", None)
+            before_first_step(model, args, optimizer, report, outermost, self.ranges)
         self._leave()
         self._reductions.enter_context(float32_reductions())
         if trainer is not None and self.watch:

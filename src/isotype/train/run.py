@@ -11,6 +11,7 @@ from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.opened import Checkpoint
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.ranges import Ranges
 from isotype.report.run.record import RunRecord
 from isotype.train.options.settings import Settings
 
@@ -24,6 +25,7 @@ class Run:
         checkpoint: the model.
         start: the adapter that is trained further; None for a new one.
         policy: of every role's dtype.
+        ranges: the measurement that it was decided by; None where there is none.
         profile: the device.
         data: splits of rows.
         rewards: the trainer's argument for rewards; empty for methods without.
@@ -44,3 +46,4 @@ class Run:
     earlier: RunRecord | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    ranges: Ranges | None = None

@@ -69,6 +69,7 @@ from isotype.train.recompute_choice import Choice
 from isotype.train.rows.assistant import labelled_rows, labels_kept
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_of
+from isotype.train.rows.packed import keep_rows
 from isotype.train.run import Run
 from isotype.train.start import start_of
 from isotype.train.stop import early_stopping, graceful_stop, not_the_best
@@ -154,7 +155,7 @@ def _decided(
     checkpoint = open_checkpoint(settings.model.model_name_or_path, settings.model.model_revision)
     saved = None if resume is None else PrecisionPolicy.read(resume)
     when = settings.extra.ranges if saved is None else "known"
-    policy, _ = policy_of_run(checkpoint, settings.precision, settings.extra.device, when=when)
+    policy, ranges = policy_of_run(checkpoint, settings.precision, settings.extra.device, when=when)
     policy = with_constants_of(with_ranges_of(policy, saved), saved)
     check_policy(settings, policy)
     require_weights(checkpoint)
@@ -173,6 +174,7 @@ def _decided(
         earlier,
         identity,
         tuple(notes),
+        ranges,
     )
 
 
@@ -299,11 +301,12 @@ def _build(run: Run, console: Console) -> _Built:
     elif settings.extra.fuse:
         fusion = fuse(trainer.model)
         describe.show_fusion(console, fusion, settings.extra)
+    packing = keep_rows(trainer)
     for name, text in describe.head_rows(trainer):
         console.print(wrapped(f"{name}: {text}", console), highlight=False, markup=False, soft_wrap=True)
     dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
     cut = lengths and lengths.cut(training.max_length)
-    notes = tuple(note for note in (*said, cut, dropped, not_the_best(settings)) if note)
+    notes = tuple(note for note in (*said, cut, dropped, packing, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
     built = _Built(trainer, sample, choice, fusion, notes, lengths)
@@ -415,7 +418,9 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
         recorder = RunRecorder(trainer, view.update, view.evaluated, earlier=run.earlier)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(PrecisionCallback(run.policy, watch=False))  # the recorder does
+        trainer.add_callback(
+            PrecisionCallback(run.policy, watch=False, ranges=run.ranges)
+        )  # the recorder watches
         trainer.add_callback(recorder)
         stopping = early_stopping(settings)
         if stopping is not None:

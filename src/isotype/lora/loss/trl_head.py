@@ -21,9 +21,10 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from isotype.compat.torch import FakeTensor
+from isotype.compat.transformers import attention_of
 from isotype.compat.trl import former_forward, head_arguments, is_fused_forward, put_forward, take_forward
 from isotype.core.dtypes import autocast_dtype
-from isotype.lora.attention.registered import packed_by_lengths, without_padding
+from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
 from isotype.lora.fused import working_dtype
 from isotype.lora.loss.head import head_of
 from isotype.lora.loss.head_choice import HeadChoice, choose
@@ -33,6 +34,9 @@ from isotype.lora.sequences import saying
 from isotype.lora.unpadded import Unpadded, in_one_row
 
 _SMOOTHER = "_isotype_label_smoother"
+_PACKED = "_isotype_packed_rows"
+_HEAD = "_isotype_head"
+"""Attribute of a forward of ours: what it was made for."""
 HEAD_CHOICE = "_isotype_head_choice"
 """Attribute of a trainer: which head was taken by measurement, in a line; not there where there was nothing to choose."""
 
@@ -89,6 +93,32 @@ def use_own_head(trainer: Any) -> None:
         put_forward(model, _forward_of(type(model), request))
         if smoothing:
             trainer.__dict__[_SMOOTHER], trainer.label_smoother = trainer.label_smoother, None
+
+
+def goes_by_lengths(model: Any) -> bool:
+    """Whether rows behind one another cost attention no more than each by itself: it has no mask of all pairs."""
+    return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
+
+
+def take_packed_rows(trainer: Any) -> bool:
+    """Let the models of a trainer take rows that hold several documents, with their padding in a mask beside the documents' positions.
+
+    transformers would read positions only where no mask is given: the mask then says what a router's loss and a count of tokens leave out.
+
+    Returns:
+        False where another forward computes the loss: it would take the mask alone, or padding for tokens.
+    """
+    models = list(_models(trainer))
+    heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
+    routed = any(getattr(model.config.get_text_config(), "output_router_logits", False) for model in models)
+    own = all(
+        head is not None
+        and (not routed or own_is_better(model, smoothing=head.smoothing > 0, faster=head.faster))
+        for model, head in zip(models, heads, strict=True)
+    )
+    for model in models if own else ():
+        model.__dict__[_PACKED] = True
+    return own
 
 
 def put_head(model: Any) -> None:
@@ -220,13 +250,16 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         named = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        documents = self.__dict__.get(_PACKED, False) and kwargs.get("position_ids") is not None
+        present = kwargs.pop("attention_mask", None) if documents else None
         if not fused_lm_head:
             return former_forward(self)(*args, **_said(named), **kwargs)
         if not own_is_better(self, smoothing=request.smoothing > 0, faster=request.faster):
             return _by_trl(self, named, args, kwargs)
         with request.autocast():
-            return _fused(self, request, named, args, kwargs)
+            return _fused(self, request, named, args, kwargs, present)
 
+    forward.__dict__[_HEAD] = request
     return forward
 
 
@@ -283,9 +316,14 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 
 
 def _fused(
-    model: Any, request: _HeadRequest, named: dict[str, Any], args: Any, kwargs: dict[str, Any]
+    model: Any,
+    request: _HeadRequest,
+    named: dict[str, Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    present: torch.Tensor | None,
 ) -> Any:
-    """What TRL's forward returns, of a model that is called with `args` and `kwargs`."""
+    """What TRL's forward returns, of a model that is called with `args` and `kwargs`; `present` says what is no padding beside positions."""
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -325,7 +363,8 @@ def _fused(
     loss = -fields["log_probs"].sum() / (mask.sum().clamp(min=1) if items is None else items)
     aux = None
     if kwargs.get("output_router_logits"):
-        present = kwargs.get("attention_mask") if place is None else None
+        if place is None and present is None:
+            present = kwargs.get("attention_mask")
         aux = _load_balancing(config, output.router_logits, present)
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux
     return request.result(loss=loss, label_mask=mask, aux_loss=aux, **fields)

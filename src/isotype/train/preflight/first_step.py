@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import is_compiled_module
@@ -14,6 +15,7 @@ from isotype.core.errors import first_line
 from isotype.core.source import line_of
 from isotype.lora.loss.trl_head import without_its_padding
 from isotype.lora.unpadded import traced_as
+from isotype.precision.ranges import Ranges
 from isotype.preflight.from_trainer import request_of_first_step
 from isotype.preflight.run import run
 from isotype.records.finding import Finding
@@ -29,6 +31,7 @@ def before_first_step(
     optimizer: Any,
     tell: Callable[[Report], None],
     outermost: nn.Module | None = None,
+    ranges: Ranges | Literal["measure"] | None = "measure",
 ) -> None:
     """Check the step of a trainer that is already running, when its first batch for training reaches the model.
 
@@ -39,6 +42,7 @@ def before_first_step(
         tell: hears of the report, before the forward of that batch runs; may raise.
         outermost: the model as the trainer calls it. One that is compiled as a whole runs its hooks outside of the graph,
             and those of the model within, where a check would be compiled.
+        ranges: what was measured of the model's values; None: nothing; `measure`: a float16 step is measured on this batch.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -47,7 +51,9 @@ def before_first_step(
         handle.remove()
         try:
             with traced_as(without_its_padding(model, args, kwargs)):
-                report = run(request_of_first_step(model, (args, kwargs), arguments, optimizer), verify=False)
+                request = request_of_first_step(model, (args, kwargs), arguments, optimizer)
+                known = None if ranges == "measure" else ranges
+                report = run(replace(request, ranges=known), verify=False, measure=ranges == "measure")
         except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
             raised = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))

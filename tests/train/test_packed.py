@@ -1,0 +1,162 @@
+"""Packed batches: their rows stay rows where attention goes by a mask, and documents of a row do not see each other."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from isotype.data.methods import METHODS
+from isotype.lora.unpadded import mixes_documents
+from isotype.train.options.settings import parse_settings
+from isotype.train.rows.packed import Rows, keep_rows
+from isotype.train.training import run as train
+from tests.models import tiny_model
+from tests.train.tiny import save_chat_model, save_rows
+
+PACKED = [
+    {"input_ids": [11, 12, 13, 21, 22], "seq_lengths": [3, 2]},
+    {"input_ids": [31, 32, 33, 34], "labels": [-100, 32, 33, 34], "seq_lengths": [4]},
+]
+COLLATOR = DataCollatorForLanguageModeling(pad_token_id=0)
+
+
+def test_the_rows_of_a_packed_batch_stay_rows() -> None:
+    batch = {name: value.tolist() for name, value in Rows(COLLATOR, packed=True)(PACKED).items()}
+    assert batch == {
+        "input_ids": [[11, 12, 13, 21, 22], [31, 32, 33, 34, 0]],
+        "labels": [[-100, 12, 13, -100, 22], [-100, 32, 33, 34, -100]],
+        "position_ids": [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]],
+    }
+
+
+def test_documents_that_would_see_each_other_get_a_row_each() -> None:
+    batch = {name: value.tolist() for name, value in Rows(COLLATOR, packed=False)(PACKED).items()}
+    assert batch == {
+        "input_ids": [[11, 12, 13, 0], [21, 22, 0, 0], [31, 32, 33, 34]],
+        "labels": [[11, 12, 13, -100], [21, 22, -100, -100], [-100, 32, 33, 34]],
+        "attention_mask": [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]],
+    }
+
+
+def test_rows_that_were_not_packed_are_padded() -> None:
+    """Those of an evaluation with `--eval_packing False`."""
+    batch = Rows(COLLATOR, packed=True)([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert "position_ids" not in batch
+
+
+MIXING = {"bloom": "BloomForCausalLM", "mamba": "MambaForCausalLM", "gpt-oss": "GptOssForCausalLM"}
+
+
+def _model(name: str) -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32}
+    configs = {
+        "bloom": transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+        "mamba": transformers.MambaConfig(**sizes),
+        "gpt-oss": transformers.GptOssConfig(
+            **sizes, **heads, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0
+        ),
+    }
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(configs[name])
+
+
+@pytest.mark.parametrize("name", sorted(MIXING))
+def test_models_whose_documents_would_see_each_other(name: str) -> None:
+    """ALiBi counts from the row's begin, a state goes on from one to the next, gpt-oss makes its mask without positions."""
+    assert mixes_documents(_model(name)) == f"in {MIXING[name]} documents in one row would see each other"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_models_that_keep_documents_apart(name: str) -> None:
+    assert mixes_documents(tiny_model(name)) == ""
+
+
+def test_what_a_trial_raises_is_a_reason() -> None:
+    reason = mixes_documents(torch.nn.Linear(2, 2))
+    assert reason.startswith("a trial of documents in one row failed (AttributeError: ")
+
+
+def test_attention_by_lengths_keeps_one_row() -> None:
+    config = SimpleNamespace(
+        get_text_config=lambda: SimpleNamespace(_attn_implementation="flash_attention_2")
+    )
+    joined = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    trainer = SimpleNamespace(data_collator=joined, model=SimpleNamespace(config=config))
+    assert keep_rows(trainer) is None
+    assert trainer.data_collator is joined
+
+
+# Whole trainings beside one document at a time
+
+
+def _train(root: Path, *flags: str) -> tuple[list[float], str]:
+    console = Console(record=True, width=400, file=StringIO())
+    arguments = f"""--model_name_or_path {root / "model"} --dataset_name {root / "train.jsonl"} --dtype float32 --device cpu
+        --output_dir {root / "out"} --max_length 24 --learning_rate 1e-2 --lora_dropout 0 --logging_steps 1 --max_steps 2
+        --per_device_train_batch_size 4 --gradient_checkpointing False --save_strategy no --report_to none""".split()
+    outcome = train(parse_settings(METHODS["sft"], [*arguments, *flags]), console)
+    return [step.loss for step in outcome.record.steps], console.export_text()
+
+
+def _rows(root: Path) -> None:
+    texts = [" ".join(f"w{(3 * i + j) % 56}" for j in range(4 + i % 9)) for i in range(40)]
+    save_rows(root / "train.jsonl", [{"text": text} for text in texts])
+
+
+def _trl(root: Path) -> list[float]:
+    """Of TRL's trainer, which joins rows: its float32 losses where positions keep documents apart."""
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(
+        output_dir=str(root / "trl"), packing=True, max_length=24, per_device_train_batch_size=4, learning_rate=1e-2,
+        max_steps=2, logging_steps=1, report_to="none", bf16=False, use_cpu=True, gradient_checkpointing=False,
+        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32),
+        args=config,
+        train_dataset=load_dataset("json", data_files=str(root / "train.jsonl"), split="train"),
+        processing_class=transformers.AutoTokenizer.from_pretrained(root / "model"),
+        peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear"),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_losses_are_those_of_rows_joined_into_one(tmp_path: Path, unchecked: None) -> None:
+    save_chat_model(tmp_path / "model")
+    _rows(tmp_path)
+    losses, said = _train(tmp_path, "--packing", "True")
+    assert "packing: the rows of a batch are not joined into one" in said
+    assert losses == pytest.approx(_trl(tmp_path), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_float16_training_hands_its_check_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took more memory than the step itself: a float32 forward and backward beside a float16 one."""
+
+    def again(*_: Any) -> Any:
+        raise AssertionError("measured again")
+
+    save_chat_model(tmp_path / "model")
+    _rows(tmp_path)
+    monkeypatch.setattr("isotype.preflight.run.measured", again)
+    losses, said = _train(tmp_path, "--dtype", "float16")
+    assert len(losses) == 2
+    assert "the step was not checked" not in said
