@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,3 +78,10 @@ def test_every_name_that_is_imported_from_trl_is_one_that_is_looked_for() -> Non
     assert {pair for pair in imported - by_gpu if ".".join(pair) not in NAMES} <= looked_for
     assert not lacking()
     assert not lacking_inside()
+
+
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_completions_are_kept_where_a_checkpoint_looks_for_them(name: str) -> None:
+    source = inspect.getsource(getattr(trl, name))
+    assert "self._buffered_inputs = None" in source
+    assert "self._step = 0" in source

@@ -69,6 +69,22 @@ def take_forward(model: Any) -> None:
         model.forward = former
 
 
+def completions_of(trainer: Any) -> dict[str, Any] | None:
+    """Completions that GRPO and RLOO have generated and still learn from, and after how many micro-batches; None of other trainers."""
+    if not hasattr(trainer, "_buffered_inputs"):
+        return None
+    return {"batches": trainer._buffered_inputs, "micro_steps": trainer._step}
+
+
+def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
+    """Let a trainer go on with what `completions_of` returned, on its own device."""
+    if held is not None:
+        from accelerate.utils import send_to_device
+
+        trainer._step = held["micro_steps"]
+        trainer._buffered_inputs = send_to_device(held["batches"], trainer.args.device)
+
+
 def lacking(names: Iterable[str] = ()) -> list[str]:
     """Which of our `NAMES` of `trl` itself, and of other `names`, it does not have; nothing of it is loaded for that."""
     known = frozenset(dir(import_module("trl")))

@@ -40,6 +40,7 @@ from isotype.train.monitor.diverged import not_finite
 from isotype.train.monitor.recorder import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.monitor.step_values import LaunchedValues, StepValues, launched
 from isotype.train.output.checkpoints import all_checkpoints, saved_at, whole_checkpoints, write_manifest
+from isotype.train.output.loop_state import Order, begin_epoch, save_loop_state
 from isotype.train.output.sharded import Sharded, has_shards
 
 
@@ -66,6 +67,7 @@ class _Governed:
     _values: StepValues | None = None
     stop_asked: bool = False
     _flops_of_value: int | None = None
+    _order: Order | None = None
     card: Callable[[], str] | None = None
     in_checkpoint: Callable[[Path], object] | None = None
     goes_on: Callable[[Path], str] | None = None
@@ -122,6 +124,11 @@ class _Governed:
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
+        resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"]
+        skipped = kwargs["steps_trained_in_current_epoch"]
+        self._order = begin_epoch(
+            self, kwargs["train_dataloader"], Path(resumed) if resumed else None, skipped
+        )
         super().run_epoch(**kwargs)  # type: ignore[misc]
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +219,7 @@ class _Governed:
         built, final = run_dir / STAGING / name, run_dir / name
         with self._staged(run_dir, "checkpoint"):
             super().write_checkpoint(model, trial)  # type: ignore[misc]
+            save_loop_state(self, self._order, built)
             if self.state.best_model_checkpoint == str(built):
                 self.state.best_model_checkpoint = str(final)
                 if self.args.should_save:

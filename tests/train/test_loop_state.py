@@ -1,0 +1,76 @@
+"""Runs that go on inside of a generation, in a later epoch or with a reference that follows: the same run, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from isotype.data.methods import METHODS
+from isotype.train import training
+from isotype.train.options.settings import parse_settings
+from tests.train.tiny import rows, save_chat_model, save_rows
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+ANSWERS = (
+    "--reward_funcs tests.train.tiny.reward_by_words --max_completion_length 6 --num_generations 4 --beta 0.1 "
+    "--per_device_train_batch_size 4"
+)
+
+
+def trained(root: Path, name: str, method: str, flags: str) -> tuple[list[Any], bytes]:
+    """Every step's loss, norm and metrics but those of time, and the file that was trained."""
+    out = root / name
+    arguments = f"""--model_name_or_path {root / "model"} --dataset_name {root / "rows.jsonl"} --output_dir {out} --dtype float32
+        --save_steps 1 --logging_steps 1 --learning_rate 1e-2 --lora_dropout 0.1 --gradient_checkpointing False --report_to none {flags}"""
+    outcome = training.run(parse_settings(METHODS[method], arguments.split()), Console(quiet=True))
+    steps = [
+        (each.loss, each.grad_norm, {key: value for key, value in each.metrics if "time" not in key})
+        for each in outcome.record.steps
+    ]
+    weights = next(
+        path for path in out.iterdir() if path.name in ("adapter_model.safetensors", "model.safetensors")
+    )
+    return steps, weights.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "flags", "stops"),
+    [
+        # An epoch is three generations of two prompts; each serves two steps.
+        pytest.param("grpo", 6, f"{ANSWERS} --gradient_accumulation_steps 2 --num_iterations 2 --max_steps 8", (1, 7), id="grpo"),
+        pytest.param("sft", 9, "--per_device_train_batch_size 2 --train_sampling_strategy group_by_length --max_steps 7", (6,), id="lengths"),
+        pytest.param("rloo", 6, f"{ANSWERS} --steps_per_generation 4 --max_steps 8", (3, 7), id="rloo", marks=pytest.mark.exhaustive),
+        pytest.param("dpo", 8, "--use_peft False --sync_ref_model True --ref_model_sync_steps 2 --per_device_train_batch_size 4 --max_steps 4", (3,), id="reference", marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+def test_a_run_that_goes_on_is_the_same_run(
+    tmp_path: Path, method: str, count: int, flags: str, stops: tuple[int, ...]
+) -> None:
+    save_chat_model(tmp_path / "model", layers=1)
+    save_rows(tmp_path / "rows.jsonl", rows(method, count))
+    whole = trained(tmp_path, "whole", method, flags)
+    for step in stops:
+        checkpoint = tmp_path / f"from-{step}" / f"checkpoint-{step}"
+        shutil.copytree(tmp_path / "whole" / checkpoint.name, checkpoint)
+        assert (
+            trained(tmp_path, f"from-{step}", method, f"{flags} --resume_from_checkpoint {checkpoint}")
+            == whole
+        )
+
+
+def test_a_checkpoint_that_cannot_say_is_answered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_chat_model(tmp_path / "model", layers=1)
+    save_rows(tmp_path / "rows.jsonl", rows("grpo", 6))
+    flags = f"{ANSWERS} --num_iterations 2"
+    trained(tmp_path, "out", "grpo", f"{flags} --max_steps 1")
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    for name in ("isotype_loop_0.pt", "isotype_checkpoint.json"):  # as another program would have saved it
+        (checkpoint / name).unlink()
+    trained(tmp_path, "out", "grpo", f"{flags} --max_steps 2 --resume_from_checkpoint {checkpoint}")
+    why = "not saved by isotype: rows may come in another order, and completions are generated again"
+    assert f"{checkpoint} is {why}" in caplog.messages
