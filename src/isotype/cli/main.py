@@ -22,6 +22,7 @@ from isotype.core.cache import prepare_library_caches
 from isotype.core.console import libraries_shown
 from isotype.core.errors import IsotypeError, UsageError
 from isotype.core.package import VERSION
+from isotype.core.processes import check_surroundings
 from isotype.core.terminal import lost_output, outlive_output, print_the_nearest, shown
 from isotype.data.methods import METHODS
 from isotype.report.narrow import wrapped
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_library_caches()
     try:
         handler = _handler(command)
+        if command not in ("explain", "completion", "run"):
+            check_surroundings()
         if command == "run":  # another script's
             return handler(rest, console)
         with code_refused(), libraries_shown():

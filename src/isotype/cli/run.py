@@ -7,6 +7,7 @@ so that what a script sets first (threads, visible devices) counts. Standard out
 from __future__ import annotations
 
 import argparse
+import builtins
 import runpy
 import shutil
 import signal
@@ -150,9 +151,9 @@ def _execute(options: Options) -> None:
     sys.argv, sys.path[0] = [options.target, *options.arguments], directory or str(Path.cwd())
     try:
         if options.module:
-            runpy.run_module(options.target, run_name="__main__", alter_sys=True)
+            runpy.run_module(options.target, {"__builtins__": builtins}, "__main__", alter_sys=True)
         else:
-            runpy.run_path(str(Path(options.target).absolute()), run_name="__main__")
+            runpy.run_path(str(Path(options.target).absolute()), {"__builtins__": builtins}, "__main__")
     finally:
         sys.argv, sys.path[0] = arguments, first
 

@@ -107,7 +107,7 @@ class Session:
             f", nor in the processes that were started ({processes.watched})" if processes.watched else ""
         )
         if self._diagnosis is None:
-            return f"the script never imported torch{', nor trained' + started[4:] if started else ''}"
+            return f"the script never imported torch{', nor trained' + started[5:] if started else ''}"
         return f"no module was called with parameters that require a gradient{started}"
 
     def safely(self, act: Callable[[], T]) -> T | None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.policy import POLICY_FILE
 
@@ -70,6 +75,8 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
     manifest = read_json(checkpoint / MANIFEST)
     if manifest is None and (checkpoint / MANIFEST).exists():
         return f"{MANIFEST} is not JSON"
+    if not all(isinstance((manifest or {}).get(key, {}), dict) for key in ("files", "crc32")):
+        return f"{MANIFEST} does not list files"
     for name, size in (manifest or {}).get("files", {}).items():
         path = checkpoint / name
         if not path.is_file():
@@ -85,6 +92,51 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
         return f"{_STATE} is not JSON"
     if not any(any(checkpoint.glob(pattern)) for pattern in _WEIGHTS):
         return "there are no weights in it"
+    return None
+
+
+_REFUSALS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
+_KINDS: dict[str, dict[str, type]] = {
+    "optimizer.pt": {"state": dict, "param_groups": list},
+    "scheduler.pt": {"last_epoch": int, "_last_lr": list},
+    "rng_state*.pth": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
+    "scaler.pt": {},
+}
+"""Files of the trainer's state, and the kinds of entries that each has."""
+
+
+def unreadable_state(checkpoint: Path) -> str | None:
+    """Why the trainer cannot go on from the state in a checkpoint, as a clause; None where it can. Nothing but tensors and numbers is unpickled."""
+    from transformers import TrainerState
+    from transformers.trainer_pt_utils import safe_globals
+
+    try:
+        state = TrainerState(**(read_json(checkpoint / _STATE) or {}))
+        counts = (
+            state.global_step,
+            state.max_steps,
+            state.num_train_epochs,
+            state.train_batch_size,
+        )
+        if not all(type(each) is int for each in counts) or state.global_step < 0:
+            return f"{_STATE} lacks a number of steps, epochs or rows"
+        if not isinstance(state.log_history, list):
+            return f"{_STATE} has no log_history"
+    except _REFUSALS as error:
+        return f"{_STATE}: {first_line(error)}"
+    for path, entries in (
+        (path, entries) for name, entries in _KINDS.items() for path in sorted(checkpoint.glob(name))
+    ):
+        try:
+            with safe_globals(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is odd about a pickle: its refusal says enough
+                content = torch.load(path, map_location="meta", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, OSError, *_REFUSALS):
+            return f"{path.name} is not what torch.save writes of tensors and numbers, and nothing else of it is read"
+        content = content if isinstance(content, dict) else {}
+        lacking = [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]
+        if lacking:
+            return f"{path.name} has no {' and no '.join(lacking)}"
     return None
 
 
@@ -107,7 +159,7 @@ def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 def saved_at(checkpoint: Path) -> float:
     """When a checkpoint was saved, in seconds since the epoch: by its manifest, else by its files."""
     manifest = read_json(checkpoint / MANIFEST) or {}
-    if "saved_at" in manifest:
+    if isinstance(manifest.get("saved_at"), (int, float)):
         return float(manifest["saved_at"])
     state = checkpoint / _STATE
     return (state if state.is_file() else checkpoint).stat().st_mtime

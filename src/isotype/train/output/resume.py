@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from isotype.checkpoint.adapter import Adapter
-from isotype.checkpoint.opened import Checkpoint
+from isotype.checkpoint.adapter import Adapter, is_adapter, read_adapter
+from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import recover, write_whole
@@ -29,6 +29,7 @@ from isotype.train.output.checkpoints import (
     all_checkpoints,
     damage,
     read_json,
+    unreadable_state,
     whole_checkpoints,
 )
 from isotype.train.start import LOFTQ, MADE_BY
@@ -47,17 +48,24 @@ def resume_point(settings: Settings) -> Path | None:
             recover(root)
     whole = whole_checkpoints(root)
     if str(asked).lower() in ("true", "last", "latest"):
-        return next((path for path in reversed(whole) if damage(path, contents=True) is None), None)
+        return next(
+            (path for path in reversed(whole) if not (damage(path, contents=True) or unreadable_state(path))),
+            None,
+        )
     path = Path(str(asked))
-    reason = damage(path, contents=True)
+    reason = damage(path, contents=True) or unreadable_state(path)
     if reason is None:
+        if is_adapter(path):
+            read_adapter(path)
+        elif list(path.glob("model*.safetensors")):
+            open_checkpoint(path)
         return path
-    others = ", ".join(p.name for p in reversed(whole))
+    others = ", ".join(p.name for p in reversed(whole) if p.resolve() != path.resolve())
     raise CheckpointError.of(
         "no checkpoint to go on from",
         f"--resume_from_checkpoint {asked}: {reason}",
         "a folder checkpoint-N that was saved to the end",
-        f"whole in {root}: {others}" if whole else f"there is none in {root}: leave the argument out",
+        f"whole in {root}: {others}" if others else f"there is no other in {root}: leave the argument out",
     )
 
 
