@@ -254,17 +254,16 @@ def _unread(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[t
     """What the values of the model's tensors cannot be computed from."""
     for source in {id(source): source for source in weights.sources.values()}.values():
         value = state.get(source.target)
+        real = value is not None and value.is_floating_point()
         for tensor, _ in source.tensors:
             stored = STORED.get(tensor.weight.dtype_name, "float")
+            what = f"{stored} codes without a scale"
+            if stored == "bool":
+                what = "stored as bool, which is no dtype of weights"
             if tensor.problem is not None:
                 yield tensor, tensor.problem
-            elif (
-                not tensor.quantized
-                and "float" not in stored
-                and value is not None
-                and value.is_floating_point()
-            ):
-                yield tensor, _codes(tensor.weight.name, stored)
+            elif real and "float" not in stored and not tensor.quantized:
+                yield tensor, Problem(f"{tensor.weight.name}: {what}", *EXPECTED)
 
 
 def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[WrongShape]:
@@ -290,15 +289,6 @@ def _turned(stored: Sequence[StoredTensor]) -> bool:
 
 
 # In words
-
-
-def _codes(name: str, stored: str) -> Problem:
-    what = (
-        "stored as bool, which is no dtype of weights"
-        if stored == "bool"
-        else f"{stored} codes without a scale"
-    )
-    return Problem(f"{name}: {what}", *EXPECTED)
 
 
 def _unread_problems(match: Match) -> Iterator[Problem]:
