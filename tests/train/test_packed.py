@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from rich.console import Console
+from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from isotype.cli.main import main
 from isotype.data.methods import METHODS
+from isotype.lora.loss.trl_head import may_go_by_lengths
 from isotype.lora.unpadded import mixes_documents
+from isotype.precision.devices.profile import device_profile
 from isotype.train.options.settings import parse_settings
+from isotype.train.rows.lengths import Lengths, packed_rows
 from isotype.train.rows.packed import Rows, keep_rows
 from isotype.train.training import run as train
 from tests.models import tiny_model
@@ -95,6 +102,42 @@ def test_attention_by_lengths_keeps_one_row() -> None:
     trainer = SimpleNamespace(data_collator=joined, model=SimpleNamespace(config=config))
     assert keep_rows(trainer) is None
     assert trainer.data_collator is joined
+
+
+@pytest.mark.parametrize("limit", [24, 100])
+def test_rows_are_foreseen_as_trl_packs_them(limit: int) -> None:
+    tokens = tuple((7 * i) % 31 + 1 for i in range(60))
+    packed = pack_dataset(Dataset.from_dict({"input_ids": [[1] * length for length in tokens]}), limit, "bfd")
+    lengths = [len(row) for row in packed["input_ids"]]
+    assert packed_rows(Lengths(tokens, 60), limit) == (len(lengths), max(lengths))
+    assert packed_rows(Lengths(tokens, 61), limit) is None
+
+
+def _activations(folder: Path, rows: int, capsys: pytest.CaptureFixture[str]) -> int:
+    command = f"check sft --model_name_or_path {folder} --packing True --max_length 64 --device cpu --dtype float32 --json"
+    main([*command.split(), "--per_device_train_batch_size", str(rows), "--gradient_checkpointing", "False"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["complete"]
+    return int(report["memory"]["phases"]["forward"]["activations"])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_packed_rows_are_foreseen_with_a_mask_of_each(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with one of all pairs of tokens, which a step of one row would have in any case."""
+    tiny_model(name).config.save_pretrained(tmp_path)
+    one, four = (_activations(tmp_path, rows, capsys) for rows in (1, 4))
+    assert four == pytest.approx(4 * one, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("profile", "by_lengths"), [("h100", True), ("t4", False), ("cpu-amx", False), ("cpu-avx2", False)]
+)
+def test_where_packed_rows_may_go_by_lengths(profile: str, by_lengths: bool) -> None:
+    model = tiny_model("llama", torch.bfloat16)
+    assert may_go_by_lengths(model, device_profile(profile)) == by_lengths
+    assert not may_go_by_lengths(tiny_model("gemma2", torch.bfloat16), device_profile(profile))
 
 
 # Whole trainings beside one document at a time

@@ -106,7 +106,7 @@ def test_what_is_not_traced_as_asked_is_said():
     assert found.attention is None
     assert found.notes == (
         "flash_attention_2 is traced as scaled_dot_product_attention, whose dtypes are wider",
-        "packed rows are traced as rows of their full length",
+        "packed rows are traced as rows of their full length; a model whose documents would see each other trains on padded rows of one each",
     )
 
 

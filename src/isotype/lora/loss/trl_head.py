@@ -24,6 +24,7 @@ from isotype.compat.torch import FakeTensor
 from isotype.compat.transformers import attention_of
 from isotype.compat.trl import former_forward, head_arguments, is_fused_forward, put_forward, take_forward
 from isotype.core.dtypes import autocast_dtype
+from isotype.lora.attention.lengths import why_not_lengths
 from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
 from isotype.lora.fused import working_dtype
 from isotype.lora.loss.head import head_of
@@ -32,6 +33,8 @@ from isotype.lora.loss.head_times import HeadShape, token_class
 from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
 from isotype.lora.sequences import saying
 from isotype.lora.unpadded import Unpadded, in_one_row
+from isotype.model.enforce import policy_of
+from isotype.precision.devices.profile import DeviceProfile
 
 _SMOOTHER = "_isotype_label_smoother"
 _PACKED = "_isotype_packed_rows"
@@ -98,6 +101,15 @@ def use_own_head(trainer: Any) -> None:
 def goes_by_lengths(model: Any) -> bool:
     """Whether rows behind one another cost attention no more than each by itself: it has no mask of all pairs."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
+
+
+def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
+    """Whether `isotype.fuse` would let a model without weights go by lengths on a device, as far as it can be known."""
+    config, policy = model.config, policy_of(model)
+    dtype = model.dtype if policy is None else policy.compute
+    return (
+        attention_of(config.get_text_config()) == "sdpa" and why_not_lengths(profile, dtype, config) is None
+    )
 
 
 def take_packed_rows(trainer: Any) -> bool:

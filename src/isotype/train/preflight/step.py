@@ -17,7 +17,7 @@ from isotype.core.errors import IsotypeError
 from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
-from isotype.lora.loss.trl_head import put_head
+from isotype.lora.loss.trl_head import goes_by_lengths, may_go_by_lengths, put_head
 from isotype.model.fold import fold
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients, checkpointing, take_checkpointing
 from isotype.precision.devices.profile import device_profile
@@ -266,7 +266,16 @@ def _inputs(plan: StepPlan, model: Any, length: int) -> Any:
         length,
         completion=min(plan.completion, length - 1),
         reference=plan.reference,
+        packed=plan.packed and not _by_lengths(plan, model),
     )
+
+
+def _by_lengths(plan: StepPlan, model: Any) -> bool:
+    """Whether the training's attention takes packed rows by their lengths, which a model without weights does not show."""
+    profile = device_profile(plan.device)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    fused = plan.fuse and plan.lora is not None
+    return goes_by_lengths(base) or (fused and may_go_by_lengths(base, profile))
 
 
 def _dequantized(config: Any, trace: Trace) -> Iterator[str]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH = 1024
 """Tokens a row where nothing says another number; TRL's own default of `--max_length`."""
 
+PACKED = "packed rows are traced as rows of their full length; a model whose documents would see each other trains on padded rows of one each"
+
 _DESCRIPTION = """\
 Trace one training step on fake tensors and say what will crash, cost or lose precision, on any device, without
 weights, a GPU or a data set.
@@ -93,6 +95,7 @@ class StepPlan:
         reshard: whether FSDP frees a block's gathered weights after its forward.
         revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
+        packed: whether rows hold several documents, which attention tells apart by their positions.
         notes: what is not traced as asked.
         ranges: whether value ranges are measured, `measure` or `known`, as `isotype.train.policy.policy_by_ranges` takes it.
         data: what the rows' lengths say, and as what they are read; "" where no data set was opened.
@@ -121,6 +124,7 @@ class StepPlan:
     reference: bool = False
     revision: str | None = None
     attention: str | None = None
+    packed: bool = False
     notes: tuple[str, ...] = ()
     ranges: str = "measure"
     data: str = ""
@@ -321,11 +325,13 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
     completion = getattr(training, "max_completion_length", 0) or 0
     attention, notes = model.attn_implementation, []
     sharding = _sharding(settings)
+    by_mask = attention is None or "flash" not in attention
     if attention is not None and "flash" in attention:
         notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
         attention = None
-    if getattr(training, "packing", False) or getattr(training, "padding_free", False):
-        notes.append("packed rows are traced as rows of their full length")
+    packed = getattr(training, "packing", False) and str(training.packing_strategy).startswith("bfd")
+    if packed:
+        notes.append(PACKED)
     if training.torch_compile:
         notes.append(
             "torch.compile: judged is the step as it runs uncompiled; dtypes and findings are the same"
@@ -355,6 +361,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         reshard=sharding.get("reshard", True),
         revision=model.model_revision,
         attention=attention,
+        packed=packed and by_mask,
         notes=tuple(notes),
         ranges=settings.extra.ranges,
         # The training leaves layers that torch.compile takes to PEFT; on a check nothing else hangs by it.
@@ -401,13 +408,16 @@ def training_plan(
 
 def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
     """The plan with as many rows as there are, and the longest that can occur among them."""
-    from isotype.train.rows.lengths import longest_possible
+    from isotype.train.rows.lengths import longest_possible, packed_rows
 
     training = settings.training
     limit = getattr(training, "max_length", None)
     longest, why = longest_possible(
         rows, lengths, limit, packed=bool(getattr(training, "packing", False)), completion=plan.completion
     )
+    if getattr(training, "packing", False) and (packed := packed_rows(lengths, limit)) is not None:
+        count, longest = packed
+        return replace(plan, rows=min(plan.rows, count), length=longest, longest=longest)
     # A prompt of GRPO or RLOO is answered several times: there the rows of a batch are no rows of the data set.
     fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
     return replace(plan, rows=fewer, longest=longest, unforeseen=plan.unforeseen or why)

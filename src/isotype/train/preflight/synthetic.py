@@ -66,7 +66,14 @@ def batch_notes(config: Any) -> tuple[str, ...]:
 
 
 def step_inputs(
-    method: str, model: Any, rows: int, length: int, *, completion: int = 0, reference: bool = True
+    method: str,
+    model: Any,
+    rows: int,
+    length: int,
+    *,
+    completion: int = 0,
+    reference: bool = True,
+    packed: bool = False,
 ) -> Inputs:
     """What one step of a method feeds the model, and its loss over it.
 
@@ -77,8 +84,13 @@ def step_inputs(
         length: tokens an example, of prompt and completion together.
         completion: tokens of the completion (grpo, rloo).
         reference: whether the method compares with the reference model in every step.
+        packed: whether each row holds two documents, told apart by their positions (sft).
     """
     batch = synthetic_batch(model, rows, length)
+    if packed:
+        del batch["attention_mask"]
+        places, half = torch.arange(length), length // 2
+        batch["position_ids"] = torch.where(places < half, places, places - half).repeat(rows, 1)
     loss = METHODS[method].loss
     if loss == "labels":
         return LossOf(_label_loss, batch)

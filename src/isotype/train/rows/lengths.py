@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,17 @@ def longest_possible(
         return (None, UNBOUNDED) if limit is None else (limit, "")
     longest = lengths.longest + completion + 1  # a trainer may add a token at the end
     return (longest if limit is None else min(longest, limit)), ""
+
+
+def packed_rows(lengths: Lengths | None, limit: int | None) -> tuple[int, int] | None:
+    """(rows that a data set is packed into, tokens of the longest), best fit first as TRL does it; None where not all lengths are known."""
+    if lengths is None or limit is None or len(lengths.tokens) < lengths.rows:
+        return None
+    room: list[int] = []  # in each row, ascending
+    for length in sorted((min(each, limit) for each in lengths.tokens), reverse=True):
+        at = bisect_left(room, length)
+        insort(room, (room.pop(at) if at < len(room) else limit) - length)
+    return len(room), limit - room[0]
 
 
 def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:
