@@ -4,7 +4,7 @@ count in the real step.
 *Recorder* is the ledger of `isotype run`, which counts bytes of tensors alive as the preflight does; *allocator* shares
 nothing with us: the peak of what torch's allocator handed out (torch.profiler), besides what was there before. What an
 operator uses inside itself is in the allocator's figure only. *Folded* is what `isotype check` foresees without weights,
-of equal layers once. `storage × checkpointing × path` of three models, and some more. Each case is one step: forward, backward, AdamW. Small
+of equal layers once. `storage × checkpointing × path` of three models, and some more. Each case is two steps: forward, backward, AdamW. Small
 random models of several architectures and storages, and SmolLM2-135M.
 
 With `--device cuda` the step runs there, and *allocator* is the peak of torch's caching allocator.
@@ -203,13 +203,15 @@ def _ready(case: Case, device: str) -> tuple[Any, PrecisionPolicy, dict[str, tor
 
 def _step(model: Any, policy: PrecisionPolicy, batch: dict[str, torch.Tensor]) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    with torch.autocast(
-        batch["input_ids"].device.type, dtype=policy.autocast, enabled=policy.autocast is not None
-    ):
-        loss = model(**batch).loss
-    loss.backward()
-    del loss
-    optimizer.step()
+    for _ in range(2):  # from the second on the optimizer's states are there
+        with torch.autocast(
+            batch["input_ids"].device.type, dtype=policy.autocast, enabled=policy.autocast is not None
+        ):
+            loss = model(**batch).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _allocated(model: Any, policy: PrecisionPolicy, batch: dict[str, torch.Tensor]) -> int:

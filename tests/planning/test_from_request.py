@@ -15,11 +15,11 @@ from jsonschema import Draft202012Validator
 import isotype
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError, UsageError
-from isotype.planning.from_request import Plan
+from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.record import Row
+from isotype.planning.request import parse_request
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
-from isotype.train.recompute_choice import steady_peak
 from tests.planning.conftest import noted
 
 SCHEMA = Draft202012Validator(
@@ -38,7 +38,7 @@ def same_as_a_check(row: Row) -> None:
     step, command = plan_of(*parse_options([*row.command[1:], "--device", "rtx4090"]))
     report = check_plan(step, command, ("forward", "backward", "unscale", "optimizer"))
     assert report.complete
-    assert steady_peak(report.trace.memory) == row.peak
+    assert report.trace.memory.peak == row.peak
     assert report.trace.setup.batch["input_ids"] == (row.rows, row.length)
 
 
@@ -54,6 +54,21 @@ def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_w
     command = plan.rows[-1].command
     assert '"every_n_layers": 3' in command[command.index("--gradient_checkpointing_kwargs") + 1]
     same_as_a_check(plan.rows[-1])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_check_and_plan_have_one_peak_and_one_room(config: Path, accumulation: int) -> None:
+    """Of full training, whose optimizer's states are the larger part from the second step on."""
+    words = f"--use_peft False --dtype bfloat16 --gradient_checkpointing False --gradient_accumulation_steps {accumulation}"
+    words += " --per_device_train_batch_size 4 --max_length 64 --device rtx4090"
+    step, command = plan_of(*parse_options([str(config), *words.split()]))
+    report = check_plan(step, command, ("forward", "backward", "unscale", "optimizer"))
+    request, _ = parse_request([str(config), *words.split(), "--rows", "4"])
+    (row,) = plan_of_request(request).rows
+    assert (row.rows, row.accumulation) == (4, accumulation)
+    assert report.memory.peak == row.peak
+    assert report.trace.setup.limit.size == row.room
+    assert report.memory.phases["backward"]["optimizer"] == report.memory.phases["optimizer"]["optimizer"]
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,6 @@ from isotype.records.request import StepRequest
 from isotype.records.trace import Trace
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
-from isotype.train.recompute_choice import steady_peak
 from tests.checkpoint.test_damage import linear
 from tests.models import tiny_model
 from tests.planning.conftest import step_of
@@ -114,5 +113,5 @@ def test_a_check_of_the_command_foresees_the_same(
     mixed = {row.storage: row for row in planned(str(saved("llama")), room).rows}["mixed"]
     step, command = plan_of(*parse_options([*mixed.command[1:], "--device", "rtx4090"]))
     report = check_plan(step, command, ("forward", "backward", "unscale", "optimizer"))
-    assert steady_peak(report.trace.memory) == mixed.peak
+    assert report.trace.memory.peak == mixed.peak
     assert report.trace.setup.policy.layers == mixed.policy.layers

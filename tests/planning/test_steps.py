@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from isotype.planning.steps import largest, worst_moment
-from isotype.records.memory import Memory
+from isotype.planning.steps import largest
 
 
 def test_the_largest_of_a_convex_measure_is_found_in_few_measures() -> None:
@@ -46,15 +45,3 @@ def test_the_search_ends_where_the_rest_is_of_no_interest() -> None:
         enough=lambda low, high: -(-8 // low) == -(-8 // (high - 1)),
     )
     assert rows in (4, 5)
-
-
-def test_the_optimizers_states_are_there_from_the_beginning_of_a_later_step() -> None:
-    phases = {
-        "forward": {"weights": 10, "activations": 50},
-        "backward": {"weights": 10, "activations": 40, "gradients": 15},
-        "optimizer": {"weights": 10, "gradients": 15, "optimizer": 30},
-        "generate": {"weights": 10, "activations": 500},
-    }
-    phase, kinds = worst_moment(Memory(phases))  # type: ignore[arg-type]
-    assert phase == "backward"
-    assert kinds == {"weights": 10, "activations": 40, "gradients": 15, "optimizer": 30}

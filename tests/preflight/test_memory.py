@@ -109,11 +109,13 @@ def ready(model: Any, checkpointing: bool, fused: bool) -> None:
 def real_peak(model: nn.Module, policy: PrecisionPolicy, batch: dict[str, torch.Tensor]) -> int:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     with Alive([*held(model), *batch.values()]) as alive:
-        with torch.autocast("cpu", dtype=policy.autocast, enabled=policy.autocast is not None):
-            loss = model(**batch).loss
-        loss.backward()
-        del loss
-        optimizer.step()
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=policy.autocast, enabled=policy.autocast is not None):
+                loss = model(**batch).loss
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
     return alive.most
 
 

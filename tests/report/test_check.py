@@ -84,7 +84,7 @@ def test_verdict_of_a_step_that_fails_in_every_way() -> None:
     report = replace(crash(), trace=seen)
     assert verdict(report) == (
         "This step fails on NVIDIA T4: 1 error; traced only up to forward of model.layers.3.mlp.experts; "
-        "also needs 21.1 GiB of 14.7 GiB"
+        "also needs 21.1 GiB, more than 12.5 GiB (85 % of NVIDIA T4's 14.7 GiB)"
     )
 
 
@@ -94,7 +94,7 @@ def test_whether_it_fits_is_not_known_without_a_capacity() -> None:
     unknown = replace(report, trace=replace(report.trace, setup=replace(report.trace.setup, profile=profile)))
     assert unknown.fits is None
     assert unknown.status == "clean"
-    assert "peak 4.75 GiB in backward" in str(unknown)
+    assert "peak 4.75 GiB of any step, in backward" in str(unknown)
 
 
 def test_whether_it_fits_is_not_known_without_a_measurement() -> None:

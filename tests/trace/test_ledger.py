@@ -133,7 +133,7 @@ class _Real(TorchDispatchMode):
 
 
 def real_memory(model: nn.Module, inputs: dict[str, torch.Tensor], optimizer: Any) -> Memory:
-    """The same step on real tensors, in the same book."""
+    """Two such steps on real tensors, in the same book."""
     book = Ledger()
     for parameter in model.parameters():
         book.seen(parameter, "weights")
@@ -149,15 +149,19 @@ def real_memory(model: nn.Module, inputs: dict[str, torch.Tensor], optimizer: An
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(count)
+    stepper = optimizer([each for each in model.parameters() if each.requires_grad])
     with _Real(book):
-        book.begin("forward")
-        loss = model(**inputs).float().mean()
-        book.begin("backward")
-        loss.backward()
-        del loss
-        book.begin("optimizer")
-        book.kind = "optimizer"
-        optimizer([each for each in model.parameters() if each.requires_grad]).step()
+        for _ in range(2):
+            book.kind = "activations"
+            book.begin("forward")
+            loss = model(**inputs).float().mean()
+            book.begin("backward")
+            loss.backward()
+            del loss
+            book.begin("optimizer")
+            book.kind = "optimizer"
+            stepper.step()
+            stepper.zero_grad()
     return book.record()
 
 
@@ -285,6 +289,27 @@ def test_the_timeline_keeps_the_worst_moment_of_every_stretch() -> None:
     assert max(forward) == 10**6 + 2_000 * 100
     assert forward[:-1] == sorted(forward[:-1])
     assert max(point.total for point in timeline) == book.record().peak
+
+
+def test_a_later_step_begins_with_the_optimizers_states_and_a_later_micro_batch_with_the_gradients() -> None:
+    book = Ledger()
+    book.begin("forward")
+    activations = [torch.empty(40, dtype=torch.uint8), torch.empty(10, dtype=torch.uint8)]
+    for tensor in activations:
+        book.seen(tensor)
+    book.begin("backward")
+    gradients = torch.empty(15, dtype=torch.uint8)
+    del activations[1:], tensor
+    book.seen(gradients, "gradients")
+    book.begin("optimizer")
+    book.seen(torch.empty(5, dtype=torch.uint8), "optimizer")
+    first, later, accumulated = book.record(), book.record(states=30), book.record(30, gradients=15)
+    assert (first.peak, first.peak_phase) == (60, "optimizer")
+    assert later.phases["backward"] == {"activations": 40, "gradients": 15, "optimizer": 30}
+    assert (later.peak, later.peak_phase) == (85, "backward")
+    # Of the forward, whose worst moment is higher, all gradients are there then.
+    assert accumulated.phases["forward"] == {"activations": 50, "gradients": 15, "optimizer": 30}
+    assert (accumulated.peak, max(point.total for point in accumulated.timeline)) == (95, 95)
 
 
 class Moves(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from isotype.precision.devices.profile import TIGHT
+from isotype.precision.devices.room import SHARE_OF_GPU
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.report.check.report import Report
@@ -28,7 +28,7 @@ COMMAND = (
 
 def report_of(peak: int, room: int) -> Report:
     report = report_with(Finding("IST605", "error", "the step does not fit", kind="memory"))
-    profile = replace(report.trace.setup.profile, memory_bytes=int(room / TIGHT) + 1)
+    profile = replace(report.trace.setup.profile, memory_bytes=int(room / SHARE_OF_GPU) + 1)
     setup = replace(report.trace.setup, profile=profile)
     return replace(
         report, trace=replace(report.trace, setup=setup, memory=Memory({"backward": {"weights": peak}}))

@@ -18,8 +18,9 @@ from rich.console import Console
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
+from isotype.precision.devices import room
 from isotype.precision.devices.profile import device_profile
-from isotype.records.memory import Memory
+from isotype.precision.devices.room import Room, room_of
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import launched, recompute_choice, training
 from isotype.train.models import processing_class
@@ -27,7 +28,7 @@ from isotype.train.options.settings import Settings, parse_settings
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.preflight import step
 from isotype.train.preflight.step_plan import StepPlan, parse_options, plan_of, training_plan
-from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose, room_of, steady_peak
+from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 from isotype.train.rows.data import training_data
 from isotype.train.rows.lengths import Lengths, longest_possible
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -43,7 +44,7 @@ def step_of_twelve_layers(arguments: Mapping[str, Any] | None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("room", "words"),
+    ("size", "words"),
     [
         (220, "off"),
         (219, "every 4th layer"),
@@ -55,12 +56,12 @@ def step_of_twelve_layers(arguments: Mapping[str, Any] | None) -> int:
         (50, "every layer"),
     ],
 )
-def test_no_more_layers_are_computed_again_than_the_room_asks_for(room: int, words: str) -> None:
-    choice = choose(step_of_twelve_layers, Room(room, "half of it"))
+def test_no_more_layers_are_computed_again_than_the_room_asks_for(size: int, words: str) -> None:
+    choice = choose(step_of_twelve_layers, Room(size, "half of it"))
     assert choice.words == words
     if words != "every layer":
-        assert step_of_twelve_layers(choice.arguments) <= room
-    assert ("even so" in choice.reason) == (room == 50)
+        assert step_of_twelve_layers(choice.arguments) <= size
+    assert ("even so" in choice.reason) == (size == 50)
     assert "half of it" in choice.reason
 
 
@@ -95,21 +96,8 @@ def test_where_transformers_checkpoints_all_layers_or_none(monkeypatch: pytest.M
     assert choose(step_of_twelve_layers, Room(200, "")).words == "every layer"
 
 
-def test_the_states_of_the_optimizer_are_there_in_every_step_but_the_first() -> None:
-    memory = Memory(
-        {
-            "backward": {"weights": 10, "activations": 50},
-            "optimizer": {"weights": 10, "gradients": 5, "optimizer": 20},
-            "generate": {"weights": 10, "activations": 500},
-        }
-    )
-    assert memory.peak == 510
-    assert steady_peak(memory) == 80
-    assert steady_peak(Memory({})) == 0
-
-
 def test_room_is_a_part_of_what_the_device_has_or_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_choice, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(room, "free_memory", lambda device: 1000)
     assert room_of(device_profile("cpu")).size == 500
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert room_of(device_profile("cpu")).size == 250
@@ -117,6 +105,7 @@ def test_room_is_a_part_of_what_the_device_has_or_has_free(monkeypatch: pytest.M
     assert card.memory_bytes is not None
     assert room_of(card) == Room(int(0.85 * card.memory_bytes), room_of(card).words)
     assert room_of(replace(card, present=True, name="cuda:0")).size == 850
+    assert room_of(replace(card, present=True, name="cuda:0"), all_free=True) == room_of(card)
     assert room_of(replace(card, memory_bytes=None)).size is None
 
 

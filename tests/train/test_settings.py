@@ -230,3 +230,19 @@ def test_gradient_checkpointing_is_not_reentrant_unless_asked_for():
         "use_reentrant": False,
     }
     assert given(name, '{"use_reentrant": true}') == {"use_reentrant": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "argv", "rows"),
+    [
+        ("sft", [], 8),
+        ("sft", ["--per_device_train_batch_size", "2"], 2),
+        ("sft", ["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "32"], 32),
+        ("dpo", ["--per_device_train_batch_size", "3"], 3),
+        # Whole groups of completions: TRL refuses others.
+        ("grpo", ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"], 8),
+    ],
+)
+def test_as_many_rows_are_evaluated_as_are_trained_on(method: str, argv: list[str], rows: int) -> None:
+    training = parse_settings(METHODS[method], [*BASE, *argv]).training
+    assert training.per_device_eval_batch_size == rows

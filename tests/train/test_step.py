@@ -53,6 +53,38 @@ def peak(config: Path, checkpointing: dict[str, Any] | None) -> int:
     return made
 
 
+def test_what_is_evaluated_is_a_phase_of_its_own(config: Path) -> None:
+    """Of more rows than train it may be the worst moment: weights and the optimizer's states are there, gradients are not."""
+    asked = {
+        "none": traced(config, None),
+        "as many": traced(config, None, "--eval_strategy", "steps", "--eval_steps", "2"),
+        "split": traced(config, None, "--eval_split", "0.1"),
+        "more": traced(config, None, "--eval_strategy", "epoch", "--per_device_eval_batch_size", "64"),
+    }
+    assert all(trace.failure is None for trace in asked.values())
+    assert "evaluate" not in asked["none"].memory.phases
+    assert asked["as many"].memory.phases == asked["split"].memory.phases
+    train, held = (asked["as many"].memory.phases[phase] for phase in ("forward", "evaluate"))
+    assert held["optimizer"] == train["optimizer"] > 0
+    assert held.get("gradients", 0) == 0
+    assert sum(held.values()) < sum(train.values())
+    assert asked["as many"].memory.peak == asked["none"].memory.peak
+    assert asked["more"].memory.peak_phase == "evaluate"
+    more = asked["more"].memory.phases["evaluate"]["activations"]
+    assert 8 < more / held["activations"] < 16  # 64 rows for 4, and what no row has of its own
+    # Its operators are those of the forward: they count in no figure of a step.
+    assert len({len(trace.calls) for trace in asked.values()}) == 1
+
+
+def test_micro_batches_but_the_first_begin_with_the_gradients(config: Path) -> None:
+    one, two = (traced(config, None, "--gradient_accumulation_steps", steps).memory for steps in "12")
+    gradients = one.phases["unscale"]["gradients"]
+    assert one.phases["forward"].get("gradients", 0) == 0
+    assert two.phases["forward"]["gradients"] == gradients > 0
+    assert sum(two.phases["forward"].values()) == sum(one.phases["forward"].values()) + gradients
+    assert two.phases["optimizer"] == one.phases["optimizer"]
+
+
 def test_the_more_layers_are_checkpointed_the_less_memory(config: Path) -> None:
     """Offloaded activations are counted where they are computed."""
     every = [{}, {"every_n_layers": 2}, None]

@@ -27,9 +27,9 @@ from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import to_text
 from isotype.precision.damages import MEASURED, Damages
 from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.precision.devices.room import Room, room_of
 from isotype.report.files import write_report
 from isotype.train.preflight.step import row_length
-from isotype.train.recompute_choice import Room, room_of
 
 
 @dataclass(frozen=True)

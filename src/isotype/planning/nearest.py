@@ -15,9 +15,9 @@ from isotype.planning.goal import picked
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
 from isotype.precision.devices.profile import device_profile
+from isotype.precision.devices.room import room_of
 from isotype.records.finding import Finding, Fix
 from isotype.train.preflight.step_plan import StepPlan
-from isotype.train.recompute_choice import SHARE_OF_GPU
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -56,7 +56,7 @@ def with_nearest(
         (step.device,),
         count=step.devices,
         length=step.length,
-        step_rows=step.rows * step.devices,
+        step_rows=max(step.rows, step.step_rows) * step.devices,
     )
     try:
         row = nearest(request)
@@ -91,7 +91,7 @@ def advice(method: str, argv: Sequence[str]) -> str:
         profile = device_profile(request.devices[0])
         if profile.kind != "cpu" and profile.memory_bytes:
             # What this process still holds is free for the next one.
-            request = replace(request, memory=int(SHARE_OF_GPU * profile.memory_bytes))
+            request = replace(request, memory=room_of(profile, all_free=True).size)
         row = nearest(replace(request, length=request.length or request.step.length))
     except IsotypeError as error:
         return f"what fits is not known: {error.headline}"

@@ -22,11 +22,12 @@ from isotype.planning.steps import Steps, Traced, largest
 from isotype.planning.workload import work_of
 from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.step import PlannedStep, row_length
-from isotype.train.recompute_choice import Choice, NotForeseenError, Room, choose
+from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
 """The most precise first; None is the compute dtype's."""
@@ -174,6 +175,7 @@ class Search:
                     auto=False,
                     fsdp=fsdp,
                     devices=self.request.count,
+                    step_rows=self.micro,
                     lora=copy.deepcopy(base.lora),
                 )
                 step = PlannedStep(plan, self.config, policy, ranges)

@@ -8,12 +8,11 @@ from typing import Any
 
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.preflight.run import trace_of
-from isotype.records.memory import Memory
 from isotype.records.step_time import StepTime
 from isotype.records.trace import Trace
 from isotype.rules.kit.step_time import step_time
 from isotype.train.preflight.step import PlannedStep
-from isotype.train.recompute_choice import NotForeseenError, steady_peak
+from isotype.train.recompute_choice import NotForeseenError
 
 _SECANTS, _ATTEMPTS = 5, 14
 """Numbers that the search takes from lines through known ones, and all of them: from there on it halves what is left."""
@@ -24,7 +23,7 @@ class Traced:
     """One shape's step.
 
     Attributes:
-        peak: bytes at its worst moment; the optimizer's states are there from its beginning.
+        peak: bytes at the worst moment of any step.
         phase: of that moment.
         kinds: what is alive there, kind -> bytes.
         times: name of a profile -> its least and traced time; None where it has no rates.
@@ -76,23 +75,13 @@ class Steps:
 
 
 def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...]) -> Traced:
-    phase, kinds = worst_moment(trace.memory)
+    memory = trace.memory
+    phase = memory.peak_phase or "load"
+    kinds: dict[str, int] = {kind: size for kind, size in memory.phases.get(phase, {}).items() if size}
     times = {
         each.name: step_time(replace(trace, setup=replace(trace.setup, profile=each))) for each in profiles
     }
-    return Traced(steady_peak(trace.memory), phase, kinds, times, trace.notes)
-
-
-def worst_moment(memory: Memory) -> tuple[str, Mapping[str, int]]:
-    """(phase, kind -> bytes) of the peak of a step that is not the first, see `steady_peak`."""
-    states = memory.phases.get("optimizer", {}).get("optimizer", 0)
-    moments = {
-        phase: {**kinds, "optimizer": states} if states else dict(kinds)
-        for phase, kinds in memory.phases.items()
-        if phase != "generate"
-    }
-    phase = max(moments, key=lambda name: sum(moments[name].values()))
-    return phase, {kind: size for kind, size in moments[phase].items() if size}
+    return Traced(memory.peak, phase, kinds, times, trace.notes)
 
 
 def largest(

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
+from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.from_trainer import request_of_trainer
@@ -32,6 +33,9 @@ class Options(TypedDict, total=False):
     generate: Callable[[nn.Module], Any] | None
     autocast_eval: bool
     fold: bool
+    evaluation: Any
+    accumulates: bool
+    room: Room | None
     ranges: Ranges | None
     verify: bool
     seconds: float
@@ -80,6 +84,9 @@ def check(
             - `generate`: what the phase `"generate"` runs, given the model.
             - `autocast_eval`: whether autocast is on in the phase `"generate"` too.
             - `fold`: trace layers that are equal but for their values once; what is found in one is said of all.
+            - `evaluation`: the inputs of a batch that is evaluated between steps, as `inputs`: its memory is a phase of its own.
+            - `accumulates`: whether an optimizer step takes several micro-batches of these inputs (False).
+            - `room`: what the step may take of the device's memory (`isotype.precision.devices.room.Room`); None: its share.
             - `ranges`: from `isotype.measure_ranges`, which says where float16 overflows. Without it a float16 step of a
               model whose weights are at hand is measured here, on these inputs, where that takes little time.
             - `verify`: whether fixes are tried by a second trace each (True).

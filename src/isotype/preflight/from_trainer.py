@@ -43,7 +43,23 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     batch = _first_batch(trainer) if inputs is None else inputs
     own_loss = inputs is None or isinstance(inputs, Mapping)
     request = _request(trainer.model, _loss_of_trainer(trainer, batch) if own_loss else inputs, trainer.args)
-    return replace(request, scaler=_has_scaler(trainer), gradient_checkpointing=checkpointing(trainer.args))
+    return replace(
+        request,
+        scaler=_has_scaler(trainer),
+        gradient_checkpointing=checkpointing(trainer.args),
+        evaluation=_evaluation(trainer) if inputs is None else None,
+    )
+
+
+def _evaluation(trainer: Any) -> LossOf | None:
+    """A batch that the trainer evaluates, with its loss; None if it evaluates nothing."""
+    held = getattr(trainer, "eval_dataset", None)
+    if trainer.args.eval_strategy == "no" or held is None:
+        return None
+    held = next(iter(held.values()), None) if isinstance(held, dict) else held
+    with random_states_kept():
+        batch = next(iter(trainer.get_eval_dataloader(held)), None)
+    return _loss_of_trainer(trainer, batch) if isinstance(batch, Mapping) else None
 
 
 def request_of_first_step(
@@ -72,6 +88,7 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
         autocast=_autocast(arguments),
         optimizer=getattr(arguments.optim, "value", arguments.optim),
         learning_rate=arguments.learning_rate,
+        accumulates=arguments.gradient_accumulation_steps > 1,
         **_processes_of(model, arguments),
     )
 

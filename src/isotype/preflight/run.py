@@ -219,6 +219,7 @@ def _code_of(request: StepRequest) -> StepCode:
         request.generate,
         request.fold,
         weights_of(request.model),
+        request.evaluation,
     )
 
 

@@ -53,7 +53,11 @@ def setup_of(request: StepRequest) -> Setup:
         else type(request.optimizer).__name__,
         compute=known or compute_dtype(request.model),
         learning_rate=_learning_rate(request),
-        phases=tuple(phase for phase in PHASES if phase in request.phases),
+        phases=tuple(
+            phase
+            for phase in PHASES
+            if phase in request.phases or (phase == "evaluate" and request.evaluation is not None)
+        ),
         policy=policy,
         fsdp=request.fsdp,
         devices=request.devices,
@@ -65,6 +69,8 @@ def setup_of(request: StepRequest) -> Setup:
         autocast_eval=request.autocast_eval,
         checkpoint_dtype=_checkpoint_dtype(config),
         attention=attention_of(config),
+        accumulates=request.accumulates,
+        room=request.room,
         batch=_shapes(request.inputs),
         details=(*adapter_words(request.model), _checkpointing_words(request)),
         incompatible=incompatible_here() if profile.present else (),
@@ -86,9 +92,10 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
         yield Problem(
             f"devices={request.devices!r}", "a number of devices, at least 1", "give 1, or leave it out"
         )
+    known = [phase for phase in PHASES if phase != "evaluate"]  # it comes with `evaluation`
     unknown = [phase for phase in request.phases if phase not in PHASES]
     if unknown:
-        yield Problem(f"phases {unknown}", f"of {', '.join(PHASES)}", "leave them out")
+        yield Problem(f"phases {unknown}", f"of {', '.join(known)}", "leave them out")
 
 
 def _learning_rate(request: StepRequest) -> float | None:

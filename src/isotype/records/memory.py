@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "generate"]
+Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate", "generate"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.records.memory import Phase
@@ -54,6 +55,9 @@ class StepRequest:
         generate: what the phase `"generate"` runs, given the model.
         autocast_eval: whether autocast is on in the phase `"generate"` too.
         fold: trace layers that are equal but for their values once; what is found in one is said of all.
+        evaluation: the inputs of a batch that is evaluated between steps, as `inputs`; None: nothing is evaluated.
+        accumulates: whether an optimizer step takes several micro-batches of these inputs.
+        room: what the step may take of the device's memory; None: its share of all of it.
         ranges: what was measured of the model's values; None: `run` measures a float16 step whose weights are at hand,
             where that takes little time.
     """
@@ -75,6 +79,9 @@ class StepRequest:
     generate: Callable[[nn.Module], Any] | None = None
     autocast_eval: bool = False
     fold: bool = False
+    evaluation: Any = None
+    accumulates: bool = False
+    room: Room | None = None
     ranges: Ranges | None = None
 
 

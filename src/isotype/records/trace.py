@@ -13,6 +13,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.precision.versions import Incompatibility
@@ -285,6 +286,8 @@ class Setup:
         autocast_eval: whether autocast is on in evaluation and generation too.
         checkpoint_dtype: dtype that the model's config names as its checkpoint's; None where it names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None where unknown.
+        accumulates: whether an optimizer step takes several micro-batches: gradients are there from the second one's beginning.
+        room: what the step may take of the device's memory, and why; None: its share of all of it, see `limit`.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         data: what is known about the rows of the data set in words, "" where none was opened.
@@ -309,12 +312,19 @@ class Setup:
     autocast_eval: bool = False
     checkpoint_dtype: torch.dtype | None = None
     attention: str | None = None
+    accumulates: bool = False
+    room: Room | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     details: tuple[str, ...] = ()
     data: str = ""
     incompatible: tuple[Incompatibility, ...] = ()
     ranges: Ranges | None = None
     family_ranges: str = ""
+
+    @property
+    def limit(self) -> Room:
+        """What the step may take of the device's memory."""
+        return self.room or room_of(self.profile, all_free=True)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """
-**What it means.** The tensors of the step, at its worst moment, take more memory than the device has (an error), or
-leave less than 8 % of it (a warning).
+**What it means.** The tensors of a step, at the worst moment of any step or evaluation, take more than a step may take of the
+device's memory: 85 % of a GPU's, half of a CPU's, of what is free if the device is in this machine. Check, plan and
+`--gradient_checkpointing auto` go by the same peak and the same share.
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
 **What is counted.** Every storage once, from its making to the death of its last tensor, by kind: weights with their
-quantization states, adapters, gradients, optimizer states, activations. Not counted: the allocator's rounding and
-fragmentation, workspaces of kernels, the driver's context (0.3 to 0.6 GB of a GPU), which is why a narrow fit is
-already a warning.
+quantization states, adapters, gradients, optimizer states, activations. From the second step on the optimizer's states lie beside the
+activations, and from the second micro-batch of a step on the gradients do. Not counted: the allocator's rounding and
+fragmentation, workspaces of kernels, the driver's context (0.3 to 0.6 GB of a GPU), for which the rest of the memory is left.
 
 **What helps, and by how much.** Estimates, one at a time:
 gradient checkpointing keeps each of n layers' input and the activations of one layer, about `1/n` of the activations
@@ -43,7 +44,6 @@ import torch
 from isotype.compat.torch import operator_schema
 from isotype.core.dtypes import dtype_name
 from isotype.core.units import format_bytes
-from isotype.precision.devices.profile import TIGHT
 from isotype.records.finding import Cost, Finding, Fix, Kind
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
@@ -64,17 +64,15 @@ _DEVICES = (2, 4, 8, 16, 32, 64)
 
 def find(trace: Trace) -> Iterator[Finding]:
     """The peak against what the device has."""
-    capacity, peak, phase = trace.setup.profile.memory_bytes, trace.memory.peak, trace.memory.peak_phase
-    if not capacity or phase is None or peak <= TIGHT * capacity:
+    limit, peak, phase = trace.setup.limit, trace.memory.peak, trace.memory.peak_phase
+    if limit.size is None or phase is None or limit.holds(peak):
         return
-    over = peak - capacity
+    over = peak - limit.size
     kinds = sorted(trace.memory.phases[phase].items(), key=lambda item: -item[1])
-    title = trace.setup.profile.title
-    fact = f"{format_bytes(peak)} at the peak of the {phase}, {title} has {format_bytes(capacity)}"
     yield Finding(
         code="IST605",
-        severity="error" if over > 0 else "warning",
-        message=f"the step does not fit: {fact}" if over > 0 else f"the step only just fits: {fact}",
+        severity="error",
+        message=f"the step does not fit: {format_bytes(peak)} at the peak of the {phase}, more than {limit}",
         phase=phase,
         cause=f"{kinds[0][0]} take {format_bytes(kinds[0][1])}",
         notes=(
@@ -83,7 +81,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             *largest_tensors(trace),
         ),
         fixes=tuple(_fixes(trace, over)),
-        cost=Cost(memory_bytes=max(0, over)),
+        cost=Cost(memory_bytes=over),
     )
 
 
@@ -150,7 +148,7 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
     """What saves most first; each says whether it would do alone."""
     savings = sorted(_savings(trace), key=lambda saving: -saving[1])
     for advice, saved, target, value in savings:
-        enough = ", which is enough" if saved >= over > 0 else ""
+        enough = ", which is enough" if saved >= over else ""
         yield fix(
             f"{advice}: about {format_bytes(saved)} less{enough}",
             "advice",
@@ -185,8 +183,8 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     if states:
         yield ("use an optimizer with 8-bit states", states * 3 // 4, "optim", "adamw_8bit")
     yield from _sharding(trace)
-    over = trace.memory.peak - (trace.setup.profile.memory_bytes or 0)
-    if 0 < over < activations:
+    over = trace.memory.peak - (trace.setup.limit.size or 0)
+    if over < activations:
         share = 1 - over / activations
         yield (f"take {share:.0%} of batch x length", over, "max_length", f"{share:.2f} of it")
 
@@ -194,8 +192,8 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     """The fewest devices over which the step fits when FSDP2 shards it: its saving on each."""
     setup = trace.setup
-    capacity, phase = setup.profile.memory_bytes, trace.memory.peak_phase
-    if setup.profile.kind in ("cpu", "mps") or not capacity or phase is None:
+    phase = trace.memory.peak_phase
+    if setup.profile.kind in ("cpu", "mps") or phase is None:
         return
     peak, before = trace.memory.phases[phase], setup.devices if setup.fsdp else 1
     groups: Counter[str] = Counter()
@@ -212,7 +210,7 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     stays += outside + 3 * max(groups.values(), default=0) - whole // before
     for devices in _DEVICES:
         each = stays + sharded // devices
-        if devices > before and each <= TIGHT * capacity:
+        if devices > before and setup.limit.holds(each):
             advice = f"shard it over {devices} devices (--fsdp 2 --devices {devices}; trained with --fsdp full_shard)"
             yield (advice, trace.memory.peak - each, "devices", str(devices))
             return

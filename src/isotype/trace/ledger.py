@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ class Ledger:
         # By the storage's address: its reference, bytes, kind and number in the order of their making.
         self._live: dict[int, tuple[Any, int, MemoryKind, int]] = {}
         self._made = 0
-        self._peaks: dict[Phase, dict[MemoryKind, int]] = {}
-        self._peak_totals: dict[Phase, int] = {}
+        # By the phase, and whether gradients are left out: bytes and kinds of the worst moment.
+        self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int]]] = {}
         self._points: list[MemoryPoint] = []
         self._point_total = -1
         self._stride, self._changes = 1, 0
@@ -51,7 +52,7 @@ class Ledger:
         self._times: dict[str, int] = {}
         # Gradients of the others, which come as their activations go; and the highest moment of the backward in the module.
         self._gradients: dict[str, int] = {}
-        self._highest: dict[str, tuple[int, dict[MemoryKind, int]]] = {}
+        self._highest: dict[tuple[str, bool], tuple[int, dict[MemoryKind, int]]] = {}
         self._in_backward = ""
 
     def begin(self, phase: Phase) -> None:
@@ -155,21 +156,35 @@ class Ledger:
         if key in self._live:
             self._book_again(key, self._live[key][2], size)
 
-    def record(self) -> Memory:
-        """The peaks so far, and how it came to them."""
-        return Memory({phase: dict(kinds) for phase, kinds in self._peaks.items()}, tuple(self._points))
+    def alive(self, kind: MemoryKind) -> int:
+        """Bytes of a kind that are alive now."""
+        return self._now.get(kind, 0)
+
+    def record(self, states: int = 0, gradients: int = 0) -> Memory:
+        """The peaks so far, and how it came to them; of any step, where the bytes are given that a later one begins with.
+
+        Args:
+            states: of the optimizer, which stay from the first step on.
+            gradients: that all micro-batches of a step but its first begin with; 0 where there is one.
+        """
+        phases: dict[Phase, Mapping[MemoryKind, int]] = {}
+        for (phase, bare), (_, kinds) in self._peaks.items():
+            later = _later(MemoryPoint(phase, kinds), states, gradients if bare else 0).kinds
+            if sum(later.values()) > sum(phases.get(phase, {}).values()) or phase not in phases:
+                phases[phase] = later
+        return Memory(phases, tuple(_later(point, states, gradients) for point in self._points))
 
     def _leave(self, module: str) -> None:
         """The other modules' backwards come: in the last one all their gradients are there, and no activations of theirs."""
         self._left.add(module)
         gone, come = self._waiting.pop(module, 0), self._gradients.pop(module, 0)
-        total, kinds = self._highest.pop(module, (0, {}))
-        if kinds and total - gone + come > self._peak_totals.get(self._phase, -1):
-            self._peak_totals[self._phase] = total - gone + come
-            changes: dict[MemoryKind, int] = {"activations": -gone, "gradients": come}
-            self._peaks[self._phase] = kinds | {
-                kind: kinds.get(kind, 0) + size for kind, size in changes.items()
-            }
+        for bare in (False, True):
+            total, kinds = self._highest.pop((module, bare), (0, {}))
+            total += (0 if bare else come) - gone
+            if kinds and total > self._peaks.get((self._phase, bare), (-1,))[0]:
+                changes: dict[MemoryKind, int] = {"activations": -gone, "gradients": come}
+                changed = kinds | {kind: kinds.get(kind, 0) + size for kind, size in changes.items()}
+                self._peaks[self._phase, bare] = total, changed
         count = self._times.get(module, 1) - 1
         for less, more in zip(_steps(gone, count), _steps(come, count), strict=True):
             self._change("activations", -less)
@@ -219,14 +234,26 @@ class Ledger:
             self._points, self._stride = _halved(self._points), self._stride * 2
 
     def _note_peak(self) -> None:
-        if self._phase == "backward":
-            for name in self._surplus:
-                inside = name not in self._left and _inside(self._in_backward, name)
-                if inside and self.total > self._highest.get(name, (0, {}))[0]:
-                    self._highest[name] = self.total, dict(self._now)
-        if self.total > self._peak_totals.get(self._phase, -1):
-            self._peak_totals[self._phase] = self.total
-            self._peaks[self._phase] = dict(self._now)
+        for bare in (False, True):
+            total = self.total - (self._now.get("gradients", 0) if bare else 0)
+            if self._phase == "backward":
+                for name in self._surplus:
+                    inside = name not in self._left and _inside(self._in_backward, name)
+                    if inside and total > self._highest.get((name, bare), (0, {}))[0]:
+                        self._highest[name, bare] = total, dict(self._now)
+            if total > self._peaks.get((self._phase, bare), (-1,))[0]:
+                self._peaks[self._phase, bare] = total, dict(self._now)
+
+
+def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
+    """The same moment of a later step, before its optimizer's."""
+    least: dict[MemoryKind, int] = {}
+    if states and point.phase in ("forward", "backward", "unscale"):
+        least["optimizer"] = states
+    if gradients and point.phase in ("forward", "backward"):
+        least["gradients"] = gradients
+    more = {kind: max(size, point.kinds.get(kind, 0)) for kind, size in least.items()}
+    return replace(point, kinds={**point.kinds, **more}) if more else point
 
 
 def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:

@@ -198,7 +198,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         for finding in (*assumed, *costs) if speaks else ():
             logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)
         # The twin of a sharded model holds all of it: its memory is not this process's.
-        certain = tuple(f for f in report.errors if f not in assumed and (whole or f.kind != "memory"))
+        # Of a step that is about to run, less than the whole device is no reason to end the training.
+        full = whole and report.memory.peak > (report.trace.setup.profile.memory_bytes or math.inf)
+        certain = tuple(f for f in report.errors if f not in assumed and (full or f.kind != "memory"))
         if certain:
             self._judge(replace(report, findings=certain).error())
 

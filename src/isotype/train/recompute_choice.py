@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from isotype.core.memory import free_memory
 from isotype.core.units import format_bytes
 from isotype.model.recompute import CHECKPOINTING
-from isotype.precision.devices.profile import DeviceProfile
-from isotype.records.memory import Memory
-
-SHARE_OF_GPU = 0.85
-"""Of a GPU's memory that a foreseen step may take: the allocator's rounding and gaps, kernels' workspaces and the driver's context come on top."""
-
-SHARE_OF_FREE = 0.5
-"""Of a CPU's free memory: the libraries, the data and other programs take from the same."""
+from isotype.precision.devices.room import Room
 
 SPARSEST = 4
 """The fewest layers that are checkpointed are every fourth: fewer would save less than the margin is."""
@@ -30,19 +19,6 @@ Foresee = Callable[[Mapping[str, Any] | None], int]
 
 class NotForeseenError(Exception):
     """What a step takes cannot be said; the message says why, as a clause."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """Memory that a step may take.
-
-    Attributes:
-        size: bytes; None where nobody knows.
-        words: what it is a part of, or why nobody knows.
-    """
-
-    size: int | None
-    words: str
 
 
 @dataclass(frozen=True)
@@ -69,42 +45,6 @@ class Choice:
     def row(self) -> tuple[str, str, str]:
         """The row of the policy's table."""
         return "checkpointing", self.words, self.reason
-
-
-def room_of(profile: DeviceProfile) -> Room:
-    """The memory of a device that a step may take: of one that is in this machine, no more than is free.
-
-    Processes that a launcher has started on a machine share its CPU's memory.
-    """
-    if profile.kind == "cpu":
-        free = free_memory(torch.device("cpu")) if profile.present else None
-        if free is None:
-            return Room(None, f"the memory of {profile.title} is not known")
-        free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return Room(int(SHARE_OF_FREE * free), f"half of the {format_bytes(free)} that are free")
-    total = profile.memory_bytes
-    if not total:
-        return Room(None, f"the memory of {profile.title} is not known")
-    free = free_memory(torch.device(profile.name)) if profile.present else None
-    if free is not None and free < total:
-        return Room(int(SHARE_OF_GPU * free), f"85 % of the {format_bytes(free)} free on {profile.title}")
-    return Room(int(SHARE_OF_GPU * total), f"85 % of {profile.title}'s {format_bytes(total)}")
-
-
-def steady_peak(memory: Memory) -> int:
-    """Bytes at the peak of a step that is not the first: the optimizer's states are there from its beginning.
-
-    Generation and evaluation count for nothing here. They keep no activations, so that checkpointing saves them none.
-    """
-    states = memory.phases.get("optimizer", {}).get("optimizer", 0)
-    return max(
-        (
-            sum(kinds.values()) - kinds.get("optimizer", 0) + states
-            for phase, kinds in memory.phases.items()
-            if phase != "generate"
-        ),
-        default=0,
-    )
 
 
 def choose(foresee: Foresee, room: Room) -> Choice:

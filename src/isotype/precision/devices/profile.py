@@ -35,9 +35,6 @@ from isotype.precision.devices.names import cards_named, words_of
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "mps"]
 Support = Literal["native", "emulated", "refused"]
 
-TIGHT = 0.92
-"""Share of a device's memory above which a step only just fits."""
-
 _F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _HALVES = frozenset({_F16, _BF16})
 

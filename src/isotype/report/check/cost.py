@@ -41,18 +41,17 @@ def setup_words(setup: Setup) -> str:
 
 def memory_words(report: Record) -> str:
     """Whether it fits: the peak, its phase and what it is made of."""
-    memory, capacity = report.memory, report.trace.setup.profile.memory_bytes
+    memory, limit = report.memory, report.trace.setup.limit
     if memory.peak_phase is None:
         return "not measured"
     kinds = sorted(memory.phases[memory.peak_phase].items(), key=lambda kind: -kind[1])
     parts = ", ".join(
         f"{kind} {format_bytes(amount)}" for kind, amount in kinds if amount >= memory.peak / 100
     )
-    of = f" of {format_bytes(capacity)}" if capacity else ""
-    fits = {True: "", False: " (does not fit)", None: ""}[report.fits]
+    within = "" if limit.size is None else f", {'within' if report.fits else 'more than'} {limit}"
     devices = report.trace.setup.devices
     each = f" on each of {devices} devices" if devices > 1 else ""
-    return f"peak {format_bytes(memory.peak)}{of}{each}{fits} in {memory.peak_phase}: {parts}"
+    return f"peak {format_bytes(memory.peak)} of any step{each}{within}, in {memory.peak_phase}: {parts}"
 
 
 def flops_words(report: Record) -> str:

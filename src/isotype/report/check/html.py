@@ -116,11 +116,12 @@ def _about(report: Record) -> str:
 
 
 def _figures(report: Record) -> list[tuple[str, str, str]]:
-    memory, profile = report.memory, report.trace.setup.profile
+    memory = report.memory
     total = sum(report.flops.values())
     most = max(report.flops, key=lambda dtype: report.flops[dtype], default=None)
     share = "" if most is None else f"{format_share(report.flops[most] / total)} {dtype_name(most)}"
-    capacity = f"of {format_bytes(profile.memory_bytes)}" if profile.memory_bytes else "capacity not known"
+    limit = report.trace.setup.limit
+    capacity = limit.words if limit.size is None else f"of {limit}"
     if (devices := report.trace.setup.devices) > 1:
         capacity += f", on each of {devices}"
     return [
@@ -139,7 +140,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 def _memory(report: Record) -> Content | None:
     """A bar a phase on one scale, its axis, the kinds at the peak, and the step from beginning to end."""
-    memory, capacity = report.memory, report.trace.setup.profile.memory_bytes
+    memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
     # A capacity far above the peak would squeeze the bars; it is then said in words.
@@ -171,7 +172,7 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
         return "the size of this device's memory is not known"
     if shown is None:
         return f"{format_share(peak / capacity)} of {format_bytes(capacity)}"
-    return f"the line is the device's {format_bytes(capacity)}"
+    return f"the line is the {format_bytes(capacity)} that a step may take"
 
 
 def _percent(share: float) -> str:

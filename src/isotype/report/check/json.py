@@ -32,7 +32,7 @@ class Check:
         model: name of the model; empty where it has none.
         ok: whether there is no error finding; `complete` says whether the step was traced to its end.
         complete: whether the step was traced to its end.
-        fits: whether the peak fits into the device's memory; null where its size or the peak is not known.
+        fits: whether the peak is within what a step may take of the device's memory; null if either is not known.
         status: the worst that is known.
         ranges: what is known of the values of a step with float16 in it: they were measured, something is publicly known of the
             model's family, or nothing; null without float16.
@@ -44,9 +44,11 @@ class Check:
         findings: errors first, then by code.
         resolved_by: how many errors and warnings are resolved by whom, each with its first fix tried alone: by `isotype.repair`, by
             `isotype.repair(unsafe=True)`, by fixes that no second trace has tried, by a change of a setting or of code, or by no known fix.
-        peak_bytes: bytes at the overall peak; 0 where not measured.
+        peak_bytes: bytes at the worst moment of any step and evaluation; 0 where not measured.
         peak_phase: phase of the overall peak; null where not measured.
         capacity_bytes: bytes of the device's memory; null where not known.
+        room_bytes: bytes of it that a step may take; null where not known.
+        room: what these are a part of, in words.
         phases: bytes of tensors alive at the worst moment of each phase, by kind.
         flops: FLOPs of the matmul-like operators of one step, by the dtype they run in.
         time: null where the device has no published rates or the step was not traced to its end.
@@ -75,6 +77,8 @@ class Check:
     peak_bytes: int
     peak_phase: Phase | None
     capacity_bytes: int | None
+    room_bytes: int | None
+    room: str
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
     flops: Mapping[torch.dtype, int]
     time: StepTime | None
@@ -88,7 +92,7 @@ class Check:
 
 NAMES: Names = {
     Check: "isotype model ok complete fits status ranges headroom measured_at verdict seconds setup findings resolved_by "
-    "memory.peak_bytes=peak_bytes memory.peak_phase=peak_phase memory.capacity_bytes=capacity_bytes memory.phases=phases "
+    "memory.peak_bytes=peak_bytes memory.peak_phase=peak_phase memory.capacity_bytes=capacity_bytes memory.room_bytes=room_bytes memory.room=room memory.phases=phases "
     "flops time operators assumed contracts doubts not_traced failure",
     Setup: "device=profile autocast autocast_eval scaler optimizer learning_rate compute phases fsdp devices reshard batch details "
     "data policy",
@@ -127,6 +131,8 @@ def to_json(report: Record) -> str:
         peak_bytes=memory.peak,
         peak_phase=memory.peak_phase,
         capacity_bytes=setup.profile.memory_bytes,
+        room_bytes=setup.limit.size,
+        room=setup.limit.words,
         phases=memory.phases,
         flops=report.flops,
         time=report.time,

@@ -81,9 +81,9 @@ class Record:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits into the device's memory; None where its size or the peak is not known."""
-        capacity = self.trace.setup.profile.memory_bytes
-        return None if capacity is None or not self.memory.peak else self.memory.peak <= capacity
+        """Whether the peak is within what a step may take of the device's memory; None if either is not known."""
+        limit, peak = self.trace.setup.limit, self.memory.peak
+        return None if limit.size is None or not peak else limit.holds(peak)
 
     @property
     def status(self) -> Status:

@@ -59,8 +59,8 @@ def verdict(report: Record) -> str:
     """The one line that matters: whether the step runs on the device, and what it says about how it runs."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
-    capacity = format_bytes(report.trace.setup.profile.memory_bytes or 0)
-    lacking = f"needs {peak} of {capacity}{' each' if report.trace.setup.devices > 1 else ''}"
+    each = " each" if report.trace.setup.devices > 1 else ""
+    lacking = f"needs {peak}{each}, more than {report.trace.setup.limit}"
     unseen = "" if failure is None else f"traced only up to {_where(failure.phase, failure.module)}"
     rest = [clause for clause in (counted, unseen) if clause]
     match report.status:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,17 @@ from isotype.model.loss import loss_of
 from isotype.records.request import LossOf, named_inputs
 from isotype.records.trace import Weight
 from isotype.trace.fake.untouched import Untouched, beside_twin
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def loss_function(inputs: Any) -> LossFunction:
+    """(model, inputs) -> loss, of what a step is fed."""
+    if isinstance(inputs, LossOf):
+        return inputs.function
+    if callable(inputs):
+        return lambda model, _: cast("torch.Tensor", inputs(model))
+    return lambda model, inputs: loss_of(model(**inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +37,7 @@ class StepCode:
         generate: what the phase `generate` runs; None for one forward without labels and without gradients.
         folded: trace equal layers once, see `isotype.model.fold`.
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
+        evaluation: inputs that the phase `evaluate` runs on, as `inputs`; None where nothing is evaluated.
     """
 
     model: nn.Module
@@ -34,6 +46,7 @@ class StepCode:
     generate: Callable[[nn.Module], Any] | None = None
     folded: bool = False
     weights: Sequence[Weight] | None = None
+    evaluation: Any = None
 
     @property
     def named_inputs(self) -> Mapping[str, Any]:
@@ -46,13 +59,9 @@ class StepCode:
         return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
 
     @property
-    def loss_function(self) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def loss_function(self) -> LossFunction:
         """(model, inputs) -> loss."""
-        if isinstance(self.inputs, LossOf):
-            return self.inputs.function
-        if callable(self.inputs):
-            return lambda model, _: self.inputs(model)
-        return lambda model, inputs: loss_of(model(**inputs))
+        return loss_function(self.inputs)
 
     def reached(self) -> Untouched:
         """What this code reaches beside the twin, saved."""
@@ -61,6 +70,7 @@ class StepCode:
                 ("the loss", self.loss),
                 ("the inputs", self.inputs.inputs if isinstance(self.inputs, LossOf) else None),
                 ("generate", self.generate),
+                ("the evaluation", self.evaluation),
                 ("the optimizer", self.optimizer),
                 *beside_twin(self.model),
             ]

@@ -28,6 +28,7 @@ from isotype.core.source import line_of
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
 from isotype.records.memory import Memory
+from isotype.records.request import named_inputs
 from isotype.records.trace import (
     NO_GRADIENT,
     NOTHING_UNSCALED,
@@ -40,7 +41,7 @@ from isotype.records.trace import (
     Trace,
     Weight,
 )
-from isotype.trace.fake.code import StepCode
+from isotype.trace.fake.code import StepCode, loss_function
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
 from isotype.trace.fake.recorder import FakeRecorder
@@ -110,7 +111,7 @@ def trace_step(
 def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
     """What has been seen so far of a step."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.owned}
-    memory = step.recorder.ledger.record()
+    memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
     return Trace(
         setup=step.setup,
         calls=tuple(step.recorder.calls),
@@ -164,12 +165,15 @@ class _Step:
         self.mode, self.loss_of = recorder.fake, code.loss_function
         self.states = kept_states(code.optimizer, code.model, self.mode)
         self.inputs = fake_inputs(code.named_inputs, self.mode)
+        self.evaluated = fake_inputs(named_inputs(code.evaluation or {}), self.mode)
         # Copied while no mode is on: inside one the copy would be a fake too.
         self.known = _values(code.named_inputs)
         self.notes: list[str] = []
         self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
+        self.stepped: Any = None
+        self.states_bytes, self.gradient_bytes = 0, 0  # that a later micro-batch begins with
         self.enough: Callable[[], bool] | None = None
         self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
@@ -195,6 +199,7 @@ class _Step:
                 ("backward", self._backward),
                 ("unscale", self._unscale),
                 ("optimizer", self._optimize),
+                ("evaluate", self._evaluate),
                 ("generate", self._generate),
             ):
                 if phase not in self.setup.phases:
@@ -301,6 +306,8 @@ class _Step:
             accumulate_grad=True,
         )
         self.process.end_backward()
+        if self.setup.accumulates:
+            self.gradient_bytes = self.recorder.ledger.alive("gradients")
         trainable = self._trainable()
         if all(
             isinstance(parameter, FakeTensor) for parameter in trainable
@@ -374,6 +381,25 @@ class _Step:
                 if isinstance(value, torch.Tensor) and surplus:
                     ledger.add("optimizer", int(surplus * ledger.share * value.untyped_storage().nbytes()))
         ledger.kind, ledger.share = "activations", 1.0
+        self.states_bytes = ledger.alive("optimizer")
+        self.stepped = optimizer  # its states stay
+        if self.code.evaluation is not None:  # as a training loop does after every step
+            for parameter in trained:
+                parameter.grad = None
+            ledger.add("gradients", -ledger.alive("gradients"))
+
+    def _evaluate(self) -> None:
+        """A batch that is evaluated between two steps: its memory alone, for its operators are those of the forward."""
+        ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
+        before = len(calls)
+        for name, value in _named(self.evaluated):
+            self.recorder.mark(value, Origin("input", value.dtype, name))
+            ledger.seen(value, "inputs")
+        twin.eval()
+        with torch.no_grad(), self._autocast():
+            loss_function(self.code.evaluation)(twin, self.evaluated)
+        twin.train("backward" in self.setup.phases)
+        del calls[before:]
 
     def _generate(self) -> None:
         with torch.no_grad(), self._autocast(self.setup.autocast_eval):

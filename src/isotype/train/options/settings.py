@@ -118,6 +118,12 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
     if isinstance(training.gradient_checkpointing_kwargs, dict):
         # torch takes the other kind where nothing is said, transformers this one where nothing else is given.
         training.gradient_checkpointing_kwargs.setdefault("use_reentrant", False)
+    if "per_device_eval_batch_size" not in explicit:
+        # As many as are trained on, where transformers takes 8: of prompts (GRPO, RLOO), whole groups of completions.
+        group = (
+            getattr(training, "num_generations_eval", None) or getattr(training, "num_generations", None) or 1
+        )
+        training.per_device_eval_batch_size = -(-training.per_device_train_batch_size // group) * group
     if training.use_cpu and extra.device == "auto":
         extra.device = "cpu"
     auto = all(value in (None, AUTO) for value in recompute.values()) and not _says_how(training, explicit)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from isotype.core.units import format_bytes
-from isotype.precision.devices.profile import TIGHT
 from isotype.records.finding import Fix
 from isotype.train.preflight.command import set_flag, without_flag
 
@@ -32,10 +31,9 @@ def fitting(
         command: the training command.
         peak: bytes at the peak of the step with so many rows of so many tokens.
     """
-    capacity = report.trace.setup.profile.memory_bytes
-    if report.fits is not False or not capacity or plan.completion:
+    room = report.trace.setup.limit.size
+    if report.fits is not False or room is None or plan.completion:
         return report
-    room = int(TIGHT * capacity)
     most = _largest(lambda rows: peak(rows, length), plan.rows, report.memory.peak, room)
     flags = {"--per_device_train_batch_size": most}
     if most is None:
@@ -47,7 +45,7 @@ def fitting(
         flags = {"--per_device_train_batch_size": 1, "--max_length": units * _LENGTHS}
         most = 1
     if plan.rows > 1:
-        flags["--gradient_accumulation_steps"] = -(-plan.rows // most)
+        flags["--gradient_accumulation_steps"] = -(-max(plan.rows, plan.step_rows) // most)
     if plan.length is not None and not plan.data:
         flags = {"--max_length": length, **flags}
     # The command is for the machine that was judged; a profile's name means nothing there.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import transformers
@@ -21,6 +21,7 @@ from isotype.lora.loss.trl_head import goes_by_lengths, may_go_by_lengths, put_h
 from isotype.model.fold import fold
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients, checkpointing, take_checkpointing
 from isotype.precision.devices.profile import device_profile
+from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.run import run, trace_of
@@ -38,7 +39,7 @@ from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.fit import fitting
 from isotype.train.preflight.step_plan import DEFAULT_LENGTH, StepPlan, training_plan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
-from isotype.train.recompute_choice import Choice, NotForeseenError, choose, room_of, steady_peak
+from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 from isotype.train.rows.lengths import Lengths
 from isotype.train.run import Run
 
@@ -73,6 +74,11 @@ class PlannedStep:
     _models: dict[str, tuple[Any, tuple[str, ...]]] = field(default_factory=dict)
     _traces: dict[tuple[str, int, int], Trace] = field(default_factory=dict)
 
+    @cached_property
+    def room(self) -> Room:
+        """What the step may take of its device's memory."""
+        return room_of(device_profile(self.plan.device))
+
     def choice(self) -> Choice:
         """Which layers are computed again: the same for a check and for the training that it is of."""
         if self.plan.unforeseen:
@@ -81,7 +87,7 @@ class PlannedStep:
             model, _ = self.model(None)
             if not getattr(model, "supports_gradient_checkpointing", True):
                 return Choice(None, f"{type(model).__name__} has no gradient checkpointing")
-            return choose(self._foresee, room_of(device_profile(self.plan.device)))
+            return choose(self._foresee, self.room)
         except IsotypeError as error:
             return Choice(CHECKPOINTING, f"what the step takes without is not known: {error.headline}")
 
@@ -111,8 +117,22 @@ class PlannedStep:
             fsdp=plan.fsdp,
             devices=plan.devices,
             reshard=plan.reshard,
+            accumulates=rows < plan.step_rows,
+            room=self.room,
+            evaluation=self._evaluation(model, rows, tokens),
             ranges=self.ranges,
         )
+
+    def _evaluation(self, model: Any, rows: int, tokens: int) -> Any:
+        """A batch that the training evaluates, with its loss; None if it evaluates nothing."""
+        plan = self.plan
+        if plan.evaluation is None:
+            return None
+        length = plan.evaluation_length or tokens
+        if tokens < row_length(plan, self.config):  # rows are cut, and those that are evaluated with them
+            length = min(length, tokens)
+        length = row_length(replace(plan, length=length), self.config)
+        return _inputs(replace(plan, rows=plan.evaluation or rows), model, length)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
         """The report on it; a trace that the choice has made already is not made again."""
@@ -128,7 +148,7 @@ class PlannedStep:
 
         It is one where the step takes a good part of what it may without: only there is the other step traced, too.
         """
-        room = room_of(device_profile(self.plan.device)).size
+        room = self.room.size
         if room is None or self.plan.unforeseen:
             return ""
         every = choice.arguments is None
@@ -141,11 +161,11 @@ class PlannedStep:
         time = step_time(trace)
         least = "" if time is None else f"{format_duration(time.seconds)} at least"
         if every:
-            return f"; with every layer {', '.join(filter(None, (format_bytes(steady_peak(trace.memory)), least)))}"
+            return f"; with every layer {', '.join(filter(None, (format_bytes(trace.memory.peak), least)))}"
         return least and f"; without, {least}"  # the choice's reason has its bytes
 
     def _foresee(self, arguments: Mapping[str, Any] | None) -> int:
-        return steady_peak(self._foreseen(arguments).memory)
+        return self._foreseen(arguments).memory.peak
 
     def _foreseen(self, arguments: Mapping[str, Any] | None) -> Trace:
         rows, tokens = self.plan.rows, self.plan.longest or row_length(self.plan, self.config)

@@ -82,6 +82,9 @@ class StepPlan:
         precision: what was asked of the precision.
         device: name of a device or of a profile.
         rows, length: of the batch, for dpo and reward in pairs; length None for the default.
+        step_rows: rows of an optimizer step on one device; where they are more than `rows`, gradients are accumulated.
+        evaluation: rows of a batch that is evaluated during the training; 0: as many as `rows`; None: nothing is evaluated.
+        evaluation_length: tokens of its longest row; None: as of the rows that train.
         completion: tokens of a completion (grpo, rloo).
         reference: whether every step runs the reference model.
         lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
@@ -120,6 +123,9 @@ class StepPlan:
     fsdp: int = 0
     devices: int = 1
     reshard: bool = True
+    step_rows: int = 0
+    evaluation: int | None = None
+    evaluation_length: int | None = None
     completion: int = 0
     reference: bool = False
     revision: str | None = None
@@ -359,6 +365,10 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         fsdp=sharding.get("version", 0) if options.fsdp is None else options.fsdp,
         devices=options.devices or processes(),
         reshard=sharding.get("reshard", True),
+        step_rows=0
+        if training.gradient_accumulation_steps == 1
+        else rows * training.gradient_accumulation_steps,
+        evaluation=_evaluation(settings),
         revision=model.model_revision,
         attention=attention,
         packed=packed and by_mask,
@@ -367,6 +377,13 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         # The training leaves layers that torch.compile takes to PEFT; on a check nothing else hangs by it.
         fuse=settings.extra.fuse and not (settings.auto_checkpointing and training.torch_compile),
     )
+
+
+def _evaluation(settings: Settings) -> int | None:
+    if settings.training.eval_strategy == "no" and settings.extra.eval_split is None:
+        return None
+    explicit = "per_device_eval_batch_size" in settings.explicit or settings.method.loss == "policy"
+    return int(settings.training.per_device_eval_batch_size) if explicit else 0
 
 
 def _unforeseen(training: Any, length: int) -> str:
