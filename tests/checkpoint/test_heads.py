@@ -50,12 +50,12 @@ def saved(directory: Path, name: str) -> Path:
     return directory
 
 
-def adapted(base: Path, name: str, **lora: Any) -> Any:
+def adapted(base: Path, name: str, quantization: str | None = None) -> Any:
     """The model with an adapter whose every trained value has moved."""
-    policy = isotype.resolve_precision(base, "float32", device="cpu")
+    policy = isotype.resolve_precision(base, "float32", quantization, device="cpu")
     cls = getattr(transformers, CASES[name][2])
     model = isotype.load(base, policy, model_class=cls, **CASES[name][3])
-    model = isotype.add_lora(model, policy, **{"r": 2, **lora}).eval()
+    model = isotype.add_lora(model, policy, r=2).eval()
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,6 +90,15 @@ def test_a_head_that_the_checkpoint_lacks_lasts(name: str, tmp_path: Path) -> No
     with quiet():
         merged = getattr(transformers, CASES[name][2]).from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_head_that_a_quantized_base_lacks_stays_dense(quantization: str, tmp_path: Path) -> None:
+    model = adapted(saved(tmp_path / "base", "roberta"), "roberta", quantization)
+    model.save_pretrained(tmp_path / "adapter")
+    again, _, policy = load_for_inference(tmp_path / "adapter", device="cpu")
+    assert policy.storage == quantization
+    assert torch.equal(outputs(again), outputs(model))
 
 
 def test_a_part_below_the_head_is_saved_and_it_is_said(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, dtypes_to_load, enforce_model
 from isotype.model.finite import not_finite, refuse
 from isotype.model.heads import remember_drawn
-from isotype.model.mixed import store_layers
+from isotype.model.mixed import leave_dense, store_layers
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import places
 from isotype.precision.facts import ModelFacts
@@ -308,6 +308,7 @@ def stream(
     matched = match(model, headers)
     matched = replace(matched, wrong=tuple(wrong for wrong in matched.wrong if not _is_turned(model, wrong)))
     matched.require_complete()
+    leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # quantized layers have more of them afterwards
     placement = replace(_placement(model, settings, policy), turn=turning(model, headers))
     weights = matched.weights

@@ -5,6 +5,7 @@ transformers' `BitsAndBytesConfig` has one format for all layers (4 or 8 bits) a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
         elif form.block:
             layer.weight.quant_type, layer.weight.blocksize = form.code, form.block
     return frozenset(f"{each.module}.weight" for each in policy.layers if each.storage == "int8")
+
+
+def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
+    """Put dense layers in the place of quantized ones whose weights are in no file: they are drawn, and trained whole."""
+    modules = dict(model.named_modules())
+    for name in {weight.rpartition(".")[0] for weight in weights}:
+        if name in modules and kind_of(modules[name]) in _BITS:
+            model.set_submodule(name, _plain(modules[name], dtype))
 
 
 def _int8(layer: Any) -> nn.Module:
