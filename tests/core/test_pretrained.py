@@ -123,6 +123,19 @@ def test_other_ways_out_of_a_checkpoint(file, entries, words, folder, tmp_path, 
     assert words in said
 
 
+def test_a_module_that_an_adapter_names_is_not_imported(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    from isotype.checkpoint.adapter import read_adapter
+
+    config = {"peft_type": "LORA", "megatron_core": "evil", "megatron_config": {"a": 1}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"base_model.model.a.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="megatron_config, with the module 'evil'"):
+        read_adapter(tmp_path)
+
+
 def test_asking_for_code_is_refused(folder):
     from transformers import AutoConfig
 

@@ -88,6 +88,15 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
             "unknown kind of adapter", what, expected, "update PEFT, or correct the file"
         )
     problems = [*_field_problems(content, path, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])]
+    if content.get("megatron_config"):  # with it PEFT imports the module that megatron_core names
+        what = f"{path}: megatron_config, with the module {content.get('megatron_core')!r:.80}"
+        problems.append(
+            Problem(
+                what,
+                "an adapter of transformers' layers: no module that a file names is imported",
+                "leave it out",
+            )
+        )
     if not problems:
         names = {base_name(tensor.name).rpartition(".")[0] for tensor in tensors}
         expressions = {
