@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from isotype.core.errors import PrecisionError
 from isotype.core.formats import MIXED
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.precision.policy import ModuleException
+from isotype.precision.ranges import ModuleRange
 from isotype.train import launched, policy
 from isotype.train.policy import moments_of_run, policy_by_ranges, policy_of_run
 from tests.train.test_recompute import Processes
@@ -46,6 +49,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(policy, "measure_checkpoint", measure)
     monkeypatch.setattr(policy, "measure_damages", measure)
     monkeypatch.setattr(policy, "resolve_request", resolve)
+    monkeypatch.setattr(policy, "_check_held", lambda *_: None)
     return devices
 
 
@@ -133,3 +137,33 @@ def test_a_run_of_one_process_asks_nobody(measurements: list[Any]) -> None:
     decided, ranges = policy_of_run(MODEL, REQUEST, "cpu", when="known")
     assert decided is ranges is None
     assert measurements == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "exceptions", "refused"),
+    [
+        ("norm", 65536.0, (), True),
+        ("other", 70000.0, (), True),
+        ("norm", 65504.0, (), False),
+        ("linear", 1e6, (ModuleException("layers.0", "float32"),), False),
+        ("linear", 1e6, (ModuleException("layers.0", "adapters"),), True),
+    ],
+)
+def test_parameters_beyond_float16_are_refused_where_nothing_runs_them_in_float32(
+    monkeypatch: pytest.MonkeyPatch, kind: str, weight: float, exceptions: Any, refused: bool
+) -> None:
+    made = SimpleNamespace(compute=torch.float16, exceptions=exceptions)
+    ranges = SimpleNamespace(modules=(ModuleRange("layers.0", kind, 1.0, 1.0, weight=weight),))
+    monkeypatch.setattr(policy, "resolve_request", lambda *_, **__: (made, ranges))
+    if not refused:
+        assert policy_by_ranges(MODEL, REQUEST, "cpu") == (made, ranges)
+        return
+    with pytest.raises(PrecisionError) as error:
+        policy_by_ranges(MODEL, REQUEST, "cpu")
+    (problem,) = error.value.problems
+    expected = (
+        f"layers.0: values up to {weight:,.0f}",
+        "at most 65,504",
+        "--dtype bfloat16 or --dtype float32",
+    )
+    assert (problem.given, problem.expected, problem.fix) == expected

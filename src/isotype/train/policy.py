@@ -14,6 +14,7 @@ from isotype.checkpoint.kept import kept
 from isotype.checkpoint.measure_ranges import measure_checkpoint
 from isotype.checkpoint.opened import Checkpoint, downloaded
 from isotype.checkpoint.resolve import resolve_request, with_storage_reason
+from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
 from isotype.precision.by_damage import as_decided
 from isotype.precision.damages import Damages
@@ -21,7 +22,7 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.moments import read
 from isotype.precision.policy import PrecisionPolicy
-from isotype.precision.ranges import Ranges
+from isotype.precision.ranges import FLOAT16_LARGEST, Ranges
 from isotype.train.launched import from_first, processes
 
 Result = TypeVar("Result", bound=Ranges | Damages)
@@ -39,14 +40,37 @@ def policy_by_ranges(
         when: `measure`: measure a checkpoint whose weights are on this machine and that nobody has measured; `known`: do not.
 
     Raises:
-        PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`.
+        PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`; parameters that float16 does not hold.
     """
     profile = device_profile(device)
     measure = partial(_measured, measure_checkpoint, checkpoint, profile) if when == "measure" else None
     damages = partial(_measured, measure_damages, checkpoint, profile)
-    return resolve_request(
+    policy, ranges = resolve_request(
         checkpoint.facts, request, device, checkpoint, measure=measure, measure_damages=damages
     )
+    _check_held(policy, ranges)
+    return policy, ranges
+
+
+def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
+    """Refuse to train in float16 behind a norm, or another parameter, that multiplies by more than it holds.
+
+    Linear layers and embeddings of that kind run in float32. What follows a norm may, too, and what was measured fits; but the first update
+    of an adapter moves results by such a factor times the learning rate, which no measurement before it has seen.
+    """
+    if policy.compute != torch.float16 or ranges is None:
+        return
+    wide = {each.module for each in policy.exceptions if each.how == "float32"}
+    beyond = [each for each in ranges.modules if each.weight > FLOAT16_LARGEST and each.name not in wide]
+    if problems := [
+        Problem(
+            f"{each.name}: values up to {each.weight:,.0f}",
+            "at most 65,504",
+            "--dtype bfloat16 or --dtype float32",
+        )
+        for each in beyond
+    ]:
+        raise PrecisionError("parameters are beyond float16's range", problems)
 
 
 def policy_of_run(
