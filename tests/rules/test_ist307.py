@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -154,3 +155,51 @@ def test_steps_that_train_are_silent() -> None:
     assert found(RULE, traced(Adapted("plain"), accumulated)) == []
     assert found(RULE, traced(llama(), batch())) == []
     assert found(RULE, traced(Adapted("plain").requires_grad_(False), WORDS)) == []
+
+
+class Pooled(nn.Module):
+    """Two linear layers behind a frozen embedding; of one the result is ignored, or it is run as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.pool, self.head = (
+            nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        )  # fmt: skip
+        self.how = how
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        if self.how == "no_grad":
+            with torch.no_grad():
+                hidden = hidden + self.pool(hidden)
+        elif self.how == "reentrant":
+            hidden = hidden + checkpoint(self.pool, hidden, use_reentrant=True)
+        else:
+            self.pool(hidden + 1)
+        out: torch.Tensor = self.head(self.body(hidden))
+        return out
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("how", "severity", "cause"),
+    [
+        ("ignored", "note", "the loss does not depend on what is computed with "),
+        ("no_grad", "warning", "gradients are off where "),
+        ("reentrant", "warning", "CheckpointFunction runs "),
+    ],
+)
+def test_adapters_that_reach_no_loss_are_told_why(how: str, severity: str, cause: str, fused: bool) -> None:
+    model = peft.get_peft_model(Pooled(how), peft.LoraConfig(target_modules=["body", "pool"]))
+    if fused:
+        assert len(isotype.fuse(model).fused) == 2
+    report = isotype.check(model, WORDS, device="cpu", verify=False)
+    (finding,) = [each for each in report.findings if each.code == "IST307"]
+    assert (finding.severity, finding.message) == (
+        severity,
+        "no gradient reaches 2 of 4 trainable parameters",
+    )
+    assert finding.cause.startswith(cause)
+    assert "pool.lora_" in finding.cause
+    assert ("use_reentrant" in str(finding.fixes)) == (how == "reentrant")

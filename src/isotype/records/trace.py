@@ -359,13 +359,14 @@ NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A trainable parameter that the forward uses only where gradients are off, and that gets none.
+    """A trainable parameter that the forward uses, and that gets no gradient.
 
     Attributes:
         weight: its name.
         module, source: where it is used first.
         function: the `torch.autograd.Function` whose forward that is in, "" outside of any.
         behind: modules that had returned before it where gradients were on, in order.
+        ignored: whether it is used with gradients on: the loss depends on nothing that is made of it.
     """
 
     weight: str
@@ -373,6 +374,7 @@ class Unreached:
     source: str
     function: str
     behind: tuple[str, ...]
+    ignored: bool = False
 
 
 @dataclass(frozen=True, eq=False)

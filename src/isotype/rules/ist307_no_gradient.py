@@ -21,8 +21,8 @@ inference, as `PeftModel.from_pretrained` does; a loss was detached; a tower run
     model.enable_input_require_grads()                         # or use_reentrant=False
     PeftModel.from_pretrained(base, path, is_trainable=True)   # of an adapter that is to be trained further
 
-**What is not reported.** Parameters that the step does not use (experts that no token chose, a tower without images), and those
-that it uses with gradients on but whose result the loss ignores.
+**What is not reported.** Parameters that the step does not use (experts that no token chose, a tower without images), and those of
+the model itself whose result the loss ignores. Adapters in such a part (the pooling head of a vision tower) are a note.
 
 **How safe is the fix?** Safe: hidden states that require a gradient change no number.
 
@@ -55,12 +55,18 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     by_function: dict[str, list[Unreached]] = {}
     for each in trace.unreached:
+        if each.ignored:
+            continue
         by_function.setdefault(each.function, []).append(each)
     for function, unreached in by_function.items():
         why = _in_function if function else _without_gradients
         yield _finding(
             trace, refused, [trace.owners[each.weight] for each in unreached], *why(trace, unreached)
         )
+    ignored = [each for each in trace.unreached if each.ignored and trace.owners[each.weight].adapter]
+    if ignored and refused is None and trace.reached:
+        weights = [trace.owners[each.weight] for each in ignored]
+        yield replace(_finding(trace, None, weights, *_ignored(trace, ignored)), severity="note")
     if not by_function and (refused is not None or (trace.reached == 0 and trained(trace))):
         yield _none_reached(trace, refused)
 
@@ -110,6 +116,15 @@ def _without_gradients(trace: Trace, unreached: Sequence[Unreached]) -> tuple[st
     named = and_its_like(each.weight for each in unreached)
     how = f"run {first.module or 'it'} outside of torch.no_grad(){_at(first)}, or freeze what is not trained"
     return f"gradients are off where {named} is used{_at(first)}", iter((advice(first.weight, how),))
+
+
+def _ignored(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
+    """A part of the model whose result nothing reads: the pooling head of a vision tower."""
+    named = and_its_like(each.weight for each in unreached)
+    how = "leave these modules out of target_modules (exclude_modules names them): their adapters are never trained"
+    return f"the loss does not depend on what is computed with {named}", iter(
+        (advice("exclude_modules", how),)
+    )
 
 
 def _at(unreached: Unreached) -> str:

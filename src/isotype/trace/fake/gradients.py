@@ -34,7 +34,7 @@ class Gradients:
     def __init__(self) -> None:
         self.reached: set[int] = set()
         self.behind: list[str] = []
-        self._used: set[int] = set()
+        self._used: dict[int, Unreached] = {}
         self._off: dict[int, Unreached] = {}
 
     def used(
@@ -57,30 +57,36 @@ class Gradients:
                 continue
             if func is _CAST:
                 setattr(result, _PARAMETER, key)
-            elif torch.is_grad_enabled():
-                self._used.add(key)
-            elif key not in self._off:
-                self._off[key] = Unreached(
-                    known.name, place.module, shown(place.source), _function(), tuple(self.behind)
+                continue
+            function = None if torch.is_grad_enabled() else _function()
+            taken = self._used if function is None else self._off
+            if key not in taken:
+                where = (place.module, shown(place.source))
+                taken[key] = Unreached(
+                    known.name, *where, function or "", tuple(self.behind), function is None
                 )
 
     def unreached(self) -> Iterator[Unreached]:
-        """The parameters that were used only where gradients are off, and got none, after the backward."""
-        for key, unreached in self._off.items():
-            if key not in self._used and key not in self.reached:
+        """The parameters that were used and got no gradient, after the backward."""
+        for key, unreached in {**self._off, **self._used}.items():
+            if key not in self.reached:
                 yield unreached
 
 
-def _function() -> str:
-    """The `torch.autograd.Function` whose forward is running, by its name; "" outside of any.
+def _function() -> str | None:
+    """The `torch.autograd.Function` that runs its forward without gradients, by its name; "" if none does, but `torch.no_grad()`.
 
-    Gradient checkpointing of the reentrant kind is one, whoever wrote it.
+    Gradient checkpointing of the reentrant kind is one, whoever wrote it, where no input requires a gradient. None inside of one
+    that brings its inputs their gradients itself, as a fused layer does; under `torch.no_grad()` it does not.
     """
     frame: Any = frame_above(2)
     while frame is not None:
         first = next(iter(frame.f_code.co_varnames), "")
         context = frame.f_locals.get(first) if frame.f_code.co_name == "forward" else None
         if isinstance(context, torch.autograd.function.BackwardCFunction):
-            return type(context).__name__.removesuffix("Backward")
+            if any(function for function, _ in context.next_functions):
+                return None
+            if not any(context.needs_input_grad):
+                return type(context).__name__.removesuffix("Backward")
         frame = frame.f_back
     return ""
