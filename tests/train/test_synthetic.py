@@ -89,17 +89,28 @@ def test_the_forwards_of_a_method(method, forwards):
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules="all-linear"))
     put_head(model)
     seen = calls_of(model.get_base_model())
-    loss = step_inputs(method, model, 2, 12, completion=4)(model)
+    loss = loss_of_step(model, step_inputs(method, model, 2, 12, completion=4))
     loss.backward()
     assert seen == forwards
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(("method", "rows"), [("dpo", 4), ("kto", 2), ("grpo", 2), ("rloo", 2), ("sft", 2)])
+def test_the_batch_of_a_step_is_told(method, rows):
+    """A report of a preference step said that its batch was empty, and knew no tokens a second."""
+    inputs = step_inputs(method, tiny_model("llama"), 2, 12, completion=4).inputs
+    assert {tuple(inputs[name].shape) for name in ("input_ids", "attention_mask")} == {(rows, 12)}
+
+
+def loss_of_step(model, step):
+    return step.function(model, step.inputs)
 
 
 def test_no_reference_no_forward_of_it():
     model = tiny_model("llama")
     put_head(model)
     seen = calls_of(model)
-    step_inputs("grpo", model, 2, 12, completion=4, reference=False)(model)
+    loss_of_step(model, step_inputs("grpo", model, 2, 12, completion=4, reference=False))
     assert len(seen) == 1
 
 
@@ -108,5 +119,5 @@ def test_a_reward_model_sees_pairs():
     config.num_labels = 1
     model = transformers.LlamaForSequenceClassification(config)
     seen = calls_of(model)
-    step_inputs("reward", model, 3, 8)(model).backward()
+    loss_of_step(model, step_inputs("reward", model, 3, 8)).backward()
     assert seen == [((6, 8), True)]

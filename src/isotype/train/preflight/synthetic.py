@@ -16,8 +16,6 @@ from isotype.model.loss import loss_of
 from isotype.ranges.batches import image_shape
 from isotype.records.request import LossOf
 
-Inputs = LossOf | Callable[[nn.Module], torch.Tensor]
-
 PROMPT_TOKENS = 512
 """Length of a prompt that nobody has named the length of (grpo, rloo)."""
 
@@ -74,7 +72,7 @@ def step_inputs(
     completion: int = 0,
     reference: bool = True,
     packed: bool = False,
-) -> Inputs:
+) -> LossOf:
     """What one step of a method feeds the model, and its loss over it.
 
     Args:
@@ -94,22 +92,19 @@ def step_inputs(
     loss = METHODS[method].loss
     if loss == "labels":
         return LossOf(_label_loss, batch)
-    return lambda model: LOSSES[loss](model, batch, completion, reference)
-
-
-def _tokens(batch: Mapping[str, torch.Tensor], copies: int = 1) -> dict[str, torch.Tensor]:
-    """New tensors of the batch's shapes, `copies` times the rows, made where the step runs (on fakes: fakes)."""
-    return {
-        name: torch.ones(copies * value.shape[0], *value.shape[1:], dtype=value.dtype)
+    copies = 2 if loss in ("reward", "preference") else 1
+    tokens = {
+        name: value.repeat(copies, *[1] * (value.dim() - 1))
         for name, value in batch.items()
         if name != "labels"
     }
+    return LossOf(lambda model, inputs: LOSSES[loss](model, inputs, completion, reference), tokens)
 
 
 def _reward_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, _reference: bool
 ) -> torch.Tensor:
-    chosen, rejected = model(**_tokens(batch, 2), use_cache=False).logits.squeeze(-1).chunk(2)
+    chosen, rejected = model(**batch, use_cache=False).logits.squeeze(-1).chunk(2)
     loss: torch.Tensor = -nn.functional.logsigmoid(chosen - rejected).mean()
     return loss
 
@@ -137,7 +132,6 @@ def _preference_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
 ) -> torch.Tensor:
     """DPO's sigmoid loss, https://arxiv.org/abs/2305.18290 equation 7, with beta 0.1."""
-    batch = _tokens(batch, 2)
     ratios = _log_probs(model, batch).sum(-1)
     if reference:
         ratios = ratios - _reference_log_probs(model, batch).sum(-1)
@@ -149,7 +143,6 @@ def _unpaired_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
 ) -> torch.Tensor:
     """KTO's loss, https://arxiv.org/abs/2402.01306 equation 8, the KL term from one more forward of each model."""
-    batch = _tokens(batch)
     with torch.no_grad():
         kl = _log_probs(model, batch).sum(-1)
         if reference:
@@ -164,7 +157,6 @@ def _policy_loss(
     model: Any, batch: Mapping[str, torch.Tensor], completion: int, reference: bool
 ) -> torch.Tensor:
     """GRPO's clipped loss, https://arxiv.org/abs/2402.03300 equation 3, on given advantages; rloo's has its shape."""
-    batch = _tokens(batch)
     logps = _log_probs(model, batch)[:, -completion:]
     ratio = (logps - logps.detach()).exp()
     advantages = torch.ones(logps.shape[0], 1)
