@@ -24,6 +24,7 @@ def load(
     text_field: str = "text",
     chat: bool = False,
     prompts: bool = False,
+    lines: bool = False,
     said: list[str] | None = None,
     **script: Any,
 ) -> Any:
@@ -33,6 +34,7 @@ def load(
         "text_field": text_field,
         "chat": chat,
         "prompts": prompts,
+        "lines": lines,
         "say": ([] if said is None else said).append,
     }
     return load_training_data(arguments, config, method, need_test=evaluate, **options)

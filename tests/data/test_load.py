@@ -49,11 +49,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], ...]] = {
         },
         {"prompt": USER, "completion": ASSISTANT, "tools": '[{"name": "f"}]'},
         {"prompt": USER, "completion": ASSISTANT, "tools": None},
-        {"messages": USER + ASSISTANT, "images": ["a.png"]},
-        {
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, *ASSISTANT],
-            "image": "a.png",
-        },
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, *ASSISTANT]},
         {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
     ),
     "dpo": (
@@ -143,13 +139,13 @@ def test_each_kind_of_file_keeps_text_as_text(kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "texts"),
     [
-        ("a.txt", "one\r\n\r\ntwo\n", ["one", "two"]),
+        ("a.txt", "\ufeffone\r\n\r\ntwo\n", ["one\n\ntwo\n"]),
         ("a.jsonl", '\ufeff{"text": "a\\r\\nb"}\r\n\r\n   \r\n{"text": "c"}', ["a\r\nb", "c"]),
         ("a.csv", '\ufefftext\r\n"a\r\nb"\r\n\r\nc\r\n', ["a\r\nb", "c"]),
         ("a.json", '\ufeff\r\n[\r\n{"text": "a"}\r\n]\r\n', ["a"]),
         ("long.csv", "text\n" + "x" * 200_000 + "\n", ["x" * 200_000]),
     ],
-    ids=["a text a line", "jsonl", "csv", "json", "long cells"],
+    ids=["a text", "jsonl", "csv", "json", "long cells"],
 )
 def test_byte_order_marks_crlf_and_blank_lines(name: str, content: str, texts: list[str]) -> None:
     write(name, content)
@@ -463,3 +459,37 @@ def test_masks_beside_token_ids_become_labels(kind: str, tmp_path, monkeypatch) 
     for prompts, expected in labels.items():
         taken = load(f"t.{kind}", prompts=prompts)["train"].to_list()
         assert taken == [{"input_ids": [7, 8, 9], "labels": expected}]
+
+
+def test_a_text_is_one_example_and_its_lines_on_request() -> None:
+    write("book.txt", "one\n\n two\n")
+    said: list[str] = []
+    assert load("book.txt", said=said)["train"].to_list() == [{"text": "one\n\n two\n"}]
+    assert load("book.txt", lines=True, said=said)["train"].to_list() == [{"text": "one"}, {"text": " two"}]
+    assert said == [
+        "book.txt: each file is one example, cut to max_length like any other; --packing True with --packing_strategy "
+        "bfd_split trains on all of it, --text_lines True on each line by itself",
+        "book.txt: each line is an example, with an end token of its own",
+    ]
+
+
+def test_what_nothing_reads_is_said_with_its_name_and_number() -> None:
+    part = {"type": "text", "text": "a", "cache_control": {"type": "x"}}
+    turns = [
+        {"role": "user", "content": [part], "date": "now"},
+        {"role": "assistant", "content": [{"type": "text", "text": "4"}], "weight": 1},
+    ]
+    row = {"messages": turns, "id": 7, "source": None, "tools": None}
+    for kind, counted in (("jsonl", ""), ("parquet", " (in the first 1,000 rows)")):
+        said: list[str] = []
+        write(f"t.{kind}", WRITERS[kind]([row, {**row, "id": 8}]))
+        load(f"t.{kind}", said=said)
+        columns = "'id' of 2 rows" if kind == "jsonl" else "'id' of 2 rows, 'source' of 2 rows"
+        assert said == [
+            f"t.{kind}: nothing reads {columns}; nothing but a chat template that names it reads "
+            f"'date' of 2 messages, 'cache_control' of 2 parts{counted}"
+        ]
+    said = []
+    write("t.jsonl", lines({"prompt": "a", "x": 1}))
+    load("t.jsonl", "grpo", said=said)  # whose reward functions get every column
+    assert said == []

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import trl
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from isotype.core.errors import DataError, UsageError
 from isotype.train.rows.assistant import labelled_row, labelled_rows
+from tests.train.tiny import save_chat_model
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 SPECIAL = (
@@ -136,8 +137,6 @@ def settings_of(**training: Any) -> Any:
 
 
 def test_rows_are_labelled_where_trl_finds_nothing() -> None:
-    from datasets import DatasetDict
-
     data = DatasetDict(
         {"train": Dataset.from_list([{"messages": SINGLE, "id": 1}, {"messages": SYSTEM, "id": 2}])}
     )
@@ -165,3 +164,46 @@ def test_rows_without_turns(row: dict[str, Any]) -> None:
     (problem,) = caught.value.problems
     assert problem.given.startswith("--assistant_only_loss with the columns ")
     assert problem.fix.startswith("leave --assistant_only_loss out")
+
+
+LEFT = [
+    {"role": "user", "content": "w1"},
+    {"role": "assistant", "content": "w2", "weight": 0, "train": None},
+    {"role": "user", "content": "w3", "masked": True},
+    {"role": "assistant", "content": "w4", "weight": 1.0},
+]
+
+
+@pytest.mark.parametrize(
+    ("only", "prompt", "learned"),
+    [
+        (True, 0, "w4 </s>"),
+        (False, 0, "<s> user w1 </s> <s> assistant <s> assistant w4 </s>"),
+        (True, 3, "w4 </s>"),
+        (False, 3, "w4 </s>"),
+    ],
+)
+def test_turns_that_are_marked_are_not_learned(only, prompt, learned, tmp_path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
+    row = {"prompt": LEFT[:prompt], "completion": LEFT[prompt:]} if prompt else {"messages": LEFT}
+    made = labelled_row(row, 0, tokenizer=tokenizer, whole=False, only=only)
+    turns = [{key: turn[key] for key in ("role", "content")} for turn in LEFT]
+    assert made["input_ids"] == tokenizer.apply_chat_template(turns, return_dict=False)
+    kept = [token for token, label in zip(made["input_ids"], made["labels"], strict=True) if label == token]
+    assert tokenizer.decode(kept) == learned
+    assert {
+        label for token, label in zip(made["input_ids"], made["labels"], strict=True) if label != token
+    } == {-100}
+
+
+def test_marks_are_honoured_without_the_assistant_only_loss_and_said() -> None:
+    said: list[str] = []
+    data = DatasetDict({"train": Dataset.from_list([{"messages": LEFT}, {"messages": SINGLE}])})
+    settings = settings_of(assistant_only_loss=False)
+    plain = DatasetDict({"train": Dataset.from_list([{"messages": SINGLE}])})
+    assert labelled_rows(settings, tokenizer_of(CHATML), plain, say=said.append) is plain
+    rows = labelled_rows(settings, tokenizer_of(CHATML), data, say=said.append)["train"]
+    assert rows.column_names == ["input_ids", "labels"]
+    assert -100 in rows[0]["labels"]
+    assert rows[1]["labels"] == rows[1]["input_ids"]
+    assert said == ["2 turns marked not to be learned: no loss is computed there, everything else is learned"]

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed
 from isotype.data.cells import COLUMNS, TEXT_COLUMNS, Row
-from isotype.data.columns import columns_problem, quoted, survey
+from isotype.data.columns import Survey, columns_problem, quoted, survey
 from isotype.data.locate import PARQUET, LocalData, data_error
+from isotype.data.methods import METHODS
+from isotype.data.parts import unread_line
 from isotype.data.reading import Reading
 from isotype.data.roles import CHATS
 from isotype.data.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
@@ -144,7 +146,8 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
     if result.count == 0:
         problems.append(_empty(named))
     order = " ".join(f"{path.suffix}:{digest}" for path, (digest, _) in digests.items())
-    line = roles_line(listed(path.name for path in files), names)
+    source = listed(path.name for path in files)
+    notes = (roles_line(source, names), unread_line(source, result.keys), _documents_line(files, job.reading))
     return Prepared(
         problems,
         files=files,
@@ -152,7 +155,20 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
         shapes=result.shapes,
         reading=job.reading,
         first=result.first,
-        notes=(line,) if line else (),
+        notes=tuple(filter(None, notes)),
+    )
+
+
+def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
+    """How plain texts were taken; None without any."""
+    texts = [path.name for path in files if path.suffix.lower() == ".txt"]
+    if not texts:
+        return None
+    if reading.lines:
+        return f"{listed(texts)}: each line is an example, with an end token of its own"
+    return (
+        f"{listed(texts)}: each file is one example, cut to max_length like any other; --packing True with --packing_strategy "
+        "bfd_split trains on all of it, --text_lines True on each line by itself"
     )
 
 
@@ -273,12 +289,26 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
         job.method,
         job.text_field,
         word="row",
+        unseen=rest,
     )
     problems = result.problems("row")
     if changed and not problems:
         dataset = _converted(dataset, first, job.reading, parts)
-    line = roles_line(everything, names, SAMPLED_ROWS)
-    return Prepared(problems, dataset=dataset, first=result.first, notes=(line,) if line else ())
+    notes = (
+        roles_line(everything, names, SAMPLED_ROWS),
+        unread_line(everything, _unread(result, rest, dataset, job), SAMPLED_ROWS),
+    )
+    return Prepared(problems, dataset=dataset, first=result.first, notes=tuple(filter(None, notes)))
+
+
+def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Counter[tuple[str, str]]:
+    """What nothing reads: columns by all rows, keys of messages as they were counted."""
+    method = METHODS[job.method]
+    unread = () if method.loss == "policy" else (name for name in rest if name not in method.optional)
+    columns = {name for where, name in result.keys if where == "row"}.union(unread)
+    count = len(dataset) if hasattr(dataset, "__len__") else result.count
+    rows = Counter({("row", name): count for name in columns})
+    return rows + Counter({key: n for key, n in result.keys.items() if key[0] != "row"})
 
 
 def _sample(

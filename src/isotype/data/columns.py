@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
 from isotype.data.cells import COLUMNS, REFILL, TEXT, TURN_COLUMNS, Column, Row, describe
 from isotype.data.methods import METHODS, Format
+from isotype.data.parts import count_keys, message_problems, picture_problem
 from isotype.data.roles import CHATS, chat_problems, mixed_turns
 from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
 
@@ -121,12 +124,14 @@ class Survey:
         shapes: the type of every column, merged over all rows.
         count: rows seen, good or bad.
         first: the first row that holds columns, good or bad; None without one.
+        keys: (row, message or part; name) of what nothing reads -> how often.
     """
 
     findings: dict[tuple[str, Problem], list[int]] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
     count: int = 0
     first: Row | None = None
+    keys: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def note(self, source: str, line: int | None, problem: Problem) -> None:
         lines = self.findings.setdefault((source, problem), [])
@@ -162,6 +167,9 @@ class _Plan:
     turns: tuple[str, ...]
     plain: bool
     chats: tuple[str, ...]
+    method: str
+    unread: tuple[str, ...]
+    unseen: frozenset[str]
 
     def faults(self, row: Row) -> Iterator[Problem]:
         sound = True
@@ -176,6 +184,12 @@ class _Plan:
             return
         for name in self.chats:
             yield from chat_problems(name, row[name])
+        pictures = self.pictures(row)
+        for problem in () if pictures is None else map(picture_problem, pictures):
+            if problem is not None:
+                yield problem
+        count = None if pictures is None else len(pictures)
+        yield from message_problems(row, self.chats, self.method, count)
         if not self.turns:
             return
         mixed = mixed_turns(row, self.turns)
@@ -189,8 +203,20 @@ class _Plan:
                 "write all rows as text, or all as messages",
             )
 
+    def pictures(self, row: Row) -> Sequence[Any] | None:
+        """The pictures beside the messages; None if they are not shown here."""
+        names = [name for name in ("image", "images") if name in METHODS[self.method].optional]
+        if self.unseen & set(names):
+            return None
+        found = [
+            row[name] if isinstance(row[name], list) else [row[name]]
+            for name in names
+            if row.get(name) is not None
+        ]
+        return [each for some in found for each in some]
 
-def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
+
+def _plan(row: Row, place: str, method: str, text_field: str, unseen: Collection[str] = ()) -> _Plan:
     chosen = matching(row, formats_of(method, text_field))
     judged = (*chosen.required, *METHODS[method].optional) if chosen else ()
     known = {**COLUMNS, text_field: TEXT} if method == "sft" else COLUMNS
@@ -203,6 +229,12 @@ def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
         turns=turns,
         plain=all(isinstance(row[name], str) for name in turns),
         chats=tuple(name for name in judged if name in row and name in CHATS),
+        method=method,
+        # The policy methods hand every column to the reward functions.
+        unread=()
+        if chosen is None or METHODS[method].loss == "policy"
+        else tuple(name for name in row if name not in judged),
+        unseen=frozenset(unseen),
     )
 
 
@@ -224,6 +256,7 @@ def survey(
     *,
     word: str = "line",
     cells: bool = False,
+    unseen: Collection[str] = (),
 ) -> Survey:
     """Judge all rows of a data set for `method` in one walk.
 
@@ -233,6 +266,7 @@ def survey(
         text_field: the name of SFT's plain text column (`SFTConfig.dataset_text_field`).
         word: what the numbers count: "line" of a file or "row" of a table.
         cells: rows come from CSV, where a column of several kinds is text.
+        unseen: columns of the data set that the records do not show.
     """
     result = Survey()
     plan: _Plan | None = None
@@ -247,7 +281,7 @@ def survey(
             continue
         if plan is None:
             result.first = row
-            plan = _plan(row, f"{word} {line}", method, text_field)
+            plan = _plan(row, f"{word} {line}", method, text_field, unseen)
             wrong = columns_problem(plan.columns, method, text_field)
             if wrong:
                 result.note(source, None, _headerless(wrong, plan.columns) if cells else wrong)
@@ -258,6 +292,8 @@ def survey(
         for fault in faults:
             result.note(source, line, fault)
         if not faults:
+            result.keys.update(("row", name) for name in plan.unread if row[name] is not None)
+            count_keys(row, plan.chats, result.keys)
             _widen(result, source, line, row, cells)
     return result
 

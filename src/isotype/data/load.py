@@ -37,6 +37,7 @@ def load_training_data(
     columns: str | None = None,
     chat: bool = False,
     prompts: bool = False,
+    lines: bool = False,
     say: Callable[[str], object] = logger.info,
 ) -> DatasetDict | IterableDatasetDict:
     """The splits to train on and, with `need_test`, to evaluate on, under the names the arguments give them.
@@ -50,13 +51,14 @@ def load_training_data(
         columns: `"alpaca"`, or the trainer's names for the data set's columns (`prompt=question,completion=answer`).
         chat: prompts and answers of plain text become messages of user and assistant.
         prompts: the tokens of prompts are learned, too.
+        lines: each line of a .txt file is an example; else the whole file is one.
         say: takes each line about the data that the user should read.
 
     Raises:
         DataError: with every problem found, at most ten spelled out.
     """
     wanted = [script_args.dataset_train_split] + [script_args.dataset_test_split] * need_test
-    reading = Reading(method, parse_columns(columns), chat, prompts=prompts)
+    reading = Reading(method, parse_columns(columns), chat, prompts=prompts, lines=lines)
     job = Job(reading, text_field, tuple(dict.fromkeys(wanted)), say)
     if dataset_args is not None and dataset_args.datasets:
         if script_args.dataset_name:

@@ -108,6 +108,7 @@ class Reading:
         chat: prompts and answers that are text become messages of user and assistant.
         joined: prompt and completion become one conversation, `messages`; only what belongs to it stays.
         prompts: the tokens of prompts are learned, too (`--completion_only_loss False`).
+        lines: each line of a .txt file is an example; else the whole file is one.
     """
 
     method: str
@@ -115,6 +116,7 @@ class Reading:
     chat: bool = False
     joined: bool = False
     prompts: bool = False
+    lines: bool = False
 
     @property
     def reads(self) -> frozenset[str]:

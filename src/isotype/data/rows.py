@@ -3,7 +3,7 @@
 Each reader yields (line, row) and, in place of a row it cannot read, the `Problem` (its `given` without file and
 line). The same readers check a file and build the data set from it, so what was checked is what is trained on.
 
-Blank lines of JSON lines and plain text are separators, not examples. A UTF-8 byte order mark is skipped.
+A plain text is one example, or each of its lines on request. Blank lines of JSON lines and of texts by lines are separators, not examples. A UTF-8 byte order mark is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Record = tuple[int, Any]
 LONGEST_LINE = 1 << 28
 """Bytes of a line at most: a tokenizer takes about a hundred times as much memory."""
 _CHUNK = 1 << 20
-_WHOLE = (".json", ".txt")  # whose lines are no examples
+_WHOLE = (".json",)  # whose lines are no examples
 _UNPACK = "unpack it first, for example: {} OLD > NEW"
 _KINDS = (
     (b"\x1f\x8b", "a gzip archive", _UNPACK.format("gunzip -c")),
@@ -259,6 +259,13 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
             yield start, Problem(f"not CSV: {error}", "comma-separated values (RFC 4180)", fix)
 
 
+def read_document(path: Path) -> Iterator[Record]:
+    """The whole file as one text in a column `text`; nothing if it is blank."""
+    text = path.read_text(encoding="utf-8-sig")
+    if text.strip():
+        yield 1, {"text": text}
+
+
 def read_text(path: Path) -> Iterator[Record]:
     """One text per line in a column `text`, as the text reader of `datasets` names it."""
     with path.open(encoding="utf-8-sig") as file:
@@ -274,7 +281,7 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".ndjson": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, delimiter="\t"),
-    ".txt": read_text,
+    ".txt": read_document,
 }
 CELL_SUFFIXES = (".csv", ".tsv")
 
@@ -307,7 +314,8 @@ def read_rows(
     """
     if reading is not None:
         sources = reading.columns.sources if reading.columns is not None else frozenset()
-        rows = read_rows(path, textual | sources)
+        lines = reading.lines and path.suffix.lower() == ".txt"
+        rows = read_text(path) if lines else read_rows(path, textual | sources)
         return ((line, reading.apply(row, names) if isinstance(row, dict) else row) for line, row in rows)
     suffix = path.suffix.lower()
     records = READERS[suffix](path)

@@ -67,6 +67,7 @@ from isotype.train.policy import policy_of_run
 from isotype.train.preflight.step import SAVED_AS, take_choice
 from isotype.train.recompute_choice import Choice
 from isotype.train.rows.assistant import labelled_rows, labels_kept
+from isotype.train.rows.contents import plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_of
 from isotype.train.rows.packed import keep_rows
@@ -259,9 +260,12 @@ def _build(run: Run, console: Console) -> _Built:
     source = tokenizer_source(run.checkpoint)
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
     check_tokenizer(settings, source, tokenizer, data)
+    noted: list[str] = []
+    data = plain_contents(tokenizer, data, noted.append)
+    run = replace(run, data=data)
     lengths = _lengths(settings, tokenizer, data)
-    rows = labelled_rows(settings, tokenizer, data)
-    said = (*run.notes, *plain_turns(settings, tokenizer, data))
+    rows = labelled_rows(settings, tokenizer, data, say=noted.append)
+    said = (*run.notes, *noted, *plain_turns(settings, tokenizer, data))
     choice = take_choice(run, tokenizer, lengths)
     describe.show_policy(console, policy, training.optim, settings.extra, choice)
     if run.resume is None:
@@ -304,9 +308,10 @@ def _build(run: Run, console: Console) -> _Built:
     packing = keep_rows(trainer)
     for name, text in describe.head_rows(trainer):
         console.print(wrapped(f"{name}: {text}", console), highlight=False, markup=False, soft_wrap=True)
-    dropped = dropped_examples(settings, data[train_split], trainer.train_dataset)
+    dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
     cut = lengths and lengths.cut(training.max_length)
-    notes = tuple(note for note in (*said, cut, dropped, packing, not_the_best(settings)) if note)
+    twice = lengths and lengths.begun_twice()
+    notes = tuple(note for note in (*said, twice, cut, dropped, packing, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
     built = _Built(trainer, sample, choice, fusion, notes, lengths)

@@ -27,6 +27,7 @@ from isotype.core.errors import (
     first_line,
     one_line,
 )
+from isotype.core.names import listed
 from isotype.core.optimizers import package_of
 from isotype.core.patterns import pattern_problems
 from isotype.core.pretrained import pretrained
@@ -37,6 +38,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train.compilation import compiler_problems
 from isotype.train.options.arguments import name_problems, number_problems
 from isotype.train.options.settings import Settings
+from isotype.train.rows.contents import check_pictures
 from isotype.train.start import check_initial, initial_problems
 from isotype.train.stop import early_stopping_problems
 
@@ -400,6 +402,8 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
             )
     if problems:
         raise UsageError("the tokenizer does not fit", problems)
+    _check_completions(settings, data)
+    check_pictures(settings, tokenizer, data)
     with asking(source):
         config = pretrained(AutoConfig, source, revision=settings.model.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
@@ -414,6 +418,26 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
             "copy the tokenizer from the model that the weights come from",
         )
     _check_ids(settings, data, size)
+
+
+def _check_completions(settings: Settings, data: Any) -> None:
+    """Whether `--completion_only_loss True` finds completions.
+
+    Raises:
+        UsageError: it does not.
+    """
+    columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
+    if getattr(settings.training, "completion_only_loss", None) is not True:
+        return
+    if not {"prompt", "completion"} <= columns.keys() and "labels" not in columns:
+        what = f"--completion_only_loss True with the columns {listed(map(repr, columns))}"
+        fix = "--assistant_only_loss True for conversations; else leave it out"
+        raise UsageError.of(
+            "there are no completions in this data",
+            what,
+            "'prompt' and 'completion', or 'completion_mask'",
+            fix,
+        )
 
 
 def _check_ids(settings: Settings, data: Any, size: int | None) -> None:

@@ -76,6 +76,10 @@ class IsotypeArguments:
             "template."
         },
     )
+    text_lines: bool = field(
+        default=False,
+        metadata={"help": "Make an example of each line of a .txt file; by default the whole file is one."},
+    )
     eval_split: float | None = field(
         default=None,
         metadata={

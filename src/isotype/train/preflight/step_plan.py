@@ -449,6 +449,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     """
     from isotype.train.models import tokenizer_here
     from isotype.train.rows.assistant import labelled_rows
+    from isotype.train.rows.contents import plain_contents
     from isotype.train.rows.data import training_data_here
     from isotype.train.rows.lengths import COUNTED_ROWS, lengths_of
     from isotype.train.validate import check_tokenizer, plain_turns
@@ -466,10 +467,13 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
             plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
         )
     check_tokenizer(settings, source, tokenizer, data)
-    labelled_rows(settings, tokenizer, data, COUNTED_ROWS)
+    data = plain_contents(tokenizer, data, said.append)
+    rows = data[script.dataset_train_split]
+    labelled_rows(settings, tokenizer, data, COUNTED_ROWS, said.append)
     said += plain_turns(settings, tokenizer, data)
     field, name = getattr(training, "dataset_text_field", "text"), script.dataset_name or "datasets"
     found = lengths_of(plan.method, tokenizer, rows, field, source=name)
+    said += filter(None, [None if found is None else found.begun_twice()])
     plan = replace(plan, data="; ".join(said), lengths=found)
     if options.length is not None:
         return plan

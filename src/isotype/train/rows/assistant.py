@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from jinja2 import TemplateError
 
 from isotype.compat.templates import render_chat
 from isotype.core.errors import DataError, Problem, UsageError
+from isotype.core.names import plural
 from isotype.core.pretrained import pretrained
+from isotype.data.parts import MARKS, left_out
 from isotype.train.options.settings import Settings
 
 Message = Mapping[str, Any]
@@ -29,33 +32,56 @@ _MARKED = "a template with {% generation %} and {% endgeneration %} around what 
 _FIX = "--chat_template_path FILE.jinja with such a template, or leave --assistant_only_loss out"
 
 
-def labelled_rows(settings: Settings, tokenizer: Any, data: Any, limit: int | None = None) -> Any:
-    """The splits with `input_ids` and `labels`, where TRL cannot find the assistant's tokens; else as they are.
+def labelled_rows(
+    settings: Settings,
+    tokenizer: Any,
+    data: Any,
+    limit: int | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Any:
+    """The splits with `input_ids` and `labels`, where TRL cannot find what is learned; else as they are.
+
+    TRL cannot find the assistant's tokens without a marked template, nor turns that are marked not to be learned.
 
     Args:
         settings: of the command.
         tokenizer: of the model, or its processor.
         data: the data set's splits.
         limit: rows of each split that are looked at; None for all, as a training needs them.
+        say: takes a line about turns that are left out.
 
     Raises:
         UsageError: rows or a chat template in which nobody can tell what the assistant says.
         DataError: a row whose beginning the template writes otherwise when more follows.
     """
     training = settings.training
-    if not getattr(training, "assistant_only_loss", False):
-        return data
     columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
-    if "input_ids" in columns and {"labels", "assistant_masks"} & columns.keys():
+    only = getattr(training, "assistant_only_loss", False)
+    whole = getattr(training, "completion_only_loss", None) is False
+    learned = (
+        ("messages", "completion", *["prompt"] * whole) if hasattr(training, "assistant_only_loss") else ()
+    )
+    left = 0 if "input_ids" in columns else sum(_count_left_out(rows, learned) for rows in data.values())
+    if (not only and not left) or ("input_ids" in columns and "labels" in columns):
         return data
+    if left:
+        rest = "the assistant's other turns are" if only else "everything else is"
+        say(f"{plural(left, 'turn')} marked not to be learned: no loss is computed there, {rest} learned")
     speaking = _with_template(tokenizer, getattr(training, "chat_template_path", None))
-    _check_rows(columns)
-    if speaking is None or trl_finds_tokens(speaking):
+    if only:
+        _check_rows(columns)
+    if not left and (speaking is None or trl_finds_tokens(speaking)):
         return data
+    if speaking is None:
+        what = f"turns marked not to be learned, and --chat_template_path {training.chat_template_path}, which adds tokens"
+        raise UsageError.of(
+            "the turns cannot be found", what, "a template without new tokens", "leave one of them out"
+        )
     if {"image", "images"} & columns.keys():
         what = "--assistant_only_loss with pictures, and a chat template without {% generation %} markers"
+        if left:
+            what = f"pictures, and {plural(left, 'turn')} marked not to be learned"
         raise UsageError.of("the assistant's tokens cannot be found in this data", what, _MARKED, _FIX)
-    whole = training.completion_only_loss is False
     labelled = {}
     for name, rows in data.items():
         taken = (
@@ -71,11 +97,31 @@ def labelled_rows(settings: Settings, tokenizer: Any, data: Any, limit: int | No
                 labelled_row,
                 tokenizer=speaking,
                 whole=whole,
+                only=only,
                 source=settings.script.dataset_name or "datasets",
             ),
             **arguments,
         )
     return type(data)(labelled)
+
+
+def _count_left_out(rows: Any, names: Sequence[str]) -> int:
+    """How many turns in the columns `names` are marked not to be learned; of a stream, in the first thousand rows."""
+    features = getattr(rows, "features", None)
+    if features is None:
+        return _left_out_of(islice(rows, 1000), names)
+    held = [name for name in names if name in features and _may_hold_marks(features[name])]
+    return _left_out_of(rows.select_columns(held), held) if held else 0
+
+
+def _may_hold_marks(feature: Any) -> bool:
+    item = getattr(feature, "feature", None)
+    return item is not None and (not isinstance(item, Mapping) or not item.keys().isdisjoint(MARKS))
+
+
+def _left_out_of(rows: Any, names: Sequence[str]) -> int:
+    chats = (row[name] for row in rows for name in names if isinstance(row.get(name), list))
+    return sum(left_out(message) for chat in chats for message in chat)
 
 
 @contextmanager
@@ -130,12 +176,19 @@ def _with_template(tokenizer: Any, path: str | None) -> Any:
     return speaking
 
 
+def _template(tokenizer: Any) -> str:
+    """The chat template of a tokenizer, or of a processor, which has no method for it."""
+    return str(
+        tokenizer.get_chat_template() if hasattr(tokenizer, "get_chat_template") else tokenizer.chat_template
+    )
+
+
 def trl_finds_tokens(tokenizer: Any) -> bool:
     """Whether the template has markers, or is one of those that TRL has a marked version of."""
     from trl import get_training_chat_template
     from trl.chat_template_utils import has_generation_markers
 
-    if has_generation_markers(tokenizer.get_chat_template()):
+    if has_generation_markers(_template(tokenizer)):
         return True
     try:
         return get_training_chat_template(tokenizer) is not None
@@ -144,7 +197,7 @@ def trl_finds_tokens(tokenizer: Any) -> bool:
 
 
 def labelled_row(
-    row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: bool, source: str = ""
+    row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: bool, only: bool = True, source: str = ""
 ) -> dict[str, list[int]]:
     """Token ids of one conversation, and labels that are -100 where the assistant does not speak.
 
@@ -152,7 +205,8 @@ def labelled_row(
         row: `messages`, or `prompt` and `completion` as messages; `tools` and `chat_template_kwargs` as TRL takes them.
         index: of the row.
         tokenizer: with the chat template.
-        whole: the assistant's turns of a prompt are learned, too.
+        whole: the prompt is learned, too.
+        only: the assistant's turns alone are learned.
         source: the name of the data set, for errors.
 
     Raises:
@@ -173,18 +227,24 @@ def labelled_row(
         )
 
     try:
-        text, spans = assistant_spans(render, messages, 0 if whole else len(prompt))
+        spans_of = assistant_spans if only else other_spans
+        text, spans = spans_of(render, messages, 0 if whole else len(prompt))
     except (TemplateError, ValueError) as error:
         problem = Problem(
             f"{source and source + ', '}row {index + 1}: {' '.join(str(error).split())}", _KEPT, _ROW_FIX
         )
-        raise DataError("--assistant_only_loss: the assistant's tokens cannot be found", [problem]) from error
+        what = "--assistant_only_loss: the assistant's tokens" if only else "the turns that are not learned"
+        raise DataError(f"{what} cannot be found", [problem]) from error
     words = getattr(tokenizer, "tokenizer", tokenizer)
     encoded = words(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     learned = [
         any(start < last and end > first for first, last in spans) for start, end in encoded["offset_mapping"]
     ]
+    if not any(learned):
+        what = f"{source and source + ', '}row {index + 1}: no turn that is learned, by its marks"
+        fix = "mark one with 1 or true, or remove the example"
+        raise DataError("nothing of a row is learned", [Problem(what, "at least one turn", fix)])
     return {
         "input_ids": ids,
         "labels": [token if mask else -100 for token, mask in zip(ids, learned, strict=True)],
@@ -222,13 +282,32 @@ def assistant_spans(
         ValueError: a beginning of the conversation is written otherwise than in the whole.
     """
     text = render(messages, False)
-    spans = []
-    for at in range(first, len(messages)):
-        if messages[at]["role"] != "assistant":
-            continue
-        end = len(text) if at + 1 == len(messages) else _kept(text, render(messages[: at + 1], False), at)
-        spans.append((_start(render, messages, at, text), end))
-    return text, spans
+    spoken = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
+    return text, [_span(render, messages, at, text) for at in spoken if not left_out(messages[at])]
+
+
+def other_spans(
+    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], first: int = 0
+) -> tuple[str, list[Span]]:
+    """As `assistant_spans`: everything from the message `first` on, but for turns that are marked not to be learned."""
+    text = render(messages, False)
+    at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
+    for start, end in [
+        _span(render, messages, n, text) for n in range(first, len(messages)) if left_out(messages[n])
+    ]:
+        spans.append((at, start))
+        at = end
+    return text, [*spans, (at, len(text))]
+
+
+def _span(
+    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], at: int, text: str
+) -> Span:
+    """Where a turn is in the text: the assistant's begins behind the prompt for an answer, any other behind the turn before."""
+    end = len(text) if at + 1 == len(messages) else _kept(text, render(messages[: at + 1], False), at)
+    if messages[at]["role"] == "assistant":
+        return _start(render, messages, at, text), end
+    return (_kept(text, render(messages[:at], False), at - 1) if at else 0), end
 
 
 def _kept(text: str, beginning: str, at: int) -> int:

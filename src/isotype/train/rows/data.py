@@ -37,6 +37,7 @@ def training_data(settings: Settings, say: Callable[[str], object]) -> DatasetDi
         columns=settings.extra.columns,
         chat=settings.extra.apply_chat_template,
         prompts=getattr(settings.training, "completion_only_loss", None) is False,
+        lines=settings.extra.text_lines,
         say=say,
     )
 

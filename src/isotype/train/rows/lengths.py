@@ -26,15 +26,24 @@ class Lengths:
     Attributes:
         tokens: of each row that was tokenized (of a pair, its longer half with the prompt).
         rows: rows of the data set.
+        doubled: of those that were tokenized, how many begin with the token of the beginning twice.
     """
 
     tokens: tuple[int, ...]
     rows: int
+    doubled: int = 0
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
         return max(self.tokens)
+
+    def begun_twice(self) -> str | None:
+        """What to say of rows that begin with the token that the tokenizer puts before them, too; None if none does."""
+        if not self.doubled:
+            return None
+        rows = f"{self.doubled:,} of {len(self.tokens):,} rows"
+        return f"{rows} begin with the beginning-of-text token, which the tokenizer adds as well: they have it twice; remove it from the rows"
 
     def cut(self, limit: int | None) -> str | None:
         """What `max_length` cuts away, in words; None where it cuts nothing."""
@@ -72,12 +81,14 @@ def lengths_of(
     words = getattr(tokenizer, "tokenizer", tokenizer)
     step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
     tokens = []
+    doubled = 0
     for at in range(0, len(rows), step):
         try:
             tokens.append(_length(method, words, rows[at], text_field))
         except TemplateError as error:
             raise refused_row(source, at, error) from error
-    return Lengths(tuple(tokens), len(rows))
+        doubled += _begins_twice(words, rows[at], text_field)
+    return Lengths(tuple(tokens), len(rows), doubled)
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
@@ -117,6 +128,13 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> tuple[int, int] |
         at = bisect_left(room, length)
         insort(room, (room.pop(at) if at < len(room) else limit) - length)
     return len(room), limit - room[0]
+
+
+def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bool:
+    text, bos = row.get("prompt", row.get(text_field)), getattr(tokenizer, "bos_token", None)
+    if not bos or not isinstance(text, str) or not text.startswith(bos) or row.get("input_ids") is not None:
+        return False
+    return bool(tokenizer(text[: len(bos)])["input_ids"][:2] == [tokenizer.bos_token_id] * 2)
 
 
 def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:

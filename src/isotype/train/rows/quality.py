@@ -50,7 +50,9 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         dataset_test_split="test",
         dataset_streaming=False,
     )
-    rows = load_training_data(script, None, "sft", need_test=False, say=lambda line: None)["train"]
+    rows = load_training_data(script, None, "sft", need_test=False, lines=True, say=lambda line: None)[
+        "train"
+    ]
     texts: list[list[int]] = []
     for at in _spread(len(rows)):
         if sum(map(len, texts)) >= tokens:

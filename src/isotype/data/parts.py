@@ -1,0 +1,204 @@
+"""What messages hold besides text by a role: parts of content, pictures, marks that say whether a turn is learned."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from isotype.core.errors import Problem, first_line
+from isotype.core.names import listed, plural
+from isotype.data.cells import Row, describe
+
+LEARNED_MARKS = (
+    "weight",  # OpenAI
+    "loss_weight",
+    "train",  # axolotl
+    "training",
+    "trainable",
+    "train_on_turn",
+    "loss",  # ms-swift, xtuner
+    "loss_mask",
+    "step_loss_mask",  # slime
+)
+_LEFT_OUT_MARKS = ("mask", "masked")  # torchtune
+_PARTLY = ("train_detail", "training_detail")  # axolotl
+MARKS = (*LEARNED_MARKS, *_LEFT_OUT_MARKS)
+"""Keys of a message that say whether it is learned."""
+
+_YES, _NO = (
+    (True, "true", "True", "1"),
+    (False, "false", "False", "0"),
+)  # 1, 1.0, 0 and 0.0 are equal to these
+
+MESSAGE_KEYS = frozenset(
+    {
+        "role",
+        "content",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning_content",
+        "reasoning",
+        "thinking",
+        *MARKS,
+    }
+)
+PART_KEYS = frozenset({"type", "text", "thinking"})
+_PAYLOADS = ("image", "image_url", "url", "path", "base64")
+
+
+def left_out(message: Mapping[str, Any]) -> bool:
+    """Whether a message is marked not to be learned."""
+    return any(message.get(key) in _NO for key in LEARNED_MARKS) or any(
+        message.get(key) in _YES for key in _LEFT_OUT_MARKS
+    )
+
+
+def message_problems(row: Row, chats: Sequence[str], method: str, pictures: int | None) -> Iterator[Problem]:
+    """What is wrong with the marks, parts and pictures of a row's messages.
+
+    Args:
+        row: whose chats are lists of messages with a role, or text.
+        chats: names of its columns of chats.
+        method: a key of `METHODS`.
+        pictures: beside the messages; None if nobody has counted them.
+    """
+    places = open_turns = wrong = 0
+    if pictures and not {"messages", "prompt", "completion"} & set(chats):
+        pictures = None  # of pairs that share their turns
+    for name in chats:
+        for message in row[name] if isinstance(row[name], list) else ():
+            yield from _mark_problems(name, message, method)
+            parts = message.get("content")
+            if isinstance(parts, list):
+                problems = [problem for part in parts if (problem := _part_problem(name, part))]
+                wrong += len(problems)
+                yield from dict.fromkeys(problems)
+            if isinstance(parts, list) and message["role"] != "tool":
+                places += sum(part["type"] == "image" for part in parts)
+            open_turns += (
+                isinstance(parts, str) and message["role"] == "user" and name in ("messages", "prompt")
+            )
+    if open_turns and pictures:
+        places += pictures  # TRL puts them before the first turn of the user that is plain text
+    spoken = any(isinstance(row[name], list) for name in chats)
+    if spoken and not wrong and pictures is not None and places != pictures:
+        what = f"{plural(places, 'place')} for a picture and {plural(pictures, 'picture')}"
+        fix = 'write {"type": "image"} for each of them, and as many pictures in a column \'images\''
+        yield Problem(what, "as many of both", fix)
+
+
+def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iterator[Problem]:
+    for key in message.keys() & {*MARKS, *_PARTLY}:
+        value = message[key]
+        if value is None:
+            continue
+        what = f"column '{column}' holds a message with '{key}': {value!r}"[:200]
+        if key in _PARTLY:
+            yield Problem(
+                what, "turns that are learned whole or not at all", "split the turn, or remove the key"
+            )
+        elif value not in _YES and value not in _NO:
+            yield Problem(what, "1 or true, 0 or false", "round it, or remove the key")
+        elif method != "sft" and column != "prompt" and left_out(message):
+            yield Problem(
+                what, f"answers that are learned whole: {method} leaves no turn out", "remove the key"
+            )
+
+
+def _part_problem(column: str, part: Mapping[str, Any]) -> Problem | None:
+    kind, given = part["type"], f"column '{column}' holds"
+    if kind in ("image", "image_url") and any(part.get(key) is not None for key in _PAYLOADS):
+        fix = 'write {"type": "image"} in its place, and the paths of the pictures of the row in a column \'images\''
+        return Problem(f"{given} a picture inside of a message", "pictures in a column of their own", fix)
+    if kind in ("text", "thinking"):
+        text = part.get(kind) if kind == "text" or "thinking" in part else part.get("text")
+        if isinstance(text, str) or (kind == "thinking" and text is not None):
+            return None
+        return Problem(
+            f"{given} a part whose '{kind}' is {describe(text)}",
+            "text",
+            "write it as text, or remove the part",
+        )
+    if kind == "image":
+        return None
+    fix = "write it as text, or remove it; nothing of it would be trained"
+    return Problem(f"{given} a part of the type '{kind}'", "parts of the types 'text' and 'image'", fix)
+
+
+def picture_problem(value: Any) -> Problem | None:
+    """What is wrong with a picture that is named by its path, or written in base64; None for one that can be read."""
+    if not isinstance(value, str):
+        return (
+            None
+            if isinstance(value, dict)
+            else Problem(f"a picture is {describe(value)}", "a path", "write its path")
+        )
+    return None if value.startswith(("http://", "https://")) else _unreadable(value)
+
+
+@lru_cache(maxsize=1 << 16)
+def _unreadable(value: str) -> Problem | None:
+    if find_spec("PIL") is None:
+        return Problem(
+            "pictures, without the package pillow", "pillow, which reads them", "pip install pillow"
+        )
+    from PIL import Image, UnidentifiedImageError
+
+    shown = value if len(value) <= 80 else f"{value[:77]}…"
+    expected, fix = "a picture that can be read", "correct the path, or write the file again"
+    try:
+        if value.startswith("data:image/"):
+            source: Any = io.BytesIO(base64.b64decode(value.partition("base64,")[2], validate=True))
+        else:
+            source = Path(value)
+            if not source.is_file():
+                return Problem(f"there is no picture '{shown}', seen from here", expected, fix)
+        with Image.open(source) as picture:
+            picture.load()
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        binascii.Error,
+        UnidentifiedImageError,
+        Image.DecompressionBombError,
+    ) as error:
+        return Problem(f"the picture '{shown}' cannot be read: {first_line(error)}", expected, fix)
+    return None
+
+
+def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -> None:
+    """Count the keys of messages and of their parts that isotype and TRL do not know."""
+    for name in chats:
+        for message in row[name] if isinstance(row[name], list) else ():
+            keys.update(("message", key) for key in message.keys() - MESSAGE_KEYS if message[key] is not None)
+            parts = message.get("content")
+            for part in parts if isinstance(parts, list) else ():
+                keys.update(("part", key) for key in part.keys() - PART_KEYS if part[key] is not None)
+
+
+def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
+    """Which keys of a data set nothing reads, with their numbers; None if everything is read.
+
+    Args:
+        source: what it is called.
+        keys: (row, message or part; name) -> how often.
+        sample: the number of rows that were counted, None for all.
+    """
+    named = {
+        where: [f"'{key}' of {plural(n, where)}" for (w, key), n in sorted(keys.items()) if w == where]
+        for where, _ in keys
+    }
+    turns = [*named.get("message", ()), *named.get("part", ())]
+    said = [f"nothing reads {listed(named['row'])}"] if "row" in named else []
+    said += [f"nothing but a chat template that names it reads {listed(turns)}"] if turns else []
+    counted = f" (in the first {sample:,} rows)" if sample and turns else ""
+    return f"{source}: {'; '.join(said)}{counted}" if said else None

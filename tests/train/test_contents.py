@@ -1,0 +1,148 @@
+"""Content in parts, pictures and `max_length`, as far as they are known before a model is loaded."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
+
+from isotype.core.errors import DataError
+from isotype.data.methods import METHODS
+from isotype.train.rows.contents import check_pictures, plain_contents
+from isotype.train.rows.lengths import lengths_of
+from tests.data.loading import lines, load, refusal, write
+from tests.refusals import refused
+from tests.train.tiny import save_chat_model
+
+needs_pillow = pytest.mark.lacking("" if find_spec("PIL") else "needs the package pillow")
+ANSWER = {"role": "assistant", "content": "w2"}
+SEEN = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w1"}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoTokenizer.from_pretrained(save_chat_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_text_parts_are_joined_where_the_template_writes_text_alone(tokenizer):
+    turns = [
+        [{"role": "user", "content": parts("w1", "w3")}, ANSWER],
+        [{"role": "user", "content": "w4"}, ANSWER],
+    ]
+    write("t.jsonl", lines(*({"messages": turn} for turn in turns)))
+    said: list[str] = []
+    joined = plain_contents(tokenizer, load("t.jsonl"), said.append)["train"].to_list()
+    assert [row["messages"][0]["content"] for row in joined] == ["w1\nw3", "w4"]
+    assert said == [
+        "content in several text parts is joined by line breaks: the chat template writes text alone"
+    ]
+
+
+def test_a_template_that_writes_parts_gets_them(tokenizer):
+    reads = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    reads.chat_template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}"
+        "{% endfor %}{% endif %}{% endfor %}"
+    )
+    data = DatasetDict(
+        {"train": Dataset.from_list([{"messages": [{"role": "user", "content": parts("w1")}]}])}
+    )
+    assert plain_contents(reads, data, print) is data
+
+
+@needs_pillow
+def test_pictures_that_are_missing_broken_or_miscounted_are_named_with_their_row():
+    from PIL import Image
+
+    Image.new("RGB", (8, 8), "red").save("a.png")
+    write("broken.png", Path("a.png").read_bytes()[:50])
+    row = {"messages": [SEEN, ANSWER], "images": ["a.png"]}
+    write(
+        "sound.jsonl",
+        lines(row, {"messages": [{"role": "user", "content": "w1"}, ANSWER], "images": ["a.png"]}),
+    )
+    assert load("sound.jsonl")["train"][0]["images"] == ["a.png"]
+    for pictures, what in (
+        (["no.png"], "there is no picture 'no.png', seen from here"),
+        (["broken.png"], "the picture 'broken.png' cannot be read: "),
+        (["data:image/png;base64,AAAA"], "the picture 'data:image/png;base64,AAAA' cannot be read: "),
+        (["a.png", "a.png"], "1 place for a picture and 2 pictures\n    expected  as many of both\n"),
+        ([], "1 place for a picture and 0 pictures\n"),
+    ):
+        write("t.jsonl", lines(row, {**row, "images": pictures}))
+        assert f"  - t.jsonl, line 2: {what}" in refusal("t.jsonl")
+
+
+def settings(limit: int | None) -> Any:
+    script = SimpleNamespace(dataset_name="d")
+    return SimpleNamespace(training=SimpleNamespace(max_length=limit), script=script, method=METHODS["sft"])
+
+
+class Processor:
+    """Writes four tokens for a picture, behind one of its own."""
+
+    image_token_id = 9
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def apply_chat_template(self, turns: Any, **_: Any) -> dict[str, list[list[int]]]:
+        kinds = [part["type"] for turn in turns for part in turn["content"]]
+        return {
+            "input_ids": [
+                [token for kind in kinds for token in ([1, 9, 9, 9, 9] if kind == "image" else [2])]
+            ]
+        }
+
+
+def test_a_length_that_cuts_a_picture_is_refused(tokenizer):
+    data = DatasetDict(
+        {
+            "train": Dataset.from_list(
+                [{"messages": [SEEN, {**ANSWER, "content": parts("w2")}], "images": ["a"]}]
+            )
+        }
+    )
+    processor = Processor(tokenizer)
+    for sound in (None, 5, 7):
+        check_pictures(settings(sound), processor, data)
+    assert refused(DataError, check_pictures, settings(4), processor, data) == (
+        "The data set 'd' cannot be trained on\n"
+        "  - train, row 1: max_length 4 cuts a picture, whose last token is number 5\n"
+        "    expected  a length that holds every picture whole\n"
+        "    fix       --max_length 7, or None"
+    )
+    assert "train: pictures in the column 'images', and a model that takes text alone\n" in refused(
+        DataError, check_pictures, settings(None), tokenizer, data
+    )
+
+
+def test_a_text_that_begins_as_the_tokenizer_begins_it_is_counted(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    rows = [{"text": "<s> w1"}, {"text": "w1"}]
+    lengths = lengths_of("sft", tokenizer, rows)
+    assert lengths is not None
+    assert lengths.begun_twice() is None
+    adds = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    adds.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    lengths = lengths_of("sft", adds, rows)
+    assert lengths is not None
+    assert lengths.begun_twice() == (
+        "1 of 2 rows begin with the beginning-of-text token, which the tokenizer adds as well: they have it twice; "
+        "remove it from the rows"
+    )
