@@ -147,6 +147,8 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
             ids = [value] if key.endswith("_token_id") and type(value) is not list else value
             if key.endswith(("_token_id", "suppress_tokens")) and not _are(ids, int):
                 yield Problem(f"{path}: {key} is {value!r:.80}", "ids of tokens", _AGAIN)
+            if key.startswith(("min_", "max_", "top_", "temp")) and isinstance(value, (str, list, dict)):
+                yield Problem(f"{path}: {key} is {value!r:.80}", "a number", _AGAIN)
             if key == "bad_words_ids" and not (
                 _are(value, list) and all(_are(ids, int) for ids in value or ())
             ):
