@@ -208,11 +208,14 @@ class _Doors(importlib.abc.MetaPathFinder):
         return spec
 
 
+_DOOR = _Doors()
+
+
 def install() -> None:
     """See pretended CPUs in this process, from the first import of isotype on."""
-    if any(isinstance(finder, _Doors) for finder in sys.meta_path):
-        return
     late = sorted(_DOORS.keys() & sys.modules.keys())
-    if late:
+    if _DOOR in sys.meta_path:
+        sys.meta_path.remove(_DOOR)
+    elif late:
         raise RuntimeError(f"{', '.join(late)} were imported before tests could pretend a CPU")
-    sys.meta_path.insert(0, _Doors())
+    sys.meta_path.insert(0, _DOOR)  # before that of pytest, which comes first in a process of pytest-xdist

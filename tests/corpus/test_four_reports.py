@@ -190,6 +190,7 @@ def _fresh_buffers() -> Any:
     WEIGHT_BUFFERS.clear()
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.case)
 def test_really_fails(report: Scenario) -> None:
     broken = report.build()
@@ -249,6 +250,7 @@ CURES: tuple[tuple[str, Callable[[Broken], Broken]], ...] = (
 )
 
 
+@pytest.mark.real_cpu
 @pytest.mark.parametrize(("name", "cure"), CURES, ids=[name for name, _ in CURES])
 def test_without_the_cause_the_step_runs(name: str, cure: Callable[[Broken], Broken]) -> None:
     outcome = run(cure(BY_NAME[name].build()))

@@ -219,8 +219,9 @@ def test_a_training_goes_on_where_its_check_fails(
 
     monkeypatch.setattr("isotype.train.preflight.first_step.run", failing)
     arguments = SimpleNamespace(
-        device="cpu", fp16=False, bf16=False, optim="adamw_torch", learning_rate=1e-3, world_size=1
-    )
+        device="cpu", fp16=False, bf16=False, optim="adamw_torch", learning_rate=1e-3, world_size=1,
+        gradient_accumulation_steps=1,
+    )  # fmt: skip
     model = nn.Linear(WIDTH, 2)
     before_first_step(model, arguments, None, lambda _: pytest.fail("there is no report"))
     assert model(X["x"]).shape == (2, 2)

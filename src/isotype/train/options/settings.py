@@ -123,7 +123,8 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         group = (
             getattr(training, "num_generations_eval", None) or getattr(training, "num_generations", None) or 1
         )
-        training.per_device_eval_batch_size = -(-training.per_device_train_batch_size // group) * group
+        rows = max(1, training.per_device_train_batch_size)  # a wrong number is told once
+        training.per_device_eval_batch_size = -(-rows // group) * group
     if training.use_cpu and extra.device == "auto":
         extra.device = "cpu"
     auto = all(value in (None, AUTO) for value in recompute.values()) and not _says_how(training, explicit)
