@@ -9,6 +9,12 @@ The base is a synthetic Llama of 1.1 billion parameters in bfloat16 (2.2 GB, tha
 of rank 16 on all linear layers, trained on the base as it is and on the base in nf4. `--small` takes 0.1 billion.
 
 Run: python benchmarks/merge.py [CASE …] [--small] [--keep DIR]. Prints a table and one line of JSON.
+
+`--kept ADAPTER [FORM …]` prints instead what each form keeps of what an adapter has learned, on about 900 tokens of the rows that its training held back:
+`nearest:bfloat16` is rounded to the nearest, `original:nf4` is merged into the base before it was quantized. The figures in docs/training.md are of
+
+    isotype sft --model_name_or_path embedded:smollm2 --dataset_name embedded:precision_qa --quantization nf4 --dtype bfloat16 --max_steps 16
+        --learning_rate 2e-4 --per_device_train_batch_size 8 --output_dir ADAPTER
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +106,34 @@ def merger(case: Case, base: str, adapter: str, output: str) -> Callable[[], Any
     return plain
 
 
+def kept(adapter: Path, forms: Sequence[str]) -> None:
+    """Print what forms keep."""
+    import torch
+
+    import isotype
+    from isotype.checkpoint.adapter import base_policy, read_adapter, tokenizer_of
+    from isotype.checkpoint.merge import rounding
+    from isotype.checkpoint.merge.kept import learned, merged_as, trained
+    from isotype.train.rows.held_back import rows_of_training
+
+    saved, right_on_average = read_adapter(adapter), rounding.unbiased
+    policy = base_policy(saved, "auto", None, "cpu")
+    rows, why_not = rows_of_training(adapter)
+    assert rows is not None, why_not
+    known = learned(saved, policy, rows, tokenizer_of(adapter), None, 900)
+    print(f"{rows.source}: KL(trained || base) {known.base:.4f}, losses {known.losses}")
+    for each in forms:
+        how, _, form = each.rpartition(":")
+        original = isotype.resolve_precision(str(saved.base), "float32", device="cpu")
+        model = trained(saved, original if how == "original" else policy, None)
+        nearest = lambda name, values, dtype: values.to(dtype)  # noqa: E731
+        rounding.unbiased = nearest if how == "nearest" else right_on_average
+        with merged_as(model, form), torch.no_grad():
+            result = known.kept(model)
+        fall = "" if result.fall is None else f", {result.fall:.1%} of the fall in the loss"
+        print(f"{each:<18} {result.kept:.1%}{fall}", flush=True)
+
+
 class Held:
     """The largest anonymous memory of this process while it is entered, in bytes beyond that at its start."""
 
@@ -154,7 +188,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--keep", type=Path, help="where the base is, or is written to")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--kept", nargs="+", metavar=("ADAPTER", "FORM"), help="what forms keep")
     options = parser.parse_args()
+    if options.kept:
+        adapter, *forms = options.kept
+        kept(Path(adapter), forms or ("nearest:bfloat16", "bfloat16", "q8_0", "int8", "original:nf4", "nf4"))
+        return
     if options.child:
         name, *paths = options.child
         if name == "adapter":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -59,8 +60,10 @@ def run(argv: Sequence[str], console: Console) -> int:
     quiet_libraries()
     from isotype.checkpoint.merge.merge import merge_adapter
     from isotype.report.merge import show_merge
+    from isotype.train.rows.held_back import rows_of_training
 
     with interrupts_kept(), console.status(f"merging {options.adapter} …"):
+        rows, why_not = rows_of_training(options.adapter)
         report = merge_adapter(
             options.adapter,
             options.output,
@@ -68,8 +71,9 @@ def run(argv: Sequence[str], console: Console) -> int:
             dtype=options.dtype,
             revision=options.model_revision,
             stored=options.gguf or options.quantization,
+            rows=rows,
         )
-    show_merge(console, report)
+    show_merge(console, report if why_not is None else replace(report, notes=(*report.notes, why_not)))
     if not report.weights:
         what = f"the adapter {options.adapter} changes no weight of {report.base}"
         fix = f"give an adapter that was trained; {report.output} holds the base as it was"

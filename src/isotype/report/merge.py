@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isotype.checkpoint.merge.report import ENOUGH, share
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting
 
 if TYPE_CHECKING:
-    from isotype.checkpoint.merge.merge import MergeReport
+    from isotype.checkpoint.merge.report import LogitsDifference, MergeReport
 
 
 def show_merge(console: Console, report: MergeReport) -> None:
@@ -56,13 +58,30 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
             ),
         ]
     if report.weights and report.vanished is not None:
-        rows.append(("vanished", f"{report.vanished:,} entries of the update ({report.vanished_share:.2%})"))
-    if report.logits is not None:
+        what = "have the base's codes" if report.coded else "have the base's values"
         rows.append(
-            (
-                "logits",
-                f"differ by at most {report.logits.max_abs:.3g}, KL {report.logits.mean_kl:.3g} nats, from the trained "
-                f"model's on {report.logits.tokens} tokens",
-            )
+            ("as before", f"{report.vanished:,} of these entries {what} ({report.vanished_share:.2%})")
         )
+    if report.logits is not None:
+        rows += _kept(report.logits)
+    if report.cheapest is not None:
+        rows.append(("smallest", f"of what keeps {share(ENOUGH)}: {report.cheapest}"))
     return [*rows, ("output", f"{report.output} ({format_bytes(report.bytes)})")]
+
+
+def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
+    texts = f"{logits.source or 'texts of isotype'} ({logits.tokens:,} tokens)"
+    if logits.kept is not None:
+        yield (
+            "kept",
+            f"{share(logits.kept)} of what was learned: 1 - KL(trained || merged) / KL(trained || base), on {texts}",
+        )
+    yield (
+        "logits",
+        f"differ by at most {logits.max_abs:.3g}, KL {logits.mean_kl:.3g} nats, from the trained model's in float32; those of the base "
+        f"KL {logits.base_kl:.3g}",
+    )
+    if logits.losses is not None:
+        base, trained, merged = logits.losses
+        fall = "" if logits.fall is None else f" ({share(logits.fall)} of the fall)"
+        yield "loss", f"{base:.4f} of the base, {trained:.4f} trained, {merged:.4f} merged{fall}"

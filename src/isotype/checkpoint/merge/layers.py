@@ -13,6 +13,7 @@ from torch import nn
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
 from isotype.checkpoint.deferred import Block, outermost_blocks
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
+from isotype.checkpoint.merge.rounding import codes, unbiased
 from isotype.checkpoint.merge.written_model import WrittenModel
 from isotype.compat.transformers import never_saved
 from isotype.core.dtypes import dtype_name
@@ -41,19 +42,29 @@ class Rounding:
     written: WrittenModel | None = None
     instead: str = "--dtype bfloat16 or float32"
 
-    def loss(self, name: str, before: torch.Tensor, merged: torch.Tensor) -> WeightLoss:
-        """What a merged parameter loses, or has lost in the model that was written."""
+    def loss(
+        self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
+    ) -> WeightLoss:
+        """What a merged parameter, stored so, loses, or has lost in the model that was written."""
         if self.written is None:
-            return rounding_loss(name, before, merged, self.wanted(name))
+            stored = unbiased(name, merged, self.wanted(name)) if stored is None else stored
+            return rounding_loss(name, before, merged, self.wanted(name), stored)
         dtype, values = self.written.values(name)
-        return rounding_loss(name, before, merged, dtype, values)
+        loss = rounding_loss(name, before, merged, dtype, values)
+        form = self.written.form_of(name, values)
+        if form is None:
+            return loss
+        same = codes(before.float(), form) == codes(merged.float(), form)
+        return replace(loss, vanished=int((same & (before.float() != merged.float()).flatten()).sum()))
 
     def wanted(self, name: str) -> torch.dtype:
         """The dtype of a parameter."""
         return torch.float32 if is_pinned(name, self.pinned) else self.own.get(name, self.target)
 
-    def rounded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Float tensors in the dtypes that they are stored in.
+    def rounded(
+        self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Float tensors in the dtypes that they are stored in; of those that training has `changed`, right on average.
 
         Raises:
             PrecisionError: float16 cannot hold some; each is named.
@@ -61,7 +72,8 @@ class Rounding:
         result, outside = {}, []
         for name, value in tensors.items():
             wanted = self.wanted(name)
-            result[name] = value.to(wanted) if value.is_floating_point() else value
+            to = unbiased(name, value, wanted) if name in changed else value.to(wanted)
+            result[name] = to if value.is_floating_point() else value
             if wanted == torch.float16 != value.dtype and not torch.isfinite(result[name]).all():
                 outside.append((name, float(value.float().abs().max())))
         if outside:
@@ -108,12 +120,7 @@ class Merging:
         here = policy if policy.quantized else replace(policy, device="cpu")
         self._deferred = waiting(adapter)
         self.model = load_base(adapter, base, here, revision=revision, deferred=self._deferred)
-        if (
-            policy.quantized
-            and adapter.config.peft_type == "LORA"
-            and adapter.config.init_lora_weights == "olora"
-        ):
-            adapter = _without_part(self.model, adapter, here)
+        adapter = without_part(self.model, adapter, here)
         self._deferred.dequantize(self.model, dense.plain)
         tied = _untie(self.model)
         self._blocks = self._deferred.blocks or tuple(Block(*each) for each in outermost_blocks(self.model))
@@ -133,8 +140,10 @@ class Merging:
         self._untouched = set(self._rounding.own) - {base_name(each.name) for each in adapter.headers.tensors}
         self.weights: tuple[WeightLoss, ...] = ()
         self.notes: list[str] = []
+        replaced = _replaced(self._peft, own)
+        self._changed = frozenset(replaced)
         self._outside = self._merged(None)
-        self.weights += tuple(_losses(_replaced(self._peft, own), self._rounding))
+        self.weights += tuple(_losses(replaced, self._rounding))
         if self._tied is not None:
             self._tie_again(*self._tied)
         self.model.config.dtype = target
@@ -202,7 +211,9 @@ class Merging:
             stored = self._deferred.as_stored(name)
             if stored.shape == tensors[name].shape:  # a vocabulary may have grown
                 tensors[name] = stored
-        return self._rounding.rounded({name: tensors[name] for name in self._names if name in tensors})
+        return self._rounding.rounded(
+            {name: tensors[name] for name in self._names if name in tensors}, self._changed
+        )
 
     def _tie_again(self, first: str, last: str) -> None:
         """Tie the embeddings where the merge left them equal; else say that they are two weights now."""
@@ -234,8 +245,10 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
     )
 
 
-def _without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
+def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
     """Take out of a quantized base what OLoRA does, which quantizes the rest again; returns the adapter for what is left of it."""
+    if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
+        return adapter
     inject(model, adapter, policy).base_model.unload()
     config = copy.copy(adapter.config)
     config.init_lora_weights = True
@@ -310,14 +323,14 @@ def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
     before = {each: parameter.data for each, parameter in layer.get_base_layer().named_parameters()}
     merge_in_float32(name, layer)
     after = {f"{name}.{each}": parameter for each, parameter in layer.get_base_layer().named_parameters()}
-    losses = _losses(
-        {full: (before[full.removeprefix(f"{name}.")], parameter.data) for full, parameter in after.items()},
-        rounding,
-    )
-    rounded = rounding.rounded({full: parameter.data for full, parameter in after.items()})
+    rounded = rounding.rounded({full: parameter.data for full, parameter in after.items()}, after)
+    losses = [
+        rounding.loss(full, before[full.removeprefix(f"{name}.")], parameter.data, rounded[full])
+        for full, parameter in after.items()
+    ]
     for full, parameter in after.items():
         parameter.data = rounded[full]
-    return losses
+    return [loss for loss in losses if loss.entries]
 
 
 def _own_trained(peft_model: Any) -> dict[str, torch.Tensor]:

@@ -14,14 +14,22 @@ from isotype.checkpoint.adapter import (
     Adapter,
     base_policy,
     inference_policy,
-    load_for_inference,
     read_adapter,
 )
 from isotype.checkpoint.export.gguf_model import check_exportable
 from isotype.checkpoint.export.llama_cpp import require_program
 from isotype.checkpoint.load import tokenizer_source
+from isotype.checkpoint.merge.kept import (
+    Candidate,
+    Learned,
+    Rows,
+    candidates,
+    cheapest,
+    learned,
+    merged_in_float32,
+)
 from isotype.checkpoint.merge.layers import Merging
-from isotype.checkpoint.merge.report import MergeReport, compare_logits, wider
+from isotype.checkpoint.merge.report import ENOUGH, MergeReport, wider
 from isotype.checkpoint.merge.write import (
     FORMATS,
     check_output,
@@ -38,6 +46,7 @@ from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, Problem, UsageError
 from isotype.core.formats import QUANTIZATIONS
+from isotype.model.boundary import original_class
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
 
@@ -46,12 +55,7 @@ _SAME = (
     "num_key_value_heads", "head_dim", "hidden_act", "vocab_size",
 )  # fmt: skip
 
-__all__ = ["MergeReport", "merge_adapter"]
-
-_PROMPT = (
-    "A tensor's dtype decides how many digits survive. When two dtypes meet in one matrix product, "
-    "what should a careful engineer do first, and why?"
-)
+__all__ = ["MergeReport", "Rows", "merge_adapter"]
 
 
 def merge_adapter(
@@ -62,13 +66,15 @@ def merge_adapter(
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     stored: str | None = None,
+    rows: Rows | None = None,
 ) -> MergeReport:
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
     The base is the one that the adapter was trained on: quantized as it was in training and dequantized again, so
     that the adapter meets the weights it has learned to correct; or `base`, taken as it is stored. PEFT merges each
-    layer in float32, and the sum is rounded once. The model is built aside, loaded back with transformers to compare
-    its logits, and only then renamed to `output`. What is quantized or a GGUF file is compared weight by weight, too: the base
+    layer in float32, and the sum is rounded once, without bias where 16 bits are written (`isotype.checkpoint.merge.rounding.unbiased`).
+    The model is built aside, opened with transformers, compared in float32 with the trained one and with its base
+    (`isotype.checkpoint.merge.kept`), and only then renamed to `output`. What is quantized or a GGUF file is compared weight by weight, too: the base
     is merged a second time, beside the weights that are read back.
 
     Memory: what lies outside of the model's blocks (embeddings, head), two blocks in the dtype that is written, 14 bytes
@@ -88,6 +94,7 @@ def merge_adapter(
         stored: how the merged model is stored: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
             bitsandbytes' format, which transformers loads; a key of `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. Where
             `output` names such a file, None stands for 16 bits, as for llama.cpp's converter: `"f16"` of float16, else `"bf16"`.
+        rows: of the training's data, what is kept of it is measured on; None for texts that come with isotype.
 
     Raises:
         CheckpointError: no adapter, no base, or they do not fit.
@@ -110,15 +117,16 @@ def merge_adapter(
     if stored in GGUF_TYPES:
         check_exportable(config_of(open_model(source, revision)))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
-    logits, tokenizer, notes = _trained_logits(saved, own_base=base is None)
+    trained = policy if base is None else None
+    known, tokenizer, notes, trained = _learned(saved, trained, rows, revision if base is None else None)
     instead = wider(stored, torch.bfloat16, torch.float32)
     begin = partial(
         Merging, saved, source, policy, target, revision, one_dtype=dtype != "auto", instead=instead
     )
     merging = begin()
-    if base is not None and logits is not None:  # the base that it was trained on can be read
+    if base is not None and known is not None:  # the base that it was trained on can be read
         check_same_base(saved, source, revision)
-    model_class = type(merging.model)
+    model_class = original_class(merging.model)
     with staged(final) as built:
         words = tokenizer or tokenizer_of(tokenizer_source(open_checkpoint(source, revision)), revision)
         path = written_path(final, built, stored)
@@ -133,7 +141,12 @@ def merge_adapter(
             stored is not None
         ):  # before the logits: on a CPU a forward may bring 4-bit weights into another order
             weights = begin(written=written).measured()
-        difference = None if logits is None else compare_logits(logits, _logits(written.model, tokenizer))
+        del written
+        difference = None if known is None else known.kept(merged_in_float32(path, model_class))
+    cheap = None
+    kept = None if difference is None else difference.kept
+    if known is not None and trained is not None and kept is not None and (kept < ENOUGH or size < _CHEAP):
+        cheap = cheapest(known, saved, _forms(saved, trained, target), saved.revision)
     return MergeReport(
         adapter=saved.directory,
         output=final,
@@ -146,8 +159,9 @@ def merge_adapter(
         bytes=size,
         stored=stored,
         model=final if is_file(final) else written_path(final, final, stored),
-        notes=(*notes, *changes, *_cautions(saved, policy, base is None, logits is not None)),
+        notes=(*notes, *changes, *_cautions(saved, policy, base is None, known is not None)),
         passed=_passed(saved.policy, target, stored),
+        cheapest=cheap,
     )
 
 
@@ -236,38 +250,53 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
         raise UsageError("no such way to store a merged model", [problem])
 
 
-# ----------------------------------------------------------------------------------------------------------- logits
+# ----------------------------------------------------------------------------------------------------- what is kept
 
 
-def _trained_logits(adapter: Adapter, own_base: bool) -> tuple[torch.Tensor | None, Any, list[str]]:
-    """Logits of the adapter on the base it was trained on, the tokenizer, and why there are none."""
+def _learned(
+    adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
+) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
+    """What the adapter on the base it was trained on computes, the tokenizer, why that is not known, and that base's policy.
+
+    Args:
+        adapter: that is merged.
+        policy: of that base; None where the adapter is merged into another one, and this one may be gone.
+        rows, revision: as of `learned`.
+    """
+    own = tokenizer_of(adapter.directory)
     try:
-        model, tokenizer, _ = load_for_inference(adapter.directory, block_by_block=True)
+        trained = policy or base_policy(adapter, "auto", None, "auto", revision)
+        of = revision or adapter.revision
+        tokenizer = own or tokenizer_of(tokenizer_source(open_checkpoint(str(adapter.base), of)), of)
+        if tokenizer is None:
+            none = "logits were not compared: neither adapter nor base has a tokenizer"
+            return None, None, [none], trained
+        return learned(adapter, trained, rows, tokenizer, of), tokenizer, [], trained
     except IsotypeError as error:
-        if own_base:
+        if policy is not None:
             raise
         reason = error.problems[0].given if error.problems else ""
-        return (
-            None,
-            tokenizer_of(adapter.directory),
-            [f"logits were not compared: {error.headline} ({reason})"],
-        )
-    logits = None if tokenizer is None else _logits(model, tokenizer)
-    del model
-    gc.collect()  # a PEFT model holds references to itself; without this two models would lie in memory
-    none = "logits were not compared: neither adapter nor base has a tokenizer"
-    return logits, tokenizer, [none] if logits is None else []
+        return None, own, [f"logits were not compared: {error.headline} ({reason})"], None
 
 
-@torch.no_grad()
-def _logits(model: Any, tokenizer: Any) -> torch.Tensor:
-    inputs = dict(tokenizer(text=_PROMPT, return_tensors="pt"))
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = inputs["input_ids"]
-    device = model.get_input_embeddings().weight.device  # weights of blocks may lie nowhere yet
-    output = model.eval()(**{name: value.to(device) for name, value in inputs.items()})
-    logits: torch.Tensor = output.logits[0].to("cpu", torch.float64)
-    return logits if logits.ndim == 2 else logits[None]  # a classifier has one row for the whole text
+_CHEAP = 4e9
+"""Bytes of a merged model up to which forms are tried in any case; of a larger one where the form that was written keeps too little."""
+
+
+def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
+    checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
+    saved = checkpoint.facts.quantization
+    original = None
+    if policy.quantized and (saved is None or saved.dequantized):
+        original = resolve_precision(str(adapter.base), "float32", device="cpu", revision=adapter.revision)
+    try:
+        check_exportable(config_of(checkpoint))
+        gguf = True
+    except UsageError:
+        gguf = False
+    sixteen = target if target in (torch.bfloat16, torch.float16) else policy.plain
+    sixteen = torch.bfloat16 if sixteen == torch.float32 else sixteen
+    return candidates(adapter, policy, original, dtype_name(sixteen), gguf)
 
 
 def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compared: bool) -> list[str]:
@@ -280,7 +309,8 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
         )
     if compared and own_base and policy.storage == "int8":
         cautions.append(
-            "int8 layers round their inputs, too; the merged model does not, so the logits differ by that"
+            "int8 layers round their inputs, too, in training and beside the adapter; the merged model does not, and the comparison "
+            "leaves it out"
         )
     if (
         own_base

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,8 +12,11 @@ import torch
 
 from isotype.core.dtypes import GGUF_TYPES, dtype_name
 
-VANISHED_LIMIT = 0.1
-"""Share of the update's entries that may vanish before the report warns."""
+ENOUGH = 0.98
+"""What a merged model has to keep of what was learned."""
+
+VANISHED_LIMIT = 0.99
+"""Share of the changed entries that may have the base's codes before the report says that it is the base."""
 
 _CHUNK = 1 << 18
 """Entries compared at a time: they stay in the caches, and no further copy of a weight is needed."""
@@ -25,8 +30,8 @@ class WeightLoss:
         name: the parameter's name in the merged model.
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is what was stored.
         entries: number of entries of D that are not zero.
-        vanished: how many of them round away: round(W + D) equals round(W); None for codes of blocks or rows, whose rounding
-            is not that of each entry alone.
+        vanished: how many of them are stored as those of W would be: in the same value, of codes in the same code; None where that is
+            not known.
     """
 
     name: str
@@ -37,17 +42,54 @@ class WeightLoss:
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """How far apart the logits of two models are on one prompt.
+    """How far a merged model is from the trained one, the adapter on the base that it was trained on; in float32.
 
     Attributes:
-        tokens: length of the prompt.
+        tokens: that were compared.
         max_abs: largest absolute difference of two logits.
-        mean_kl: mean over the positions of KL(trained || merged), in nats.
+        mean_kl: mean over the tokens of KL(trained || merged), in nats.
+        base_kl: that of KL(trained || base).
+        losses: of the base, the trained and the merged model on rows of the training's data; None on other texts.
+        source: which rows; None for texts that come with isotype.
     """
 
     tokens: int
     max_abs: float
     mean_kl: float
+    base_kl: float = 0.0
+    losses: tuple[float, float, float] | None = None
+    source: str | None = None
+
+    @property
+    def kept(self) -> float | None:
+        """1 - KL(trained || merged) / KL(trained || base); None where the adapter changes nothing."""
+        return 1 - self.mean_kl / self.base_kl if self.base_kl > 0 else None
+
+    @property
+    def fall(self) -> float | None:
+        """The part that is left of what training has lowered the loss by; None where it has not."""
+        if self.losses is None or self.losses[0] <= self.losses[1]:
+            return None
+        base, trained, merged = self.losses
+        return (base - merged) / (base - trained)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to store a merged model, tried without writing it.
+
+    Attributes:
+        arguments: of `isotype merge`.
+        bits: of a weight, its constants included.
+        kept: as `LogitsDifference.kept`.
+    """
+
+    arguments: str
+    bits: float
+    kept: float
+
+    def __str__(self) -> str:
+        return f"{self.arguments} ({self.bits:g} bits a weight, keeps {share(self.kept)})"
 
 
 @dataclass(frozen=True)
@@ -69,6 +111,7 @@ class MergeReport:
         stored: the format of bitsandbytes or the type of GGUF that it was written in, None for dense safetensors.
         passed: what is known of values that pass the range of `dtype`, in sentences.
         model: what to open: `output`, or the GGUF file in it.
+        cheapest: the form of fewest bits that keeps `ENOUGH`; None where none was tried.
     """
 
     adapter: Path
@@ -84,6 +127,7 @@ class MergeReport:
     passed: tuple[str, ...] = ()
     stored: str | None = None
     model: Path | None = None
+    cheapest: Form | None = None
 
     @property
     def median_error(self) -> float:
@@ -102,7 +146,7 @@ class MergeReport:
 
     @property
     def vanished(self) -> int | None:
-        """Number of changed entries that round back to the base's value; None where they are stored as codes of blocks."""
+        """Number of changed entries that are stored as the base's; None where that is not known."""
         counts = [weight.vanished for weight in self.weights]
         return None if None in counts else sum(filter(None, counts))
 
@@ -114,20 +158,49 @@ class MergeReport:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What should be done differently."""
-        if self.vanished is None and self.median_error >= 1:
-            return (
-                *self.passed,
-                f"stored as {self.stored}, a weight is off by {self.median_error:,.1f} × its update in the median: what was "
-                "learned may not show; store it in more bits, or keep the adapter apart, beside its base",
-            )
-        if self.vanished_share <= VANISHED_LIMIT:
+        kept = None if self.logits is None else self.logits.kept
+        if kept is None:
+            return (*self.passed, *self._unmeasured())
+        if kept >= ENOUGH:
             return self.passed
-        return (
-            *self.passed,
-            f"{self.vanished_share:.0%} of the update's entries vanish in {dtype_name(self.dtype)}: they are smaller "
-            f"than half a unit in the last place of the weight; merge with {wider(self.stored, torch.float32)}, or keep the "
-            "adapter apart",
+        again = ""
+        if self.codes_vanished and kept < 0.5:
+            again = f": it is the base again, {self.vanished_share:.1%} of the changed entries have the base's codes"
+        fix = (
+            "keep the adapter apart, beside its base"
+            if self.cheapest is None
+            else f"merge with {self.cheapest}"
         )
+        return (*self.passed, f"the merged model keeps {share(kept)} of what was learned{again}; {fix}")
+
+    @property
+    def codes_vanished(self) -> bool:
+        """Whether nearly all codes are those of the base."""
+        return self.coded and self.vanished is not None and self.vanished_share > VANISHED_LIMIT
+
+    @property
+    def coded(self) -> bool:
+        """Whether weights are stored in codes of blocks or rows."""
+        return self.stored is not None and self.stored not in ("f32", "f16", "bf16")
+
+    def _unmeasured(self) -> Iterator[str]:
+        if self.codes_vanished:
+            yield (
+                f"the merged model is the base again: {self.vanished_share:.1%} of the changed entries have the base's codes; "
+                "store it in more bits, or keep the adapter apart, beside its base"
+            )
+        elif self.coded and self.median_error >= 1:
+            yield (
+                f"stored as {self.stored}, a weight is off by {self.median_error:,.1f} × its update in the median: what was "
+                "learned may not show; store it in more bits, or keep the adapter apart, beside its base"
+            )
+
+
+def share(part: float) -> str:
+    """A part of what was learned, rounded down: 100 % is all of it."""
+    if part < 0:
+        return "less than 0 %"  # further from the trained model than the base is
+    return f"{math.floor(round(1000 * part, 4)) / 10:.1f} %"
 
 
 def wider(stored: str | None, *dtypes: torch.dtype) -> str:

@@ -35,6 +35,7 @@ class WrittenModel:
         self._blocks: dict[str, Block] = {}
         self._deferred = DeferredBlocks()
         self._coded = stored in (*QUANTIZATIONS, *GGUF_BLOCKS, *LLAMA_CPP_TYPES)
+        self._stored = stored
         self._dtype = None if stored is None else GGUF_TYPES.get(stored)
         if stored not in GGUF_TYPES:
             with without_bars():
@@ -44,6 +45,14 @@ class WrittenModel:
         self.model = load(path, policy, model_class=model_class, deferred=self._deferred)
         self._deferred.on_forward()
         self._blocks = {name: block for block in self._deferred.blocks for name in block.sources}
+
+    def form_of(self, name: str, values: torch.Tensor) -> str | None:
+        """The format in whose codes a weight is stored; None where it is in a dtype, or in a mixture of formats."""
+        if self._stored in QUANTIZATIONS:
+            owner = self.model.get_submodule(name.rpartition(".")[0])
+            return self._stored if kind_of(owner) in ("linear4bit", "linear8bit") else None
+        blocks = self._stored in GGUF_BLOCKS and name in self._blocks and values.shape[-1] % 32 == 0
+        return self._stored if blocks else None
 
     @torch.no_grad()
     def values(self, name: str) -> tuple[torch.dtype | None, torch.Tensor]:

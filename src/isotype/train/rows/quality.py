@@ -54,7 +54,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         "train"
     ]
     texts: list[list[int]] = []
-    for at in _spread(len(rows)):
+    for at in spread(len(rows)):
         if sum(map(len, texts)) >= tokens:
             break
         try:
@@ -70,7 +70,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _spread(count: int) -> Iterator[int]:
+def spread(count: int) -> Iterator[int]:
     """The numbers below `count` in an order whose every beginning is spread over all of them."""
     stride = next(
         each for each in range(max(1, round(count * 0.618)), count + 2) if math.gcd(each, count) == 1

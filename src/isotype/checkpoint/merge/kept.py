@@ -1,0 +1,289 @@
+"""What a merged model keeps of what its adapter has learned: computed in float32, block by block.
+
+With p the distributions of the next token of the trained model, which is the adapter on the base that it was trained on:
+
+    kept = 1 - KL(p || merged) / KL(p || base)
+
+1 is a merged model that computes what the trained one does, 0 one that is as far from it as the base without the adapter is. On rows of the
+training's own data the loss says it, too: of its fall, (loss of the base - loss of the merged) / (loss of the base - loss of the trained).
+"""
+
+from __future__ import annotations
+
+import gc
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
+from isotype.checkpoint.deferred import DeferredBlocks, outermost_blocks
+from isotype.checkpoint.load import load
+from isotype.checkpoint.merge.layers import dense_policy, merge_in_float32, tuner_layers, without_part
+from isotype.checkpoint.merge.report import ENOUGH, Form, LogitsDifference, compare_logits
+from isotype.checkpoint.merge.rounding import as_stored
+from isotype.checkpoint.resolve import resolve_precision
+from isotype.model.enforce import enforce_model
+from isotype.precision.policy import PrecisionPolicy
+from isotype.ranges.batches import positions, text_rows
+
+TOKENS, _LENGTH = 512, 256  # tokens that are compared, about, and those of a row, at most
+_HELD = 1 << 28  # bytes of logits that are held: of a large vocabulary every n-th token's
+_AT_ONCE = 1 << 29  # bytes of logits of a forward
+_CHUNK = 64  # tokens whose divergence is computed at a time
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts that models are compared on.
+
+    Attributes:
+        texts: the token ids of each, and its labels, -100 where no loss is computed.
+        source: what they are of a training's data, in words; None for texts that come with isotype.
+    """
+
+    texts: tuple[tuple[Sequence[int], Sequence[int]], ...]
+    source: str | None = None
+
+
+def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
+    """The rows, or texts that come with isotype, cut to the model's positions and to about so many tokens."""
+    longest = min(_LENGTH, positions(model) or _LENGTH)
+    if rows is None:
+        words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
+        return Rows(tuple((ids, ids) for ids in text_rows(words, 4, min(64, longest)).tolist()))
+    chosen: list[tuple[Sequence[int], Sequence[int]]] = []
+    for ids, labels in rows.texts:
+        if sum(len(each) for each, _ in chosen) < tokens:
+            chosen.append((ids[:longest], labels[:longest]))
+    return replace(rows, texts=tuple(chosen))
+
+
+@dataclass
+class Learned:
+    """What a trained model computes on some texts, and the base that it was trained on.
+
+    Attributes:
+        rows: the texts.
+        step: n, where the logits of every n-th token are held.
+        logits: of each text, `[tokens, vocabulary]`.
+        base: KL(trained || base), in nats.
+        losses: of the base and of the trained model; None where the texts are not of its training's data.
+    """
+
+    rows: Rows
+    step: int
+    logits: list[torch.Tensor] = field(default_factory=list)
+    base: float = 0.0
+    losses: tuple[float, float] | None = None
+
+    @torch.no_grad()
+    def run(self, model: Any) -> tuple[list[torch.Tensor], float | None]:
+        """The logits of a model as they are held, and its loss."""
+        held, losses = [], []
+        for text, logits in self._forwards(model.eval()):
+            ids, labels = text
+            # A classifier has one row for the whole text.
+            logits = logits[: len(ids)] if logits.ndim == 2 else logits[None]
+            held.append(logits[:: self.step].clone())
+            if self.rows.source is not None and len(logits) == len(labels) > 1:
+                wanted = torch.tensor(labels[1:])
+                every = nn.functional.cross_entropy(
+                    logits[:-1], wanted, ignore_index=_IGNORED, reduction="none"
+                )
+                losses.append(every[wanted != _IGNORED])
+        every = torch.cat(losses) if losses else torch.zeros(0)
+        return held, float(every.double().mean()) if len(every) else None
+
+    def _forwards(self, model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Each text with its logits: of as many texts at a time as there is room for, for a forward reads every block from disk."""
+        texts, pad = self.rows.texts, getattr(model.config.get_text_config(), "pad_token_id", None)
+        longest = max(len(ids) for ids, _ in texts)
+        at_once = max(1, _AT_ONCE // (longest * _vocabulary(model) * 4 + 1))
+        # A classifier takes several texts by their padding token alone.
+        at_once = at_once if pad is not None else 1
+        for at in range(0, len(texts), at_once):
+            group = texts[at : at + at_once]
+            ids = torch.full((len(group), max(len(ids) for ids, _ in group)), pad or 0)
+            mask = torch.zeros_like(ids)
+            for row, (text, _) in enumerate(group):
+                ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
+            more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+            yield from zip(
+                group, model(input_ids=ids, attention_mask=mask, **more).logits.float(), strict=True
+            )
+
+    def kept(self, model: Any) -> LogitsDifference:
+        """What another model keeps."""
+        logits, loss = self.run(model)
+        largest, nats, tokens = self.difference(logits)
+        losses = None if self.losses is None or loss is None else (*self.losses, loss)
+        return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source)
+
+    def difference(self, logits: Sequence[torch.Tensor]) -> tuple[float, float, int]:
+        """(largest difference of two logits from the trained model's, KL(trained || other) in nats a token, tokens)."""
+        largest, nats, tokens = 0.0, 0.0, 0
+        for p, q in zip(self.logits, logits, strict=True):
+            for a, b in zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True):
+                each = compare_logits(a.double(), b.double())
+                largest = max(largest, each.max_abs)
+                nats, tokens = nats + each.mean_kl * each.tokens, tokens + each.tokens
+        return largest, nats / max(1, tokens), tokens
+
+
+def learned(
+    adapter: Adapter,
+    policy: PrecisionPolicy,
+    rows: Rows | None,
+    tokenizer: Any,
+    revision: str | None,
+    tokens: int = TOKENS,
+) -> Learned:
+    """What an adapter on the base that it was trained on computes, without any merge.
+
+    Args:
+        adapter: whose base is there.
+        policy: that the base was trained under.
+        rows: of the training's data; None for texts that come with isotype.
+        tokenizer: of the model.
+        revision: of the base, instead of the one that the adapter names.
+        tokens: of the rows that are run, about.
+    """
+    deferred = waiting(adapter)
+    model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
+    _in_float32(model, policy, deferred)
+    rows = fitting(rows, tokenizer, model, tokens)
+    size = sum(len(ids) for ids, _ in rows.texts) * _vocabulary(model) * 4
+    result = Learned(rows, max(1, -(-size // _HELD)))
+    base, before = result.run(model)
+    result.logits, after = result.run(trained(adapter, policy, revision))
+    result.base = result.difference(base)[1]
+    if before is not None and after is not None:
+        result.losses = (before, after)
+    gc.collect()  # a PEFT model refers to itself
+    return result
+
+
+def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:
+    """The adapter on the base that it names, as that is under a policy: not merged, in float32 and block by block."""
+    deferred = waiting(adapter)
+    model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
+    adapter = without_part(model, adapter, policy)
+    wide = _in_float32(model, policy, deferred)
+    peft_model = inject(model, adapter, wide)
+    fill(peft_model, adapter)
+    return peft_model
+
+
+def merged_in_float32(path: Path, model_class: Any) -> Any:
+    """A model that was written, in float32 and block by block."""
+    deferred = DeferredBlocks()
+    policy = resolve_precision(path, "float32", device="cpu")
+    model = load(path, policy, model_class=model_class, deferred=deferred)
+    _in_float32(model, policy, deferred)
+    return model
+
+
+def _in_float32(model: Any, policy: PrecisionPolicy, deferred: DeferredBlocks) -> PrecisionPolicy:
+    """Compute in float32 with the weights that a model has under a policy; returns the policy that it is under then."""
+    dense = dense_policy(policy)
+    deferred.dequantize(model, dense.plain)
+    wide = replace(
+        dense, storage="float32", compute=torch.float32, pinned=(), exceptions=(), wide_residual=False
+    )
+    enforce_model(model, wide)
+    deferred.on_forward()
+    return wide
+
+
+def _vocabulary(model: Any) -> int:
+    size: int = getattr(model.config.get_text_config(), "vocab_size", 0)
+    return size
+
+
+# ------------------------------------------------------------------------------------------------------------------ forms
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A form that a merged model could be stored in: arguments of `isotype merge`, the format, bits of a weight, the policy of the base."""
+
+    arguments: str
+    form: str
+    bits: float
+    policy: PrecisionPolicy
+
+
+def candidates(
+    adapter: Adapter, policy: PrecisionPolicy, original: PrecisionPolicy | None, sixteen: str, gguf: bool
+) -> tuple[Candidate, ...]:
+    """The forms that are tried, the fewest bits first.
+
+    Args:
+        adapter: that is merged.
+        policy: that its base was trained under.
+        original: that of the same base as its files store it, where training has quantized it.
+        sixteen: the dtype of 16 bits that it would be written in.
+        gguf: whether it could be a GGUF file.
+    """
+    base = f"--base {shlex.quote(str(adapter.base))} " if original is not None else ""
+    return (
+        Candidate(f"{base}--quantization nf4", "nf4", 4.5, original or policy),
+        Candidate("--quantization int8", "int8", 8, policy),
+        *([Candidate("--gguf q8_0", "q8_0", 8.5, policy)] if gguf else []),
+        Candidate(f"--dtype {sixteen}", sixteen, 16, policy),
+    )
+
+
+def cheapest(known: Learned, adapter: Adapter, tried: Sequence[Candidate], revision: str | None) -> Form:
+    """The first of some forms that keeps `ENOUGH`, tried block by block without writing a file; else float32."""
+    for each in tried:
+        model = trained(adapter, each.policy, revision)
+        with merged_as(model, each.form):
+            kept = known.kept(model).kept
+        del model
+        gc.collect()
+        if kept is not None and kept >= ENOUGH:
+            return Form(each.arguments, each.bits, kept)
+    return Form("--dtype float32", 32, 1.0)
+
+
+@contextmanager
+def merged_as(model: Any, form: str) -> Iterator[None]:
+    """Merge each block of a PEFT model and round what changed to a form before its forward; it is as it was after it.
+
+    Args:
+        model: from `trained`.
+        form: a float dtype, a format of bitsandbytes or a type of GGUF in blocks.
+    """
+    saved: dict[nn.Parameter, torch.Tensor] = {}
+
+    def before(block: nn.Module, *_: Any) -> None:
+        saved.update((each, each.data) for each in block.parameters())
+        for name, layer in tuner_layers(block):
+            merge_in_float32(name, layer)
+            base = layer.get_base_layer()
+            for own, each in base.named_parameters():
+                each.data = as_stored(f"{name}.{own}", base, each.data, form).float()
+
+    def after(block: nn.Module, *_: Any) -> None:
+        for _name, layer in tuner_layers(block):
+            layer.merged_adapters = []
+        for parameter, data in saved.items():
+            parameter.data = data
+        saved.clear()
+
+    hooks = []
+    for _, block in outermost_blocks(model.get_base_model()):
+        hooks += [block.register_forward_pre_hook(before), block.register_forward_hook(after, prepend=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
