@@ -120,7 +120,7 @@ def test_a_model_of_few_positions_is_merged(tmp_path: Path, positions: int) -> N
     transformers.GPT2LMHeadModel(config).save_pretrained(base)
     tokenizer().save_pretrained(base)
     policy = resolve_precision(base, "float32", "nf4", "cpu")
-    model = add_lora(load(base, policy), policy, r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = add_lora(load(base, policy), policy, r=4, target_modules=["c_attn"])
     adapter = save_trained(model, tmp_path / "adapter", seed=1, scale=0.05)
     report = merge_adapter(adapter, tmp_path / "merged", rows=Rows((([5] * 200, [5] * 200),), "rows of t"))
     assert report.logits is not None
