@@ -111,9 +111,10 @@ def kept(adapter: Path, forms: Sequence[str]) -> None:
     import torch
 
     import isotype
-    from isotype.checkpoint.adapter import base_policy, read_adapter, tokenizer_of
+    from isotype.checkpoint.adapter import base_policy, read_adapter
     from isotype.checkpoint.merge import rounding
     from isotype.checkpoint.merge.kept import learned, merged_as, trained
+    from isotype.checkpoint.tokenizer import tokenizer_of
     from isotype.train.rows.held_back import rows_of_training
 
     saved, right_on_average = read_adapter(adapter), rounding.unbiased
