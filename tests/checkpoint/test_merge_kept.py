@@ -13,11 +13,11 @@ import transformers
 
 from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.load import load
-from isotype.checkpoint.merge.kept import Rows
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.merge.rounding import codes, unbiased
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.adapters import add_lora
+from isotype.ranges.batches import Rows
 from tests.adapters import save_trained
 from tests.checkpoint.test_merge import TARGETS, save_base, tokenizer
 

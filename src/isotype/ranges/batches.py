@@ -23,6 +23,19 @@ _FIRST = 5  # past the special tokens that most vocabularies begin with
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Texts that models are compared on.
+
+    Attributes:
+        texts: the token ids of each, and its labels, -100 where no loss is computed.
+        source: what they are of a training's data, in words; None for texts that come with isotype.
+    """
+
+    texts: tuple[tuple[Sequence[int], Sequence[int]], ...]
+    source: str | None = None
+
+
+@dataclass(frozen=True)
 class Batches:
     """What is run.
 

@@ -30,26 +30,13 @@ from isotype.checkpoint.merge.rounding import as_stored
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
-from isotype.ranges.batches import positions, text_rows
+from isotype.ranges.batches import Rows, positions, text_rows
 
 TOKENS, _LENGTH = 512, 256  # tokens that are compared, about, and those of a row, at most
 _HELD = 1 << 28  # bytes of logits that are held: of a large vocabulary every n-th token's
 _AT_ONCE = 1 << 29  # bytes of logits of a forward
 _CHUNK = 64  # tokens whose divergence is computed at a time
 _IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Texts that models are compared on.
-
-    Attributes:
-        texts: the token ids of each, and its labels, -100 where no loss is computed.
-        source: what they are of a training's data, in words; None for texts that come with isotype.
-    """
-
-    texts: tuple[tuple[Sequence[int], Sequence[int]], ...]
-    source: str | None = None
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:

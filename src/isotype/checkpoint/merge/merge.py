@@ -22,7 +22,6 @@ from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.kept import (
     Candidate,
     Learned,
-    Rows,
     candidates,
     cheapest,
     learned,
@@ -49,13 +48,14 @@ from isotype.core.formats import QUANTIZATIONS
 from isotype.model.boundary import original_class
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
+from isotype.ranges.batches import Rows
 
 _SAME = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "vocab_size",
 )  # fmt: skip
 
-__all__ = ["MergeReport", "Rows", "merge_adapter"]
+__all__ = ["MergeReport", "merge_adapter"]
 
 
 def merge_adapter(

@@ -10,10 +10,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.trainer_utils import IntervalStrategy
 
-from isotype.checkpoint.merge.merge import Rows
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import DataError, IsotypeError, first_line
 from isotype.data.methods import METHODS
+from isotype.ranges.batches import Rows
 from isotype.report.run.json import from_json
 from isotype.report.run.record import JSON_NAME, RunRecord
 from isotype.train.options.settings import Settings, parse_settings
