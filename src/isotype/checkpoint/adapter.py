@@ -431,8 +431,9 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without PEFT's warnings about tied embeddings and merged layers, which are taken care of here."""
+    """Without PEFT's warnings about tied embeddings, merged layers and Conv1D where bitsandbytes had turned it, which are taken care of."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tied.*|.*tie_word_embeddings.*", module="peft")
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", module="peft")
         warnings.filterwarnings("ignore", message="All adapters are already merged", module="peft")
         yield

@@ -20,7 +20,7 @@ from torch import nn
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
-from isotype.checkpoint.values.dequantize import dense_layer, dense_weight, dequantize
+from isotype.checkpoint.values.dequantize import dense_layer, dequantize, held_weight
 from isotype.model.finite import refuse
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import align_4bit, align_8bit
@@ -175,7 +175,7 @@ class DeferredBlocks:
         for name, blank in block._blank.items():
             _as_before(name, block.owners[name], _held(block, name), blank)
         for layer, dense in block.dense.items():
-            dense.weight = nn.Parameter(dense_weight(layer, dense.weight.dtype), requires_grad=False)
+            dense.weight = nn.Parameter(held_weight(layer, dense.weight.dtype), requires_grad=False)
         # What dense layers were made of; of what was dense before, the owners' weights are those that are used.
         self._blank_again(block, [name for name, owner in block.owners.items() if owner in block.dense])
 

@@ -10,7 +10,7 @@ import torch
 from isotype.checkpoint.deferred import Block, DeferredBlocks
 from isotype.checkpoint.load import load, without_bars
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.values.dequantize import dense_weight
+from isotype.checkpoint.values.dequantize import held_weight
 from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.pretrained import pretrained
@@ -63,7 +63,7 @@ class WrittenModel:
         self._deferred.use(self._blocks.get(name))
         owner = self.model.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and kind_of(owner) in ("linear4bit", "linear8bit"):
-            return None, dense_weight(owner, torch.float32)
+            return None, held_weight(owner, torch.float32)
         value = self.model.get_parameter(name).detach()
         if self._dtype is None:
             return value.dtype, value.to("cpu", torch.float32)

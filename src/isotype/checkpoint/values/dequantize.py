@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from isotype.compat.transformers import conversions, set_conversions
+from isotype.model.quantized import holds_turned
 from isotype.model.walk import places
 
 
@@ -23,15 +24,20 @@ def dequantize(model: Any, dtype: torch.dtype) -> None:
         if place.kind not in ("linear4bit", "linear8bit"):
             continue
         linear = dense_layer(place.module, dtype)
-        linear.weight = nn.Parameter(dense_weight(place.module, dtype), requires_grad=False)
+        linear.weight = nn.Parameter(held_weight(place.module, dtype), requires_grad=False)
         model.set_submodule(place.name, linear)
     _forget_bnb(model)
 
 
-def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Linear:
-    """A dense layer with the bias of a quantized one, its weight on the meta device."""
+def dense_layer(layer: Any, dtype: torch.dtype) -> Any:
+    """A dense layer with the bias of a quantized one, its weight on the meta device; transformers' Conv1D where that was quantized."""
     with torch.device("meta"):
-        linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
+        if holds_turned(layer):
+            linear: Any = layer.source_cls(layer.out_features, layer.in_features).to(dtype)
+        else:
+            linear = nn.Linear(
+                layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype
+            )
     linear.requires_grad_(False)
     if layer.bias is not None:
         linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
@@ -44,6 +50,12 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
     weight: torch.Tensor = dequantize_bnb_weight(layer.weight, getattr(layer, "state", None))
     return weight.to("cpu", dtype)
+
+
+def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """`dense_weight` as `dense_layer` and the files hold it: `[in, out]` of transformers' Conv1D."""
+    weight = dense_weight(layer, dtype)
+    return weight.T.contiguous() if holds_turned(layer) else weight
 
 
 def _forget_bnb(model: Any) -> None:
