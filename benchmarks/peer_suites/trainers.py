@@ -154,8 +154,13 @@ def _move(model: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
+    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        torch.set_num_threads(threads)

@@ -39,7 +39,7 @@ def calls_of_a_step(model: Any) -> Counter[str]:
 
 
 def test_calls_of_a_layer() -> None:
-    """862 of a layer by compiled loops and 680 by torch's operators in Python 3.11, whose comprehensions are calls; before they were counted, 1302."""
+    """915 of a layer by compiled loops and attention in strips, 862 with torch's attention, 680 by torch's operators in Python 3.11, whose comprehensions are calls; before they were counted, 1302."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64,
@@ -48,4 +48,4 @@ def test_calls_of_a_layer() -> None:
     model: Any = peft.get_peft_model(LlamaForCausalLM(config), adapters)
     isotype.fuse(model)
     calls = calls_of_a_step(model.train().get_base_model().model)
-    assert 100 < calls.total() / LAYERS < 900, calls.most_common(20)
+    assert 100 < calls.total() / LAYERS < 950, calls.most_common(20)

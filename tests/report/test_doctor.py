@@ -310,6 +310,7 @@ def test_nf4_values_that_come_back_wrong_are_a_failure() -> None:
         )
 
 
+@pytest.mark.real_cpu
 def test_this_machine() -> None:
     report = gather_doctor_report("cpu", probe_seconds=0.05)
     assert report.ok
