@@ -41,6 +41,7 @@ def not_compared() -> str:
     return ""
 
 
+@pytest.mark.real_cpu
 @pytest.mark.lacking(not_compared())
 @pytest.mark.parametrize("op", refusing())
 def test_an_operator_is_quoted_word_for_word(op: str) -> None:
