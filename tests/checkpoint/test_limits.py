@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isotype.checkpoint.formats.config import read_config
+from isotype.checkpoint.formats.gguf import without_vocabulary
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.opened import open_checkpoint, open_model
 from isotype.checkpoint.tokenizer import tokenizer_of
@@ -149,6 +150,22 @@ def test_an_architecture_that_is_a_number(tmp_path):
     path.write_bytes(gguf([struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 7)]))
     with pytest.raises(CheckpointError, match=r"general\.architecture 7"):
         read_headers(path)
+
+
+@pytest.mark.parametrize("alignment", [0, 24, 0xD9E00799])
+def test_an_alignment_that_ggml_refuses(tmp_path, alignment):
+    key = b"general.alignment"
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf([struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, alignment)]))
+    with pytest.raises(CheckpointError, match=rf"general\.alignment {alignment}\n +expected  a power of two"):
+        read_headers(path)
+
+
+def test_a_large_alignment_makes_no_large_file(tmp_path):
+    key = b"general.alignment"
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf([struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 1 << 31)]))
+    assert len(without_vocabulary(path, ())) < 100
 
 
 def test_more_tensors_than_a_model_has(tmp_path):

@@ -22,6 +22,8 @@ from isotype.core.errors import CheckpointError, Problem
 
 # ggml refuses tensors of more dimensions.
 _MAX_DIMENSIONS = 4
+# Bytes that the data of a tensor begin at a multiple of, where a file names no other.
+_ALIGNMENT = 32
 # Fixed-size value types of GGUF metadata, as struct formats: u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64.
 _SCALARS: Mapping[int, str] = {
     0: "B",
@@ -88,9 +90,9 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
         at += 4 + 8 * dimensions + 12
         # ggml lists the fastest dimension first, torch last.
         entries.append((name, tuple(reversed(sizes)), kind, offset))
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment <= 0:
-        raise damaged(path, [Problem(f"general.alignment {alignment!r}", "a positive number", DAMAGED)])
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):  # as ggml has it
+        raise damaged(path, [Problem(f"general.alignment {alignment!r}", "a power of two", DAMAGED)])
     start = -(-at // alignment) * alignment
     tensors = _tensors(entries, start, len(data), path)
     return by_name(tensors), metadata
@@ -124,7 +126,7 @@ def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
             kind, _, size = struct.unpack_from("<IIQ", data, begin + 8 + len(key.encode()))
             if kind == _ARRAY and key.startswith("tokenizer."):
                 words = size if key == "tokenizer.ggml.tokens" else words
-            else:
+            elif key != "general.alignment":  # a small file may name gigabytes
                 kept.append(data[begin:end])
     size_key = f"{metadata.get('general.architecture')}.vocab_size"
     if words and size_key not in metadata:
@@ -132,9 +134,7 @@ def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(kept)) + b"".join(kept)
     # One float32 each: only the names are of interest.
     header += b"".join(_text(tensor.name) + struct.pack("<IQIQ", 1, 1, 0, 0) for tensor in tensors)
-    alignment = metadata.get("general.alignment", 32)
-    assert isinstance(alignment, int)  # or the header would not have been read
-    return header + bytes(-len(header) % alignment + alignment)
+    return header + bytes(-len(header) % _ALIGNMENT + _ALIGNMENT)
 
 
 def _text(value: str) -> bytes:
