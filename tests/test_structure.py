@@ -128,10 +128,12 @@ def test_private_names_outside_of_compat_are_refused(tmp_path: Path) -> None:
 
 
 def test_patches_are_counted_with_the_tests_that_exist(tmp_path: Path) -> None:
-    (tmp_path / "compat").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text("def test_one() -> None: ...\n", encoding="utf-8")
-    records = 'A = Patch(name="a", test="tests/test_it.py::test_one")\nB = Patch(name="b", test="tests/test_it.py::no")\n'
-    (tmp_path / "compat" / "lib.py").write_text(records, encoding="utf-8")
-    found = patched(tmp_path / "tests", tmp_path / "compat")
+    page = tmp_path / "compat.md"
+    page.write_text(
+        "# Places\n\n## lib\n\n### a\n\n- Test: `tests/test_it.py::test_one`\n\n### b\n\n- Test: `tests/test_it.py::no`\n",
+        encoding="utf-8",
+    )
+    found = patched(tmp_path / "tests", page)
     assert found == (Patched("a", "tests/test_it.py::test_one"), Patched("b", ""))

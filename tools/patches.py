@@ -1,33 +1,57 @@
-"""The records of `isotype.compat` as they stand in its sources, and whether the test that each names exists."""
+"""The entries of docs/compat.md, and whether the test that each names exists."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.sources import SOURCE
+from tools.sources import ROOT
 
-COMPAT = SOURCE / "isotype" / "compat"
+PAGE = ROOT / "docs" / "compat.md"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One place. `lines`: its lines by their first words, as `Put back`."""
+
+    name: str
+    library: str
+    lines: Mapping[str, str]
+
+    @property
+    def test(self) -> str:
+        """The test that tells when the entry is no longer needed or no longer fits, as pytest names it."""
+        return self.lines.get("Test", "").strip("`")
+
+    @property
+    def last_tried(self) -> str:
+        """The newest version that it was tried with, as `1.16`."""
+        return self.lines["Tried with"].rpartition(" ")[2]
 
 
 @dataclass(frozen=True)
 class Patched:
-    """One place: its name, and the test that tells when it is no longer needed or no longer fits, "" where there is none."""
+    """One place: its name and its test, "" if there is none."""
 
     name: str
     test: str
 
 
-def patched(tests: Path, compat: Path = COMPAT) -> tuple[Patched, ...]:
-    """Every `Patch(…)` of the files in `compat`, its test where a function of that name stands in `tests`."""
-    return tuple(
-        Patched(fields["name"], fields["test"] if _exists(tests, fields["test"]) else "")
-        for path in sorted(compat.glob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Patch"
-        for fields in [{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}]
-    )
+def entries(page: Path = PAGE) -> Iterator[Entry]:
+    """Every entry of the page, in its order."""
+    for part in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+        library, *places = part.split("\n### ")
+        for place in places:
+            name, *lines = filter(None, place.splitlines())
+            pairs = (line.removeprefix("- ").partition(": ") for line in lines)
+            yield Entry(name.replace("\\", ""), library.strip(), {key: text for key, _, text in pairs})
+
+
+def patched(tests: Path, page: Path = PAGE) -> tuple[Patched, ...]:
+    """Every entry of the page, its test if a function of that name stands in `tests`."""
+    return tuple(Patched(each.name, each.test if _exists(tests, each.test) else "") for each in entries(page))
 
 
 def _exists(tests: Path, test: str) -> bool:

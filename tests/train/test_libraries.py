@@ -12,14 +12,14 @@ import trl
 import trl.trainer.utils
 from packaging.requirements import Requirement
 from packaging.version import Version
+from tools.patches import entries
 from transformers import Trainer
 
 from isotype.cli.main import main
-from isotype.compat.registry import PATCHES, last_tried
 from isotype.core.errors import UsageError
 from isotype.core.package import VERSION
 from isotype.train import libraries
-from isotype.train.libraries import newer_than_tried, require_fitting_libraries
+from isotype.train.libraries import LAST_TRIED, newer_than_tried, require_fitting_libraries
 
 
 def later_head(model: Any, temp: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Any = ()) -> Any:
@@ -89,7 +89,7 @@ def test_a_newer_version_is_one_line(
 
 
 def test_upper_bounds_are_what_was_tried() -> None:
-    """Every library of the records is bounded below the version after the last that it was tried with."""
+    """Every library of docs/compat.md is bounded below the version after the last that it was tried with."""
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
@@ -97,7 +97,10 @@ def test_upper_bounds_are_what_was_tried() -> None:
     ]
     listed = map(Requirement, (*project["dependencies"], *project["optional-dependencies"]["train"]))
     bounds = {each.name: each.specifier for each in listed}
-    for library in {patch.library for patch in PATCHES} & bounds.keys():
-        last = Version(last_tried(library))
+    tried = {entry.library: entry.last_tried for entry in entries()}
+    for library, last_tried in LAST_TRIED.items():
+        assert {entry.last_tried for entry in entries() if entry.library == library} == {last_tried}
+    for library in tried.keys() & bounds.keys():
+        last = Version(tried[library])
         assert f"{last}.99" in bounds[library], library
         assert f"{last.major}.{last.minor + 1}" not in bounds[library], library

@@ -2,7 +2,7 @@
 
 Every import of torch's private modules, every private function and attribute of its tensors and modules is here, so a release of
 torch that renames one breaks this file and no other. tests/compat/test_torch.py fails where one is gone or means something else.
-`PATCHES` lists what is read here and what is replaced.
+docs/compat.md lists what is read here and what is replaced.
 """
 
 from __future__ import annotations

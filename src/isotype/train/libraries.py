@@ -1,4 +1,4 @@
-"""Whether the installed libraries still have what isotype reads and overrides in them, seen before a model is loaded."""
+"""Refuses installed libraries that lack what isotype reads and overrides in them, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from packaging.version import Version
 
 from isotype.compat import transformers as trainer_steps
 from isotype.compat import trl as trl_head
-from isotype.compat.registry import last_tried
 from isotype.core.errors import Problem, UsageError
 from isotype.core.package import VERSION
 from isotype.data.methods import Method
 
 logger = logging.getLogger("isotype")
+
+LAST_TRIED = {
+    "torch": "2.14",
+    "transformers": "5.24",
+    "trl": "1.16",
+    "accelerate": "1.15",
+    "bitsandbytes": "0.50",
+}
+"""The newest version of each library that every entry of docs/compat.md was tried with."""
 
 
 def require_fitting_libraries() -> None:
@@ -45,8 +53,8 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
     problems = [
         Problem(
             f"{library} {version(library)} under isotype {VERSION}: {reason}",
-            f"{library} {last_tried(library)}, which isotype was tried with",
-            f"pip install '{library}=={last_tried(library)}.*', or a newer isotype",
+            f"{library} {LAST_TRIED[library]}, which isotype was tried with",
+            f"pip install '{library}=={LAST_TRIED[library]}.*', or a newer isotype",
         )
         for library, reason in incompatibilities
     ]
@@ -57,12 +65,11 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
 def newer_than_tried() -> list[str]:
     """A line for each installed library that is newer than the last version that isotype was tried with."""
     lines = []
-    for library in ("torch", "transformers", "trl", "accelerate", "bitsandbytes"):
+    for library, last in LAST_TRIED.items():
         try:
             installed = version(library)
         except PackageNotFoundError:
             continue
-        last = last_tried(library)
         if Version(installed).release[:2] > Version(last).release[:2]:
             lines.append(
                 f"{library} {installed} is newer than {last}, the last that isotype {VERSION} was tried with"
