@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -58,49 +59,14 @@ COMMANDS = {
     "check": "check {} --device cpu --dtype float32",
     "chat": "chat {} --ask w1 --max_new_tokens 1 --device cpu --dtype float32",
 }
-FLAGS = {
-    "check": [
-        "--dtype",
-        "--quantization",
-        "--device",
-        "--batch",
-        "--length",
-        "--fail-on",
-        "--lora_r",
-        "--lora_alpha",
-        "--optim",
-        "--learning_rate",
-        "--json",
-        "--max_steps",
-    ],
-    "chat": [
-        "--dtype",
-        "--quantization",
-        "--device",
-        "--max_new_tokens",
-        "--temperature",
-        "--system",
-        "--model_revision",
-    ],
-    "inspect": ["--plan", "--dtype", "--quantization", "--base_memory", "--device", "--json", "--revision"],
-    "sft": [
-        "--dtype",
-        "--quantization",
-        "--lora_r",
-        "--lora_dropout",
-        "--learning_rate",
-        "--max_steps",
-        "--optim",
-        "--seed",
-        "--max_length",
-        "--packing",
-        "--eval_strategy",
-    ],
-    "explain": ["IST101", "IST", "--json"],
-    "doctor": ["--json", "--device"],
-    "merge": ["-o", "--dtype", "--quantization", "--gguf", "--base"],
-    "plan": ["--device", "--goal", "--dataset_name", "--dtype", "--gpus", "--memory"],
-}
+# Their arguments come before their flags; a training reads no rows, so that none begins.
+LEADING = {
+    "check": "model", "chat": "model --ask w1", "inspect": "model", "plan": "model", "quality": "model", "merge": "adapter",
+    "explain": "IST101", "doctor": "", "completion": "bash", "run": "",
+}  # fmt: skip
+TRAINING = "--model_name_or_path model --dataset_name nowhere.jsonl"
+ROW_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+ROWS = "--device cpu --dtype float32 --max_length 64"
 LIMIT = 60.0
 
 
@@ -127,7 +93,8 @@ def base_folder(root: Path) -> Path:
     save_chat_model(base / "model")
     model = AutoModelForCausalLM.from_pretrained(base / "model")
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(base / "adapter")
-    save_rows(base / "rows.jsonl", rows("sft", 4))
+    for method in ROW_METHODS:
+        save_rows(base / f"{method}.jsonl", rows(method, 4))
     return base
 
 
@@ -182,7 +149,9 @@ def adapter_input(draw: random.Random, folder: Path) -> str:
         / draw.choice(("adapter_config.json", "adapter_config.json", "adapter_model.safetensors"))
     )
     _header(draw, path) if path.suffix == ".safetensors" and draw.random() < 0.7 else _json_file(draw, path)
-    return draw.choice(("inspect adapter", "chat adapter --ask w1 --max_new_tokens 1 --device cpu"))
+    return draw.choice(
+        ("inspect adapter", "chat adapter --ask w1 --max_new_tokens 1 --device cpu", "merge adapter -o out")
+    )
 
 
 def gguf_input(draw: random.Random, folder: Path) -> str:
@@ -210,41 +179,67 @@ def gguf_input(draw: random.Random, folder: Path) -> str:
     return "inspect a.gguf"
 
 
+@functools.cache
+def _flags() -> dict[str, list[argparse.Action]]:
+    """The actions of each command's flags, as the shell's completion lists them."""
+    from isotype.cli.completion import command_parsers
+
+    return {
+        name: [action for action in parser._actions if action.option_strings]
+        for name, parser in command_parsers().items()
+    }
+
+
 def flags_input(draw: random.Random, folder: Path) -> str:
-    """A command with flags that have wrong values."""
-    command = draw.choice(list(FLAGS))
-    words = [command, *(["model"] if command in ("check", "chat", "inspect", "plan") else [])]
-    for flag in draw.sample(FLAGS[command], k=min(len(FLAGS[command]), draw.randrange(1, 4))):
-        words += [flag, *([str(draw.choice(VALUES)).replace("\0", "")] if draw.random() < 0.9 else [])]
-    if command == "sft":
-        words += [
-            "--model_name_or_path",
-            draw.choice(("model", "x", "adapter")),
-            "--dataset_name",
-            "nowhere.jsonl",
-        ]
-    if command == "chat":
-        words += ["--ask", "w1"]
+    """A command with some of its flags, values of which are wrong."""
+    from isotype.data.methods import METHODS
+
+    command = draw.choice((*(name for name in _flags() if name not in METHODS), *2 * sorted(METHODS)))
+    if command == "demo":  # sft's flags; it trains for minutes where nothing is wrong
+        command = "sft"
+    words = [command, *shlex.split(LEADING.get(command, TRAINING))]
+    flags = _flags()[command]
+    if command in METHODS and draw.random() < 0.5:
+        words = ["check", command, "--model_name_or_path", "model", *shlex.split(ROWS)]
+        words += ["--dataset_name", f"{command}.jsonl"] if draw.random() < 0.5 else []
+    for action in draw.sample(flags, k=min(len(flags), draw.randrange(1, 4))):
+        words.append(draw.choice(action.option_strings))
+        if action.choices and draw.random() < 0.5:
+            words.append(str(draw.choice(sorted(map(str, action.choices)))))
+        elif draw.random() < 0.9:
+            words.append(str(draw.choice(VALUES)).replace("\0", ""))
     return shlex.join(words)
 
 
 def rows_input(draw: random.Random, folder: Path) -> str:
-    """`check` of a training on rows of which one is wrong; no weight is read."""
-    path = folder / "rows.jsonl"
+    """`check` of a training on rows of which one is wrong, in one of the formats of a file; no weight is read."""
+    import pandas
+
+    method = draw.choice(ROW_METHODS)
+    path = folder / f"{method}.jsonl"
     lines = path.read_bytes().splitlines()
     place = draw.randrange(len(lines))
     row = changed(draw, json.loads(lines[place]))
     lines[place] = draw.choice(BYTES) if draw.random() < 0.2 else json.dumps(row).encode()
-    path.write_bytes(b"\n".join(lines))
-    return "check sft --model_name_or_path model --dataset_name rows.jsonl --device cpu --dtype float32"
+    ending = draw.choices((".jsonl", ".json", ".csv", ".parquet", ".txt"), (6, 1, 1, 1, 1))[0]
+    wrong = path.with_name(f"wrong{ending}")
+    wrong.write_bytes(b"\n".join(lines))
+    if ending in (".csv", ".parquet") and isinstance(row, dict):
+        texts = {str(key): [json.dumps(value)] * 3 for key, value in row.items()}
+        frame = pandas.DataFrame(texts)
+        frame.to_csv(wrong) if ending == ".csv" else frame.to_parquet(wrong)
+        if draw.random() < 0.3:
+            data = wrong.read_bytes()
+            wrong.write_bytes(data[: draw.randrange(len(data) + 1)] + draw.choice(BYTES))
+    return f"check {method} --model_name_or_path model --dataset_name {wrong.name} {ROWS}"
 
 
 KINDS: dict[str, tuple[Callable[[random.Random, Path], str], int]] = {
     "checkpoint": (checkpoint_input, 6),
     "adapter": (adapter_input, 2),
-    "gguf": (gguf_input, 4),
-    "flags": (flags_input, 5),
-    "rows": (rows_input, 1),
+    "gguf": (gguf_input, 3),
+    "flags": (flags_input, 8),
+    "rows": (rows_input, 2),
 }
 """How inputs are made, and how often each kind is drawn."""
 
@@ -278,7 +273,7 @@ def run_one(command: str, folder: Path, limit: float = LIMIT) -> End:
         os.killpg(child, signal.SIGKILL)
     _, code = os.waitpid(child, 0)
     status, text = os.waitstatus_to_exitcode(code), output.decode("utf-8", "replace")
-    left = sorted(_held(folder) - before)
+    left = sorted(_held(folder) - before) if status else []
     wrong = "no end in time" if late else ""
     wrong = wrong or next((words for words in ("Traceback", "not expected") if words in text), "")
     wrong = wrong or ("" if status in (0, 1, 2) else f"status {status}")
@@ -321,8 +316,18 @@ def prepared(kinds: tuple[str, ...] = tuple(KINDS)) -> Iterator[Callable[[int], 
         os.environ.setdefault("ISOTYPE_CACHE", str(root / "cache"))
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             base = base_folder(root)
-            for command in COMMANDS.values():  # what they import, the children have then
-                main(shlex.split(command.format(base / "model")))
+            _flags()
+            rows = [
+                f"check {method} --model_name_or_path model --dataset_name {method}.jsonl {ROWS}"
+                for method in ROW_METHODS
+            ]
+            with contextlib.chdir(base):  # what the commands import, the children have then
+                for command in (
+                    *(command.format("model") for command in COMMANDS.values()),
+                    *rows,
+                    "merge adapter -o ../out",
+                ):
+                    main(shlex.split(command))
 
         def run(seed: int) -> tuple[str, End]:
             draw = random.Random(seed)

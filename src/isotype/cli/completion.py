@@ -35,10 +35,8 @@ def run(argv: Sequence[str], console: Console) -> int:
     return 0
 
 
-def _tree() -> argparse.ArgumentParser:
-    """One parser of all commands, made of theirs."""
-    import shtab
-
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command that has flags."""
     from isotype.cli.chat import chat_parser
     from isotype.cli.doctor import doctor_parser
     from isotype.cli.explain import explain_parser
@@ -50,10 +48,9 @@ def _tree() -> argparse.ArgumentParser:
     from isotype.train.options.settings import training_parser
     from isotype.train.preflight.step_plan import help_parser
 
-    root = argparse.ArgumentParser(prog="isotype")
-    commands = root.add_subparsers(dest="command")
     training = {name: training_parser(METHODS[name]) for name in METHODS}
-    others = {
+    return {
+        **training,
         "demo": training["sft"],
         "plan": plan_parser(),
         "check": help_parser(),
@@ -64,7 +61,15 @@ def _tree() -> argparse.ArgumentParser:
         "merge": merge_parser(),
         "doctor": doctor_parser(),
     }
-    for name, parser in {**training, **others}.items():
+
+
+def _tree() -> argparse.ArgumentParser:
+    """One parser of all commands, made of theirs."""
+    import shtab
+
+    root = argparse.ArgumentParser(prog="isotype")
+    commands = root.add_subparsers(dest="command")
+    for name, parser in command_parsers().items():
         commands.add_parser(
             name, parents=[_bare(parser)], add_help=False, help=name
         )  # shtab skips those without
