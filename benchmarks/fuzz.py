@@ -66,7 +66,7 @@ LEADING = {
 }  # fmt: skip
 TRAINING = "--model_name_or_path model --dataset_name nowhere.jsonl"
 ROW_METHODS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
-ROWS = "--device cpu --dtype float32 --max_length 64"
+ROWS = "--device cpu --dtype float32"
 LIMIT = 60.0
 
 
@@ -92,7 +92,9 @@ def base_folder(root: Path) -> Path:
     base = root / "base"
     save_chat_model(base / "model")
     model = AutoModelForCausalLM.from_pretrained(base / "model")
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(base / "adapter")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(
+        base / "adapter"
+    )
     for method in ROW_METHODS:
         save_rows(base / f"{method}.jsonl", rows(method, 4))
     return base
@@ -185,7 +187,11 @@ def _flags() -> dict[str, list[argparse.Action]]:
     from isotype.cli.completion import command_parsers
 
     return {
-        name: [action for action in parser._actions if action.option_strings]
+        name: [
+            action
+            for action in parser._actions
+            if action.option_strings and "--debug" not in action.option_strings  # it shows tracebacks
+        ]
         for name, parser in command_parsers().items()
     }
 

@@ -161,6 +161,13 @@ def test_an_alignment_that_ggml_refuses(tmp_path, alignment):
         read_headers(path)
 
 
+def test_an_array_that_ends_after_the_file(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf([struct.pack("<Q", 1) + b"x" + struct.pack("<IIQ", 9, 4, 1 << 60)]))
+    with pytest.raises(CheckpointError, match="the header goes on after the last byte"):
+        read_headers(path)
+
+
 def test_a_large_alignment_makes_no_large_file(tmp_path):
     key = b"general.alignment"
     path = tmp_path / "a.gguf"

@@ -30,6 +30,14 @@ def test_a_table_and_json(saved: Callable[..., Path], capsys: pytest.CaptureFixt
     assert len(damages.layers) == 14
 
 
+@pytest.mark.parametrize("device", ["{}", "t4"])
+def test_a_device_that_is_not_here(
+    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    assert main(["quality", str(saved("llama")), "--device", device]) == 2
+    assert "this was not expected" not in capsys.readouterr().err
+
+
 def test_rows_of_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = save_chat_model(tmp_path / "model"), save_rows(tmp_path / "rows.jsonl", rows("sft"))
     batch = batch_of_data(str(model), str(data), 40)

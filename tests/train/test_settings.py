@@ -200,11 +200,20 @@ def test_model_init_kwargs_have_a_say_in_the_quantization():
     )
 
 
-@pytest.mark.parametrize("text", ["notjson", "{oops", "[1]"])
-def test_model_init_kwargs_that_are_no_json_object(text):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("model_init_kwargs", "notjson"),
+        ("model_init_kwargs", "{oops"),
+        ("model_init_kwargs", "[1]"),
+        ("activation_checkpointing_kwargs", "63"),
+        ("gradient_checkpointing_kwargs", "true"),
+    ],
+)
+def test_objects_that_are_no_json_object(name, text):
     with pytest.raises(UsageError, match="an argument is not JSON") as caught:
-        asked("--model_init_kwargs", text)
-    assert caught.value.problems[0].given.startswith(f"--model_init_kwargs {text}: ")
+        asked(f"--{name}", text)
+    assert caught.value.problems[0].given.startswith(f"--{name} {text}: ")
 
 
 def test_flags_that_are_false_rule_dtypes_out_and_use_cpu_names_the_device():

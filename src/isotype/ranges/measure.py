@@ -15,6 +15,7 @@ from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
 from isotype.core.random_states import random_states_kept
 from isotype.model.loss import find_loss, loss_of
+from isotype.precision.devices.probe import real_device
 from isotype.precision.ranges import Ranges
 from isotype.ranges.batches import Batches
 from isotype.ranges.measured import Measured
@@ -47,7 +48,7 @@ def measure(
     Returns:
         The measurement, without a key. Where even float32 overflows it holds infinity or NaN, and a note names the first operator.
     """
-    where = torch.device(device) if device is not None else measured.device
+    where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
     recorder, weights = RangeRecorder(), Weights(chosen, where)
     bar = Bar("measuring value ranges", progress)

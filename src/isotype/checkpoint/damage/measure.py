@@ -21,6 +21,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import UsageError
 from isotype.core.names import base_name, listed, plural
 from isotype.precision.damages import Damages, LayerDamage
+from isotype.precision.devices.probe import real_device
 from isotype.ranges.batches import Batches
 from isotype.ranges.measure import on_device, undisturbed
 from isotype.ranges.measured import Measured
@@ -195,7 +196,7 @@ def session_of(
     progress: bool,
 ) -> Session:
     """A model, what it is called with and where, ready to run so many times."""
-    where = torch.device(device) if device is not None else measured.device
+    where = real_device(device) if device is not None else measured.device
     wanted = [base_name(name.removesuffix(".weight")) for name in _linear_weights(measured.model)]
     layers, weights = Layers(wanted), PlainWeights(torch.float32, where)
     bar = Bar("measuring what quantization does", progress)

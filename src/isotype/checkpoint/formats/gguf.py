@@ -110,6 +110,8 @@ def _entries(
         if key in metadata:
             raise damaged(path, [Problem(f"metadata {key!r} twice", "each key once", DAMAGED)])
         at = _value(data, at + 4, kind, key, metadata, path)
+        if at > len(data):  # transformers reads the arrays that are stepped over here
+            raise struct.error("an array goes on after the last byte")
         yield key, begin, at
 
 

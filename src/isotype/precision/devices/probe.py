@@ -70,8 +70,12 @@ def next_side(side: int, size: int, call_seconds: float, remaining: float) -> in
     return larger if predicted <= remaining / 4 else side
 
 
-def _real_device(device: str | torch.device) -> torch.device:
-    """The torch device of `device`, which must be in this machine."""
+def real_device(device: str | torch.device) -> torch.device:
+    """The torch device of `device`.
+
+    Raises:
+        PrecisionError: it is not in this machine.
+    """
     profile = device_profile(device)
     if not profile.present:
         given, expected = f"device {str(device)!r}", "a device of this machine"
@@ -192,7 +196,7 @@ def measure_all(
     Raises:
         PrecisionError: the device is not in this machine.
     """
-    target = _real_device(device)
+    target = real_device(device)
     largest = size or (_CPU_SIZE if target.type == "cpu" else _ACCELERATOR_SIZE)
     probes = [_Probe(dtype, target, seconds_total / len(dtypes)) for dtype in dtypes]
     with torch.no_grad():

@@ -194,7 +194,9 @@ def target_modules(value: Any) -> Any:
 
 def _check_json(argument: Argument, value: Any) -> None:
     name = argument.name
-    path = name != "model_init_kwargs" and not str(value).startswith("{")  # some are read from files too
+    path = name in ("accelerator_config", "fsdp_config") and not str(value).startswith(
+        "{"
+    )  # read from files too
     if value is None or isinstance(value, dict) or path:
         return
     try:
