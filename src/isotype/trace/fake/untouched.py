@@ -35,16 +35,12 @@ _LOOKED_INTO = 200
 _LONG = 1_000
 """Elements above which a container's elements are not looked into, only whether they are still the same ones."""
 _ARRAY_BYTES = 1 << 20
-_STRETCH = 200
-"""Dicts that are compared at once."""
 
 _Name = Any
 """How an object was reached: a name, or (the holder's, "." or "[]", the attribute or key); `_written` writes it out."""
 _HOLDERS = (dict, OrderedDict, set)
 """Most modules hold a dozen of these, empty: what hooks would lie in."""
 _MISSING: Any = object()
-_END = (_MISSING,)
-_Pair = tuple[dict[Any, Any], dict[Any, Any]]
 _CONTENTS: Any = vars(types.CellType)["cell_contents"]
 _LRU: Any = type(functools.lru_cache(lambda: None))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
@@ -52,7 +48,7 @@ _ATOMS = frozenset({  # nothing to look into
     int, float, bool, str, bytes, complex, type(None), type(...), range, slice, torch.Size, torch.dtype, torch.device,
     torch.layout, torch.memory_format, types.BuiltinFunctionType, types.CodeType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
-    types.ModuleType,
+    types.ModuleType, types.MappingProxyType,
 })  # fmt: skip
 # What Python calls by itself.
 _CALLED = (
@@ -67,16 +63,15 @@ _OPENED = (
     "torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.", "collections", "types", "argparse", "weakref",
     "_thread",
 )  # fmt: skip
-# The objects that these are made of.
-_PARTS: Mapping[Any, tuple[str, ...]] = {
-    functools.partial: ("func", "args", "keywords"),
-    types.MethodType: ("__self__", "__func__"),
-    **dict.fromkeys((staticmethod, classmethod), ("__func__",)),
-    property: ("fget", "fset"),
-    functools.cached_property: ("func",),
-    _LRU: ("__wrapped__",),
-    types.MappingProxyType: (),
-}
+# These are made of what they refer to.
+_COMPOSED = (
+    functools.partial,
+    types.MethodType,
+    staticmethod,
+    classmethod,
+    property,
+    functools.cached_property,
+)
 
 
 class Untouched:
@@ -87,7 +82,8 @@ class Untouched:
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self._dicts: list[_Pair] = []
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._empty: list[Any] = []
         self._leaves, self._gradients = list[torch.Tensor](), list[torch.Tensor | None]()
         self._undo: list[Callable[[], Any]] = []
         self._generators: list[tuple[_Name, types.GeneratorType[Any, Any, Any], int]] = []
@@ -105,18 +101,14 @@ class Untouched:
                 self._meet(name, root)
             while self._queue and self._left:
                 self._open(*self._queue.popleft())
-        self._stretches = [*_stretches(self._dicts)]
 
     def restore(self) -> None:
         """Put everything back, after each of several traces."""
-        for pairs, apart, referents, empty in self._stretches:
-            # Loops that Python itself does not run: there may be millions of references, and hardly one has changed.
-            if _differ(gc.get_referents(*apart), referents):
-                for held, saved in pairs:
-                    if _differ([*dict.values(held)], [*saved.values()]):
-                        _refill(held, saved)
-            for filled in filter(None, empty):
-                filled.clear()
+        for held, saved in self._dicts:
+            if _differ([*dict.values(held)], [*saved.values()]):
+                _refill(held, saved)
+        for filled in filter(None, self._empty):
+            filled.clear()
         if _differ([*map(attrgetter("grad"), self._leaves)], self._gradients):
             for leaf, gradient in zip(self._leaves, self._gradients, strict=True):
                 if leaf.grad is not gradient:
@@ -182,7 +174,9 @@ class Untouched:
                         self._meet((name, ".", own), each)
                     elif each is not None and id(each) not in self._seen:
                         self._tensor((name, ".", own), each)
-            elif type(value) not in _HOLDERS or value:
+            elif type(value) in _HOLDERS and not value:
+                self._empty.append(value)
+            else:
                 self._meet((name, ".", key), value)
         self._meet(type(module).__qualname__, type(module))
 
@@ -256,10 +250,12 @@ class Untouched:
         self._meet(name, saved)
 
     def _parts(self, name: _Name, value: Any) -> None:
-        for part in next(parts for base, parts in _PARTS.items() if isinstance(value, base)):
-            self._meet(name, getattr(value, part))
-        if isinstance(value, _LRU):
-            self._caches[value] = value.cache_info()
+        for part in gc.get_referents(value):
+            self._meet(name, part)
+
+    def _memo(self, name: _Name, value: Any) -> None:
+        self._caches[value] = value.cache_info()
+        self._meet(name, value.__wrapped__)
 
     def _function(self, name: _Name, value: Any) -> None:
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -348,7 +344,8 @@ _OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
     (type, Untouched._class),
     (torch.Tensor, Untouched._tensor),
     (types.CellType, lambda self, name, value: self._reference(name, _CONTENTS, value)),
-    (tuple(_PARTS), Untouched._parts),
+    (_COMPOSED, Untouched._parts),
+    (_LRU, Untouched._memo),
     ((list, set, deque), Untouched._changeable),
     (frozenset, lambda self, name, value: self._elements(name, list(value))),
     (numpy.ndarray, Untouched._array),
@@ -357,7 +354,7 @@ _OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
     (type(iter([])), Untouched._iterator),
 )
 # Classes whose instances hold nothing beside what their opener has seen.
-_COMPLETE = (*_PARTS, type, types.FunctionType, types.GeneratorType, types.CellType)
+_COMPLETE = (*_COMPOSED, _LRU, type, types.FunctionType, types.GeneratorType, types.CellType)
 
 
 def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -398,16 +395,6 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     names = frozenset(code.co_names).union(*(names for names, _ in inner))
     return names, _STORE_GLOBAL in code.co_code[::2] or any(assigns for _, assigns in inner)
-
-
-def _stretches(pairs: list[_Pair]) -> Iterator[tuple[list[_Pair], list[Any], list[Any], list[Any]]]:
-    """Dicts with what was saved of each, so many at a time; those dicts, each with an end; all that they refer to, and
-    what of it is empty."""
-    for at in range(0, len(pairs), _STRETCH):
-        some = pairs[at : at + _STRETCH]
-        apart = [each for held, _ in some for each in (held, _END)]
-        referents = gc.get_referents(*apart)
-        yield some, apart, referents, [each for each in referents if type(each) in _HOLDERS and not each]
 
 
 def _differ(held: list[Any], saved: list[Any]) -> bool:
