@@ -38,9 +38,8 @@ from isotype.checkpoint.values.dequantize import dense_weight
 from isotype.cli.main import main as isotype_command
 from isotype.cli.training import DEMO
 from isotype.core.units import format_bytes
-from isotype.precision.by_damage import mix
+from isotype.precision.by_damage import Option, choose, mix
 from isotype.precision.damages import Damages, LayerDamage, stored_bytes
-from isotype.precision.mixed import Option, choose
 from isotype.precision.moments import read
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 

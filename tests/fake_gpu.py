@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import isotype
-from isotype.lora import dropout, kernels, weights
+from isotype.lora import kernels, linear, weights
 from isotype.lora.attention.registered import LENGTHS
 from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
@@ -149,7 +149,7 @@ def start() -> None:
     # On the CPU's build torch's fused norm is a composition; a Triton kernel stands for it: one launch, the same bytes.
     there.TABLE = {**kernels.TABLE, "rms_norm": ("triton",)}
     there._why_not = lambda name, kind: None
-    of_dropout: Any = dropout
+    of_dropout: Any = linear
     of_dropout.has_kernel = lambda operator, kind: True
     of_weights: Any = weights
     of_weights.has_kernel = lambda operator, kind: operator == "bitsandbytes::gemm_4bit"

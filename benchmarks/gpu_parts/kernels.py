@@ -64,9 +64,9 @@ def cases(small: bool) -> list[Case]:
 def candidates(device: str) -> dict[str, Any]:
     """Name -> module of kernels that this device has; on a CPU the compiled loops."""
     if device != "cpu":
-        from isotype.lora.gpu import aten, elementwise
+        from isotype.lora.gpu import elementwise, products
 
-        return {"aten": aten, "triton": elementwise}
+        return {"aten": products, "triton": elementwise}
     from isotype.lora.loops import elementwise as loops
 
     return {

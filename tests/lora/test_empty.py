@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from isotype.lora.fuse import fuse
-from isotype.lora.loss.head import head_of
+from isotype.lora.loss.head_choice import head_of
 from isotype.lora.loss.log_probs import log_probs
 from tests.adapters import adapted
 from tests.lora.test_fuse import VARIANTS, under

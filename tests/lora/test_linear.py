@@ -16,7 +16,7 @@ from bitsandbytes.functional import dequantize_4bit
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from isotype.lora import dropout
+from isotype.lora import linear
 from isotype.lora.gates import GATES
 from isotype.lora.linear import lora_linear
 from isotype.lora.spec import Adapter, Layer, Spec
@@ -260,7 +260,7 @@ def test_a_gated_product_is_formed_again_in_the_backward(gate: str, dtype: torch
 @pytest.fixture(params=[False, True], ids=["by products", "by torch's kernel"])
 def dropout_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs' way to drop, too: torch has its kernels on CPUs, where they draw the same numbers."""
-    monkeypatch.setattr(dropout, "_has_kernel", lambda _: request.param)
+    monkeypatch.setattr(linear, "_has_kernel", lambda _: request.param)
 
 
 @pytest.mark.usefixtures("dropout_kernel")

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from isotype.lora.workspace import Workspace
+from isotype.lora.weights import Workspace
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.preflight import measured
+from isotype.preflight import run as preflight_run
 from isotype.preflight.check import check
 from isotype.preflight.run import run
+from isotype.ranges import measure as ranges_measure
 from isotype.records.request import LossOf, StepRequest
 from isotype.report.check.report import Report
 from tests.model.test_boundary_choice import llama
@@ -60,13 +61,13 @@ def test_other_steps_are_not_measured(autocast: Any, monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(measured, "measure", refuse)
+    monkeypatch.setattr(ranges_measure, "measure", refuse)
     report = checked(model(), autocast=autocast)
     assert (report.ranges, report.trace.setup.ranges, report.trace.notes) == (None, None, ())
 
 
 def test_what_would_take_long_is_left_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "_WEIGHTS", 100.0)
+    monkeypatch.setattr(preflight_run, "_WEIGHTS_A_SECOND", 100.0)
     report = checked(model())
     assert report.ranges == "unknown"
     (note,) = report.trace.notes

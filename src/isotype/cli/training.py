@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
 from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
 from isotype.report.narrow import wrapped
+
+if TYPE_CHECKING:
+    from isotype.train.options.settings import Settings
+    from isotype.train.training import Outcome
+
 
 DEMO = shlex.split(
     "--model_name_or_path embedded:smollm2 --dataset_name embedded:precision_qa --quantization nf4 "
@@ -36,7 +44,6 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     let_segments_expand(rest)
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
     with interrupts_kept():  # libraries that are imported may catch everything, too
-        from isotype.cli.outcome import show_outcome
         from isotype.data.methods import METHODS
         from isotype.train.options.settings import parse_settings
         from isotype.train.training import run
@@ -86,3 +93,43 @@ def demo(argv: Sequence[str], console: Console) -> int:
         Text.assemble(("isotype demo is:", "dim"), f" isotype sft {shlex.join(arguments)}\n"), highlight=False
     )
     return train("sft", arguments, console)
+
+
+def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:
+    """Losses, the sample answers, where things lie and how to go on."""
+    from isotype.report.run.record import loss_sentences
+
+    record = outcome.record
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say()
+    for pieces in loss_sentences(record):
+        if pieces:
+            say(wrapped("".join(pieces), console))
+    for sample in record.samples:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for name, text in (
+            ("asked", sample.question),
+            ("before", sample.before),
+            ("after", sample.after),
+            ("reference", sample.reference),
+        ):
+            if text is not None:
+                table.add_row(name, Text(text))
+        say()
+        console.print(table, highlight=False)
+    say()
+    if outcome.adapter is not None:
+        say(f"{'adapter' if settings.model.use_peft else 'model':<8} {outcome.adapter}")
+    say(f"report   {outcome.report}")
+    if record.status == "interrupted":
+        from isotype.train.output.resume import resume_command
+
+        whole = outcome.checkpoint
+        if whole is not None:
+            say(f"\nstopped; {whole} is whole. Go on with:\n  {resume_command(settings, whole)}")
+        else:
+            say("\nstopped before the first checkpoint; nothing to go on from")
+    elif outcome.adapter is not None and settings.method.answers:
+        say(f"\ntry it:  isotype chat {outcome.adapter}")

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from isotype.compat.torch import PLAIN, FakeTensor, has_kernel
 from isotype.core.dtypes import dtype_name
-from isotype.lora.gpu import aten, elementwise, products
+from isotype.lora.gpu import elementwise, products
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
 """`rms_norm_promoted`: with a weight in another dtype than x, or stored as its difference from one. `float32_product`: of 16-bit matrices."""
@@ -37,7 +37,7 @@ DEVICES = ("cuda", "xpu")
 """Device types that have candidates; ROCm's is cuda."""
 
 _MODULES: Mapping[str, Any] = {
-    "aten": aten,
+    "aten": products,
     "triton": elementwise,
     "addmm": products.ADDMM,
     "mm": products.MM,

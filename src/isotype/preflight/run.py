@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
 from isotype.core.dtypes import dtype_name, parse_dtype
-from isotype.core.errors import IsotypeError, UsageError
+from isotype.core.errors import IsotypeError, UsageError, first_line
 from isotype.core.names import listed, named, plural, short
 from isotype.core.random_states import random_states_kept
+from isotype.precision.ranges import Ranges
 from isotype.preflight.apply import apply_actions
-from isotype.preflight.measured import measured
 from isotype.preflight.repair import needs_the_caller
 from isotype.preflight.setup import setup_of
+from isotype.ranges import measure as ranges_measure
+from isotype.ranges.batches import given_batches
+from isotype.ranges.measured import of_module
 from isotype.records.finding import Action, Finding, Fix, Severity
-from isotype.records.request import StepRequest
+from isotype.records.request import StepRequest, named_inputs
 from isotype.records.trace import Call, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.rules import judge, resolves, unjudged
@@ -28,6 +33,7 @@ from isotype.rules.kit.contract_rule import settled
 from isotype.rules.kit.value_ranges import computes_float16
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import failed_trace, trace_step
+from isotype.trace.fake.surroundings import surroundings
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.weights import weights_of
 
@@ -44,7 +50,7 @@ def run(
     """Trace the step that is asked for on fake tensors, judge it, and try the fixes.
 
     The model, the inputs and the random states come out untouched; no weights are copied, and only those of a float16 step
-    that nobody has measured are read, see `isotype.preflight.measured`. What cannot be traced is a finding (IST199), with all that was seen until then.
+    that nobody has measured are read, see `measured`. What cannot be traced is a finding (IST199), with all that was seen until then.
 
     Args:
         request: the step.
@@ -336,3 +342,63 @@ def setting_value(value: str) -> Any:
     except ValueError:
         named = getattr(torch, value, None)
         return named if isinstance(named, torch.dtype) else value
+
+
+logger = logging.getLogger("isotype")
+
+SECONDS = 20.0
+"""That a measurement may be expected to take: longer ones are left to `isotype.measure_ranges`."""
+
+_FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
+"""Float32 FLOPs a second of a small machine of each kind: two cores with AVX2, a T4."""
+_WEIGHTS_A_SECOND = 2e8
+"""Weights that are made float32 in a second."""
+_AGAIN = 4 / 3
+"""A measurement computes each block's forward a second time in the backward."""
+
+
+def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
+    """The measurement, None where there is nothing to measure or it is not done, and why it is not.
+
+    Args:
+        request: the step.
+        trace: of the step.
+    """
+    model, inputs = request.model, named_inputs(request.inputs)
+    if not _measurable(model, inputs, trace):
+        return None, ()
+    seconds = _seconds_to_measure(model, trace)
+    if seconds > SECONDS:
+        return None, (f"value ranges: to measure them here would take about {seconds:.0f} s",)
+    logger.info("measuring value ranges, for about %.0f s at most", seconds)
+    try:
+        with surroundings():
+            return ranges_measure.measure(of_module(model), given_batches(dict(inputs))), ()
+    except Exception as error:  # noqa: BLE001 - a check never ends a script: its report says what was not measured
+        raised = f"{type(error).__name__}: {first_line(error)}"
+        return None, (f"value ranges: the model could not be measured on these inputs, because of {raised}",)
+
+
+def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) -> bool:
+    """Whether the step has float16 in it and was traced, and weights and inputs have values."""
+    if trace.failure is not None or not computes_float16(trace):
+        return False
+    named = bool(inputs) and all(name.isidentifier() for name in inputs)
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    return named and all(map(_has_values, (*model.parameters(), *tensors)))
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether its values are here, whole: not on the meta device, not faked, not sharded."""
+    here = not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, FakeTensor)
+    return here and not is_traceable_wrapper_subclass(tensor)
+
+
+def _seconds_to_measure(model: nn.Module, trace: Trace) -> float:
+    devices = {parameter.device.type for parameter in model.parameters()}
+    rate = min(
+        (_FLOPS_A_SECOND.get(device, _FLOPS_A_SECOND["cpu"]) for device in devices),
+        default=_FLOPS_A_SECOND["cpu"],
+    )
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return _AGAIN * sum(trace.flops.values()) / rate + 2 * weights / _WEIGHTS_A_SECOND

@@ -22,7 +22,7 @@ from isotype.preflight.script.ahead import autocast_of
 from isotype.preflight.script.diagnosis import Diagnosis
 from isotype.preflight.script.family import Family
 from isotype.preflight.script.options import Options
-from isotype.preflight.script.traceback import cleaned
+from isotype.preflight.script.session import cleaned
 from tests.train.tiny import save_chat_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices with float32 results by torch's own operators: summed in float32 and not rounded to 16 bits after.
+"""torch's own operators: RMSNorm, and products of 16-bit matrices that are summed in float32 and not rounded to 16 bits after.
 
 `aten::mm.dtype` and `aten::addmm.dtype` (`torch.mm(…, out_dtype=torch.float32)`; `_mm_dtype_out_cuda` in aten/src/ATen/native/cuda/Blas.cpp).
 cuBLAS has products of bfloat16 from compute capability 8.0 on.
@@ -40,3 +40,26 @@ class Products:
 
 
 ADDMM, MM = Products(scales=True), Products(scales=False)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `isotype.lora.gpu.elementwise.rms_norm`, of a weight in x's dtype and without an offset.
+
+    float32 inside, rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and later). With a weight in another dtype
+    torch warns and computes by single operators.
+    """
+    y, inverse = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
+    return y, inverse
+
+
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
+) -> torch.Tensor:
+    """As `isotype.lora.gpu.elementwise.rms_norm_backward`."""
+    d_x: torch.Tensor
+    d_x, _ = torch.ops.aten._fused_rms_norm_backward(
+        grad, x, list(weight.shape), inverse, weight, [True, False]
+    )
+    return d_x

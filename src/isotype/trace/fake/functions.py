@@ -29,7 +29,7 @@ from isotype.precision.devices.attention import (
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.trace.fake.leaves import map_leaves
+from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.values import HALVES
 from isotype.trace.taken import DTYPE

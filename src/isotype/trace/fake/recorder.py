@@ -31,12 +31,18 @@ from isotype.core.errors import first_line
 from isotype.core.operators import given_tensors, leaves, operator_name, schema_of, tensors_in
 from isotype.core.source import condition_at, raising_frame, shown, tensors_at_hand
 from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
-from isotype.trace.fake.conversion import as_measured, converted, made_in
+from isotype.trace.fake.arguments import (
+    as_measured,
+    converted,
+    made_in,
+    map_leaves,
+    numbers_of,
+    overflow,
+    without_numbers,
+)
 from isotype.trace.fake.gradients import Gradients
 from isotype.trace.fake.inputs import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
-from isotype.trace.fake.leaves import map_leaves
-from isotype.trace.fake.numbers import numbers_of, overflow, without_numbers
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
 from isotype.trace.recorder import Place, Recorder, width

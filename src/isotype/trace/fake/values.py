@@ -22,7 +22,7 @@ from isotype.compat.torch import (
     without_functions,
     without_modes,
 )
-from isotype.trace.fake.leaves import map_leaves
+from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
 
 aten = torch.ops.aten
