@@ -12,7 +12,6 @@ from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.dtypes import GGUF_TYPES
-from isotype.core.errors import CheckpointError
 from isotype.core.formats import QUANTIZATIONS
 
 
@@ -74,8 +73,4 @@ def run(argv: Sequence[str], console: Console) -> int:
             rows=rows,
         )
     show_merge(console, report if why_not is None else replace(report, notes=(*report.notes, why_not)))
-    if not report.weights:
-        what = f"the adapter {options.adapter} changes no weight of {report.base}"
-        fix = f"give an adapter that was trained; {report.output} holds the base as it was"
-        raise CheckpointError.of("nothing was merged", what, "an adapter that changes weights", fix)
     return 0

@@ -219,7 +219,8 @@ def candidates(
         sixteen: the dtype of 16 bits that it would be written in.
         gguf: whether it could be a GGUF file.
     """
-    base = f"--base {shlex.quote(str(adapter.base))} " if original is not None else ""
+    elsewhere = original is not None and policy.storage != "nf4"  # else a merge takes that base by itself
+    base = f"--base {shlex.quote(str(adapter.base))} " if elsewhere else ""
     return (
         Candidate(f"{base}--quantization nf4", "nf4", 4.5, original or policy),
         Candidate("--quantization int8", "int8", 8, policy),

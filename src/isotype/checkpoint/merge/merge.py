@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from isotype.checkpoint.merge.kept import (
     merged_in_float32,
 )
 from isotype.checkpoint.merge.layers import Merging
-from isotype.checkpoint.merge.report import ENOUGH, MergeReport, wider
+from isotype.checkpoint.merge.report import ENOUGH, MergeReport, share, wider
 from isotype.checkpoint.merge.write import (
     FORMATS,
     check_output,
@@ -71,7 +72,9 @@ def merge_adapter(
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
     The base is the one that the adapter was trained on: quantized as it was in training and dequantized again, so
-    that the adapter meets the weights it has learned to correct; or `base`, taken as it is stored. PEFT merges each
+    that the adapter meets the weights it has learned to correct; or `base`, taken as it is stored. What is stored in the
+    format that training has quantized to is merged into the base as its files store it: dequantized weights are on that
+    format's grid, and small updates would be rounded away. PEFT merges each
     layer in float32, and the sum is rounded once, without bias where 16 bits are written (`isotype.checkpoint.merge.rounding.unbiased`).
     The model is built aside, opened with transformers, compared in float32 with the trained one and with its base
     (`isotype.checkpoint.merge.kept`), and only then renamed to `output`. What is quantized or a GGUF file is compared weight by weight, too: the base
@@ -97,7 +100,7 @@ def merge_adapter(
         rows: of the training's data, what is kept of it is measured on; None for texts that come with isotype.
 
     Raises:
-        CheckpointError: no adapter, no base, or they do not fit.
+        CheckpointError: no adapter, no base, they do not fit, or less than half of what was learned would be kept.
         PrecisionError: the dtype cannot hold the weights.
         UsageError: `output` is taken, or this kind of adapter cannot be merged.
         SaveError: the disk is full or cannot be written; nothing is left behind.
@@ -110,14 +113,13 @@ def merge_adapter(
     saved = read_adapter(adapter)
     _check_mergeable(saved)
     revision = revision or (saved.revision if base is None else None)
-    source, facts, policy = _base(saved, None if base is None else str(base), dtype, revision)
+    source, facts, policy, trained = _base(saved, base, dtype, revision, stored)
     target, reason = _target(dtype, saved, facts)
     if stored is None and is_file(final):
         stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
         check_exportable(config_of(open_model(source, revision)))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
-    trained = policy if base is None else None
     known, tokenizer, notes, trained = _learned(saved, trained, rows, revision if base is None else None)
     instead = wider(stored, torch.bfloat16, torch.float32)
     begin = partial(
@@ -143,26 +145,33 @@ def merge_adapter(
             weights = begin(written=written).measured()
         del written
         difference = None if known is None else known.kept(merged_in_float32(path, model_class))
-    cheap = None
-    kept = None if difference is None else difference.kept
-    if known is not None and trained is not None and kept is not None and (kept < ENOUGH or size < _CHEAP):
-        cheap = cheapest(known, saved, _forms(saved, trained, target), saved.revision)
-    return MergeReport(
-        adapter=saved.directory,
-        output=final,
-        base=source,
-        storage=policy.storage,
-        dtype=target,
-        dtype_reason=reason,
-        weights=weights,
-        logits=difference,
-        bytes=size,
-        stored=stored,
-        model=final if is_file(final) else written_path(final, final, stored),
-        notes=(*notes, *changes, *_cautions(saved, policy, base is None, known is not None)),
-        passed=_passed(saved.policy, target, stored),
-        cheapest=cheap,
-    )
+        cheap = None
+        kept = None if difference is None else difference.kept
+        if (
+            known is not None
+            and trained is not None
+            and kept is not None
+            and (kept < ENOUGH or size < _CHEAP)
+        ):
+            cheap = cheapest(known, saved, _forms(saved, trained, target), saved.revision)
+        report = MergeReport(
+            adapter=saved.directory,
+            output=final,
+            base=source,
+            storage=policy.storage,
+            dtype=target,
+            dtype_reason=reason,
+            weights=weights,
+            logits=difference,
+            bytes=size,
+            stored=stored,
+            model=final if is_file(final) else written_path(final, final, stored),
+            notes=(*notes, *changes, *_cautions(saved, policy, base is None, known is not None)),
+            passed=_passed(saved.policy, target, stored),
+            cheapest=cheap,
+        )
+        _require_change(report, trained is not None and stored == trained.storage)
+    return report
 
 
 # -------------------------------------------------------------------------------------------- before the merge
@@ -188,23 +197,36 @@ def _check_mergeable(adapter: Adapter) -> None:
 
 
 def _base(
-    adapter: Adapter, base: str | None, dtype: str | torch.dtype, revision: str | None
-) -> tuple[str, ModelFacts, PrecisionPolicy]:
-    """The base to merge into, facts about it, and the policy that it is loaded under."""
-    if base is None:
-        policy = base_policy(adapter, "auto", None, "auto", revision)
-        return str(adapter.base), facts_of(adapter.base, revision=revision), policy
-    facts = facts_of(base, revision=revision)
-    policy = resolve_precision(base, "float32", device="cpu", revision=revision)
+    adapter: Adapter,
+    base: str | Path | None,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    stored: str | None,
+) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
+    """The base to merge into, facts about it, the policy that it is loaded under, and of the adapter's base that of the training."""
+    trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
+    source = str(adapter.base if base is None else base)
+    facts = facts_of(source, revision=revision)
+    if trained is not None:
+        saved = facts.quantization
+        if (
+            stored != trained.storage
+            or stored not in QUANTIZATIONS
+            or not (saved is None or saved.dequantized)
+        ):
+            return source, facts, trained, trained
+        # The values of these codes are on the grid that they would be rounded to again: of an update below half a step nothing is left.
+        # The weights of the files are between its points, and as many as is right on average pass to the next one.
+    policy = resolve_precision(source, "float32", device="cpu", revision=revision)
     if policy.quantized:
-        return base, facts, inference_policy(base, None, revision=revision)
+        return source, facts, inference_policy(source, None, revision=revision), trained
     # As it is stored, unless that has to be widened anyway.
     wanted = _target(dtype, adapter, facts)[0]
-    stored = facts.trained_dtype
-    if stored not in COMPUTE_DTYPES or stored is None or wanted == torch.float32:
-        return base, facts, policy
-    pinned = (*facts.pinned, *facts.pinned_strict) if stored != torch.float32 else ()
-    return base, facts, replace(policy, compute=stored, storage=dtype_name(stored), pinned=pinned)
+    own = facts.trained_dtype
+    if own not in COMPUTE_DTYPES or own is None or wanted == torch.float32:
+        return source, facts, policy, trained
+    pinned = (*facts.pinned, *facts.pinned_strict) if own != torch.float32 else ()
+    return source, facts, replace(policy, compute=own, storage=dtype_name(own), pinned=pinned), trained
 
 
 def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tuple[torch.dtype, str]:
@@ -283,6 +305,10 @@ _CHEAP = 4e9
 """Bytes of a merged model up to which forms are tried in any case; of a larger one where the form that was written keeps too little."""
 
 
+LEAST = 0.5
+"""What a merge back into the format of the training has to keep to be written."""
+
+
 def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     saved = checkpoint.facts.quantization
@@ -299,9 +325,42 @@ def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tu
     return candidates(adapter, policy, original, dtype_name(sixteen), gguf)
 
 
+def _require_change(report: MergeReport, back: bool) -> None:
+    """Raise a CheckpointError where nothing of the adapter is left; `back`: in the format that it was trained on."""
+    if not report.weights:
+        what = f"the adapter {report.adapter} changes no weight of {report.base}"
+        fix = "give an adapter that was trained; nothing was written"
+        raise CheckpointError.of("nothing was merged", what, "an adapter that changes weights", fix)
+    kept = None if report.logits is None else report.logits.kept
+    if back and (report.again if kept is None else kept < LEAST):
+        lost = (
+            f"{report.vanished_share:.1%} of the changed entries have the base's codes"
+            if report.again
+            else ""
+        )
+        keeps = "" if kept is None else f"{share(kept)} of what was learned is kept"
+        original = (
+            ""
+            if not report.again
+            else f", or into the original of the base: --base ORIGINAL --quantization {report.stored}"
+        )
+        raise CheckpointError.of(
+            f"a merge into {report.stored} would lose what was learned",
+            "; ".join(filter(None, (keeps, lost))),
+            f"a form that keeps {share(ENOUGH)}",
+            f"merge with {report.cheapest or '--dtype float32'}{original}; or keep the adapter beside its base: "
+            f"isotype chat {shlex.quote(str(report.adapter))}; nothing was written",
+        )
+
+
 def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compared: bool) -> list[str]:
     trained = adapter.policy
     cautions = []
+    if own_base and trained is not None and trained.quantized and not policy.quantized:
+        cautions.append(
+            f"merged into the weights that the base's files store, and quantized once: back in {trained.storage}, those that training has "
+            "dequantized would lose what was learned"
+        )
     if compared and not own_base and trained is not None and trained.quantized:
         cautions.append(
             f"trained on {trained.storage} weights and merged into others: the logits differ by what {trained.storage} "

@@ -163,20 +163,17 @@ class MergeReport:
             return (*self.passed, *self._unmeasured())
         if kept >= ENOUGH:
             return self.passed
-        again = ""
-        if self.codes_vanished and kept < 0.5:
-            again = f": it is the base again, {self.vanished_share:.1%} of the changed entries have the base's codes"
         fix = (
             "keep the adapter apart, beside its base"
             if self.cheapest is None
             else f"merge with {self.cheapest}"
         )
-        return (*self.passed, f"the merged model keeps {share(kept)} of what was learned{again}; {fix}")
+        return (*self.passed, f"the merged model keeps {share(kept)} of what was learned; {fix}")
 
     @property
-    def codes_vanished(self) -> bool:
-        """Whether nearly all codes are those of the base."""
-        return self.coded and self.vanished is not None and self.vanished_share > VANISHED_LIMIT
+    def again(self) -> bool:
+        """Whether nearly all codes are those of a base that had codes of the same form."""
+        return self.stored == self.storage and self.vanished_share > VANISHED_LIMIT
 
     @property
     def coded(self) -> bool:
@@ -184,12 +181,7 @@ class MergeReport:
         return self.stored is not None and self.stored not in ("f32", "f16", "bf16")
 
     def _unmeasured(self) -> Iterator[str]:
-        if self.codes_vanished:
-            yield (
-                f"the merged model is the base again: {self.vanished_share:.1%} of the changed entries have the base's codes; "
-                "store it in more bits, or keep the adapter apart, beside its base"
-            )
-        elif self.coded and self.median_error >= 1:
+        if self.coded and self.median_error >= 1:
             yield (
                 f"stored as {self.stored}, a weight is off by {self.median_error:,.1f} × its update in the median: what was "
                 "learned may not show; store it in more bits, or keep the adapter apart, beside its base"

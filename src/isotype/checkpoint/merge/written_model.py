@@ -49,8 +49,7 @@ class WrittenModel:
     def form_of(self, name: str, values: torch.Tensor) -> str | None:
         """The format in whose codes a weight is stored; None where it is in a dtype, or in a mixture of formats."""
         if self._stored in QUANTIZATIONS:
-            owner = self.model.get_submodule(name.rpartition(".")[0])
-            return self._stored if kind_of(owner) in ("linear4bit", "linear8bit") else None
+            return self._stored if self._in_codes(name) else None
         blocks = self._stored in GGUF_BLOCKS and name in self._blocks and values.shape[-1] % 32 == 0
         return self._stored if blocks else None
 
@@ -61,12 +60,16 @@ class WrittenModel:
         Those of one block after the other: the one before is dropped.
         """
         self._deferred.use(self._blocks.get(name))
-        owner = self.model.get_submodule(name.rpartition(".")[0])
-        if name.endswith(".weight") and kind_of(owner) in ("linear4bit", "linear8bit"):
-            return None, held_weight(owner, torch.float32)
+        if self._in_codes(name):
+            return None, held_weight(self.model.get_submodule(name.removesuffix(".weight")), torch.float32)
         value = self.model.get_parameter(name).detach()
         if self._dtype is None:
             return value.dtype, value.to("cpu", torch.float32)
         if value.ndim < 2:  # vectors of a GGUF file
             return torch.float32, value
         return None if self._coded else self._dtype, value
+
+    def _in_codes(self, name: str) -> bool:
+        """Whether a parameter is the matrix of a quantized layer of bitsandbytes; its bias is dense."""
+        owner, _, own = name.rpartition(".")
+        return own == "weight" and kind_of(self.model.get_submodule(owner)) in ("linear4bit", "linear8bit")
