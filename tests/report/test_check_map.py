@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isotype.core.names import plain_name
 from isotype.records.trace import Weight
-from isotype.report.check.map import Cell, Stack, dtype_map, layer_counts, split_layer
+from isotype.report.check.map import Row, dtype_map, layer_counts, split_layer
 from tests.report.check_samples import (
     BF16,
     CRASH,
@@ -26,64 +26,61 @@ from tests.report.check_samples import (
 )
 
 
-def stack_of(blocks: tuple[Stack | Cell, ...]) -> Stack:
-    (found,) = [block for block in blocks if isinstance(block, Stack)]
-    return found
+def of_part(rows: tuple[Row, ...], part: str) -> list[Row]:
+    return [row for row in rows if row.part == part]
 
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_equal_layers_are_one_row_whether_folded_before_or_not(folded: bool) -> None:
     seen = trace(llama_weights(folded=folded), llama_calls(folded=folded), setup())
-    stack = stack_of(dtype_map(seen, ()))
-    (row,) = stack.rows
-    assert (stack.name, stack.layers, row.first, row.last) == ("model.layers", 30, 0, 29)
-    assert row.cells["mlp.up_proj"].stored == ("nf4",)
-    assert row.cells["mlp.up_proj"].adapters == ("float32",)
+    (row,) = of_part(dtype_map(seen, ()), "mlp.up_proj")
+    assert (row.name, row.stack, row.layers) == ("model.layers.0–29.mlp.up_proj", "model.layers", 30)
+    assert (row.stored, row.adapters) == (("nf4",), ("float32",))
     total = 30 * sum(
         w.bytes for w in llama_weights(layers=1) if w.name.startswith("model.layers.0.mlp.up_proj")
     )
-    assert row.cells["mlp.up_proj"].bytes == total
+    assert row.bytes == total
 
 
 def test_parts_come_in_the_order_they_run() -> None:
-    blocks = dtype_map(SAMPLES["clean"]().trace, ())
-    assert [block.name for block in blocks] == [
+    rows = dtype_map(SAMPLES["clean"]().trace, ())
+    assert list(dict.fromkeys(row.stack or row.part for row in rows)) == [
         "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head",
     ]  # fmt: skip
-    columns = stack_of(blocks).columns
-    assert columns[:2] == ("input_layernorm", "self_attn.q_proj")
-    assert columns.index("self_attn") == columns.index("self_attn.o_proj") - 1
-    assert set(LINEARS) < set(columns)
+    parts = [row.part for row in rows if row.stack]
+    assert parts[:2] == ["input_layernorm", "self_attn.q_proj"]
+    assert parts.index("self_attn") == parts.index("self_attn.o_proj") - 1
+    assert set(LINEARS) < set(parts)
 
 
 def test_layers_that_differ_are_rows_of_their_own() -> None:
     report = SAMPLES["mixed_layers"]()
-    rows = stack_of(dtype_map(report.trace, report.findings)).rows
-    assert [(row.first, row.last, row.layers) for row in rows] == [
-        (0, 2, 3), (3, 3, 1), (4, 16, 13), (17, 17, 1), (18, 29, 12),
-    ]  # fmt: skip
-    assert rows[1].cells["input_layernorm"].runs == ("float32",)
-    assert rows[1].cells["self_attn.q_proj"].findings == (0,)
-    assert rows[0].cells["self_attn.q_proj"].findings == ()
+    rows = dtype_map(report.trace, report.findings)
+    norms, queries = of_part(rows, "input_layernorm"), of_part(rows, "self_attn.q_proj")
+    spans = [(0, 2, 3), (3, 3, 1), (4, 16, 13), (17, 17, 1), (18, 29, 12)]
+    assert [(row.first, row.last, row.layers) for row in queries] == spans
+    assert norms[1].runs == ("float32",)
+    assert [row.findings for row in queries] == [(), (0,), (), (0,), ()]
 
 
 def test_layers_after_the_end_of_the_trace_are_told_from_those_before() -> None:
-    rows = stack_of(dtype_map(SAMPLES["not_traced"]().trace, ())).rows
+    rows = of_part(dtype_map(SAMPLES["not_traced"]().trace, ()), "mlp.up_proj")
     assert [(row.first, row.last) for row in rows] == [(0, 2), (3, 29)]
-    assert rows[1].cells["mlp.up_proj"].runs == ()
+    assert rows[1].runs == ()
 
 
 def test_a_finding_in_an_adapter_marks_its_layer() -> None:
     finding = replace(CRASH, module="model.layers.0.mlp.up_proj.lora_A.default", places=())
-    rows = stack_of(dtype_map(SAMPLES["clean"]().trace, (finding,))).rows
-    assert rows[0].cells["mlp.up_proj"].findings == (0,)
+    rows = of_part(dtype_map(SAMPLES["clean"]().trace, (finding,)), "mlp.up_proj")
+    assert [(row.name, row.findings) for row in rows if row.findings] == [
+        ("model.layers.0.mlp.up_proj", (0,))
+    ]
 
 
-def test_a_finding_that_fits_no_part_marks_the_row() -> None:
+def test_a_finding_that_fits_no_part_has_a_row() -> None:
     finding = replace(CRASH, module="model.layers.0", places=())
-    rows = stack_of(dtype_map(SAMPLES["clean"]().trace, (finding,))).rows
-    assert rows[0].findings == (0,)
-    assert all(cell.findings == () for cell in rows[0].cells.values())
+    rows = dtype_map(SAMPLES["clean"]().trace, (finding,))
+    assert [(row.name, row.stored) for row in rows if row.findings] == [("model.layers.0", ())]
 
 
 def test_experts_are_one_column_with_all_their_dtypes() -> None:
@@ -92,23 +89,20 @@ def test_experts_are_one_column_with_all_their_dtypes() -> None:
         for layer in range(2)
         for expert in range(8)
     ]
-    stack = stack_of(dtype_map(trace(weights, (), setup()), ()))
-    assert stack.columns == ("mlp.experts.*.up",)
-    (row,) = stack.rows
-    assert row.cells["mlp.experts.*.up"].stored == ("bfloat16", "float32")
-    assert row.cells["mlp.experts.*.up"].count == 8
+    (row,) = dtype_map(trace(weights, (), setup()), ())
+    assert (row.name, row.count) == ("model.layers.0–1.mlp.experts.*.up", 8)
+    assert row.stored == ("bfloat16", "float32")
 
 
-def test_columns_of_layers_of_different_kinds_keep_their_order() -> None:
+def test_parts_of_layers_of_different_kinds() -> None:
     parts = (("a", "b", "d"), ("a", "c", "d"))
     weights = [
         plain(f"layers.{layer}.{part}", "linear", F16, (4, 4))
         for layer, some in enumerate(parts)
         for part in some
     ]
-    stack = stack_of(dtype_map(trace(weights, (), setup()), ()))
-    assert stack.columns == ("a", "c", "b", "d")  # what only a later layer has goes behind its left neighbour
-    assert [sorted(row.cells) for row in stack.rows] == [["a", "b", "d"], ["a", "c", "d"]]
+    rows = dtype_map(trace(weights, (), setup()), ())
+    assert [row.name for row in rows] == ["layers.0–1.a", "layers.0.b", "layers.0–1.d", "layers.1.c"]
 
 
 def test_trained_copies_belong_to_the_module_they_copy() -> None:
@@ -117,16 +111,14 @@ def test_trained_copies_belong_to_the_module_they_copy() -> None:
         "score.modules_to_save.default.weight", F32, (2, 4), trainable=True, adapter=True,
         module="score.modules_to_save.default", module_class="Linear",
     )  # fmt: skip
-    (cell,) = dtype_map(trace((original, copy), (), setup()), ())
-    assert isinstance(cell, Cell)
-    assert (cell.name, cell.stored, cell.adapters) == ("score", ("float16",), ("float32",))
+    (row,) = dtype_map(trace((original, copy), (), setup()), ())
+    assert (row.name, row.stored, row.adapters) == ("score", ("float16",), ("float32",))
 
 
 def test_a_model_that_is_one_module_is_one_part() -> None:
     weight = Weight("weight", F32, (4, 4), trainable=True, module="", module_class="Linear", kind="linear")
-    (cell,) = dtype_map(trace((weight,), (), setup()), ())
-    assert isinstance(cell, Cell)
-    assert (cell.name, cell.stored, cell.trainable) == ("", ("float32",), True)
+    (row,) = dtype_map(trace((weight,), (), setup()), ())
+    assert (row.name, row.stored, row.trainable) == ("", ("float32",), True)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +161,9 @@ def test_rows_lose_no_layer_and_no_byte(layers: list[list[object]]) -> None:
         for number, dtypes in enumerate(layers)
         for part, dtype in zip("abc", dtypes, strict=True)
     ]
-    rows = stack_of(dtype_map(trace(weights, (), setup()), ())).rows
-    covered = [number for row in rows for number in range(row.first, row.last + 1)]
-    assert covered == list(range(len(layers)))
-    assert sum(cell.bytes for row in rows for cell in row.cells.values()) == sum(w.bytes for w in weights)
+    rows = dtype_map(trace(weights, (), setup()), ())
+    for part in "abc":
+        some = of_part(rows, part)
+        assert [row.first for row in some] == [0, *((row.last or 0) + 1 for row in some[:-1])]
+        assert (some[-1].last, sum(row.layers for row in some)) == (len(layers) - 1, len(layers))
+    assert sum(row.bytes for row in rows) == sum(w.bytes for w in weights)

@@ -24,7 +24,7 @@ from isotype.train.callback import (
     optimizer_error,
     policy_of_current_dtypes,
     raise_optimizer_state,
-    restore_rounded,
+    rounded_error,
 )
 from tests.cpus import pretend
 from tests.models import quiet
@@ -126,6 +126,8 @@ def test_a_resumed_script_goes_on_exactly(
     before, expected = uninterrupted
     shutil.copytree(before / "checkpoint-3", tmp_path / "checkpoint-3")
     trainer, spy = qlora_script(path, tmp_path)
+    policy = isotype.PrecisionPolicy.read(tmp_path / "checkpoint-3")
+    isotype.enforce(trainer, policy)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(trainer) == expected
     assert spy.masters[0] == {torch.float32}
@@ -135,27 +137,18 @@ def test_a_resumed_script_goes_on_exactly(
         ).read_bytes()
 
 
-def test_rounded_values_whose_checkpoint_lies_elsewhere_are_an_error_with_a_cure(
+def test_values_that_were_rounded_by_the_load_are_refused(
     path: Path, uninterrupted: tuple[Path, list[float]], tmp_path: Path
 ):
-    before, expected = uninterrupted
-    elsewhere = before / "checkpoint-3"
-    out = tmp_path / "out"
-    trainer, _ = qlora_script(path, out)
-    # A checkpoint of the same name from another run: its values are not the ones that were rounded.
-    (out / "checkpoint-3").mkdir(parents=True)
-    shutil.copy(before / "checkpoint-6" / "adapter_model.safetensors", out / "checkpoint-3")
-    assert refused(isotype.PrecisionError, trainer.train, resume_from_checkpoint=str(elsewhere)) == (
+    trainer, _ = qlora_script(path, tmp_path)
+    checkpoint = str(uninterrupted[0] / "checkpoint-3")
+    assert refused(isotype.PrecisionError, trainer.train, resume_from_checkpoint=checkpoint) == (
         "the values this run goes on from were rounded while they were loaded\n"
-        "  - trainable parameters hold no more digits than bfloat16, and none of "
-        f"{out / 'checkpoint-3'} holds the values they come from\n"
+        "  - trainable parameters hold no more digits than bfloat16\n"
         "    expected  float32 values, as they were saved\n"
-        "    fix       give the checkpoint's folder as resume_from_checkpoint in the training arguments too, or "
-        "keep it in output_dir, so that it can be read again"
+        "    fix       call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
+        "trainer.train(resume_from_checkpoint=checkpoint): the parameters are then float32 when they are loaded"
     )
-    cured, _ = qlora_script(path, tmp_path / "cured", resume_from_checkpoint=str(elsewhere))
-    cured.train(resume_from_checkpoint=str(elsewhere))
-    assert losses(cured) == expected
 
 
 def test_check_warning_says_it_and_goes_on(
@@ -432,27 +425,13 @@ def test_optimizer_state_in_bfloat16_is_found_and_cast():
     optimizer.step()
 
 
-def test_full_weights_that_were_rounded_are_read_again(tmp_path: Path):
-    from safetensors.torch import save_file
-
-    layer, optimizer = stepped(torch.float32)
-    save_file(layer.state_dict(), tmp_path / "model.safetensors")
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    rounded, others = stepped(torch.float32)
-    for name, parameter in rounded.named_parameters():
-        parameter.data = layer.get_parameter(name).data.bfloat16().float()
-    assert restore_rounded(rounded, others, torch.bfloat16, [tmp_path]) is None
-    assert not torch.equal(rounded.weight, layer.weight)
-    assert restore_rounded(rounded, others, torch.float32, [tmp_path / "nowhere", tmp_path]) is None
-    assert torch.equal(rounded.weight, layer.weight)
-    for mine, theirs in zip(others.state.values(), optimizer.state.values(), strict=True):
-        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
-    # Values with float32 digits were not rounded: nothing is read, whatever lies there.
-    with torch.no_grad():
-        rounded.weight.mul_(1.1)
-    kept = rounded.weight.detach().clone()
-    assert restore_rounded(rounded, others, torch.float32, [tmp_path]) is None
-    assert torch.equal(rounded.weight, kept)
+def test_full_weights_that_were_rounded_are_told_by_their_values():
+    layer, _ = stepped(torch.float32)
+    assert rounded_error(layer, torch.float32) is None
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.half().float()
+    assert "no more digits than float16" in str(rounded_error(layer, torch.float32))
+    assert rounded_error(layer, torch.float16) is None
 
 
 def test_the_policy_of_a_checkpoint_is_not_written_twice(tmp_path: Path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -41,8 +40,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     At the beginning of training the model is brought under the policy, whatever the trainer has done to it (TRL
     casts every trainable parameter of a quantized model to bfloat16), and a GradScaler must be there exactly when
-    the policy asks for one; one that nobody has set begins with the policy's loss scale. Where a run goes on from a checkpoint, adapter values and optimizer state that were
-    rounded on their way into bfloat16 parameters are read again. After the first step the optimizer state is
+    the policy asks for one; one that nobody has set begins with the policy's loss scale. Where a run goes on from a checkpoint,
+    values that were rounded on their way into bfloat16 parameters are refused. After the first step the optimizer state is
     checked. Before the first forward of training the whole step is run once on fake tensors (`isotype.check`), with the
     batch that is about to be trained on. A step that the GradScaler skips does not move the learning rate schedule. Every checkpoint gets the
     policy as a readable file.
@@ -57,7 +56,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         policy: by default the one the model carries, else, for every run again, one that is read off the model as
             it lies and the trainer's arguments (`fp16`, `bf16`): frozen weights keep their dtypes then.
         check: what to do where trainer and policy disagree (a GradScaler missing or too many, optimizer state
-            that is not in the master dtype, rounded values that cannot be read again) and where the preflight finds
+            that is not in the master dtype, rounded values) and where the preflight finds
             an error: `"error"` raises PrecisionError, `"warning"` logs it, None looks away and runs no preflight.
             What is only assumed of a device, because it was not measured there, is logged and never raised.
         watch: whether training is stopped at a loss or a gradient that is not finite.
@@ -95,7 +94,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if hasattr(model, "save_pretrained"):
             save_policy_too(model)
         if state.global_step > 0 and not has_shards(model):
-            self._judge(restore_rounded(model, optimizer, policy.master, _candidates(args, state)))
+            self._judge(rounded_error(model, policy.master))
         raise_optimizer_state(optimizer, policy.master)
         self._judge(scaler_error(optimizer, policy))
         scaler = getattr(optimizer, "scaler", None)
@@ -349,51 +348,25 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
     )
 
 
-def _candidates(args: Any, state: Any) -> list[Path]:
-    """Where the checkpoint may lie that a run goes on from: `train()` keeps its argument to itself."""
-    named = [Path(args.resume_from_checkpoint)] if isinstance(args.resume_from_checkpoint, str) else []
-    return [*named, Path(args.output_dir) / f"checkpoint-{state.global_step}"]
-
-
-def restore_rounded(
-    model: Any, optimizer: Any, master: torch.dtype, checkpoints: Sequence[Path]
-) -> PrecisionError | None:
-    """Read trainable values and optimizer state again, if they were rounded while they were loaded.
+def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
+    """The error for a run that goes on from values that were rounded while they were loaded, or None.
 
     `model.load_adapter` copies into the parameters as they are and only then makes them float32, so their dtype
-    says nothing afterwards; their values do. A checkpoint counts as the right one if its values, rounded, are the
-    model's, so another run's checkpoint of the same name is not taken.
+    says nothing afterwards; their values do.
 
     Args:
         model: its trainable parameters are in the master dtype already.
-        optimizer: the trainer's.
         master: the policy's master dtype.
-        checkpoints: folders to look in.
-
-    Returns:
-        The error where values were rounded and no checkpoint holds the originals; else None.
     """
     rounded = _rounded_to(model) if master == torch.float32 else None
     if rounded is None:
         return None
-    current, load = _trainable_state(model)
-    for checkpoint in checkpoints:
-        saved = _read_weights(checkpoint, model)
-        if saved and _is_rounding_of(current, saved, rounded):
-            load(saved)
-            if (checkpoint / "optimizer.pt").is_file():
-                optimizer.load_state_dict(
-                    torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-                )
-            logger.info("read again in %s: values of %s", dtype_name(master), checkpoint)
-            return None
     return PrecisionError.of(
         "the values this run goes on from were rounded while they were loaded",
-        f"trainable parameters hold no more digits than {dtype_name(rounded)}, and none of "
-        f"{', '.join(map(str, checkpoints))} holds the values they come from",
+        f"trainable parameters hold no more digits than {dtype_name(rounded)}",
         f"{dtype_name(master)} values, as they were saved",
-        "give the checkpoint's folder as resume_from_checkpoint in the training arguments too, or keep it "
-        "in output_dir, so that it can be read again",
+        "call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
+        "trainer.train(resume_from_checkpoint=checkpoint): the parameters are then float32 when they are loaded",
     )
 
 
@@ -404,43 +377,3 @@ def _rounded_to(model: Any) -> torch.dtype | None:
         if trainable and all(torch.equal(p, p.to(dtype).to(p.dtype)) for p in trainable):
             return dtype
     return None
-
-
-def _trainable_state(model: Any) -> tuple[dict[str, torch.Tensor], Callable[[dict[str, torch.Tensor]], Any]]:
-    """The trainable values by the names they are saved under, and what loads such values into the model."""
-    if not hasattr(model, "peft_config"):
-        current = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-        return current, partial(model.load_state_dict, strict=False)
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-    name = model.active_adapters[0]
-    current = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    return current, partial(set_peft_model_state_dict, model, adapter_name=name)
-
-
-def _read_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    names = ["model*.safetensors"]
-    if hasattr(model, "peft_config"):
-        adapter = model.active_adapters[0]
-        names = [
-            "adapter_model.safetensors" if adapter == "default" else f"{adapter}/adapter_model.safetensors"
-        ]
-    return {
-        key: value
-        for name in names
-        for path in checkpoint.glob(name)
-        for key, value in load_file(path).items()
-    }
-
-
-def _is_rounding_of(
-    current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> bool:
-    return all(
-        name in saved
-        and saved[name].shape == value.shape
-        and torch.equal(saved[name].to(dtype), value.to(dtype).cpu())
-        for name, value in current.items()
-    )

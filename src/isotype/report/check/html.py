@@ -1,12 +1,12 @@
 """A check as one HTML file that needs nothing else: no network, no font, no second file.
 
-Its content security policy forbids every load from outside and every script but `check.js`, which only adds to what
-the page already shows: what the pointer or the focus is on, and the places of a finding.
+Its content security policy forbids every load from outside and every script but `check.js`, which shows the places of a
+finding that the pointer or the focus is on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -31,8 +31,7 @@ from isotype.report.charts import (
     tick_labels,
 )
 from isotype.report.check.cost import device_words, sharding_words, time_rows
-from isotype.report.check.map import dtype_map, layer_counts
-from isotype.report.check.map_html import map_content
+from isotype.report.check.map import Row, dtype_map, layer_counts
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
     cost_clauses,
@@ -83,7 +82,6 @@ def to_html(report: Record) -> str:
     """The whole report as one HTML document."""
     name = PurePath(report.trace.model).name or report.trace.model or "model"
     css, word = _STATUS[report.status]
-    blocks = dtype_map(report.trace, report.findings)
     return render(
         "check.html.j2",
         style=package_file("style.css") + package_file("check/check.css") + palette_css(),
@@ -95,7 +93,7 @@ def to_html(report: Record) -> str:
         verdict=verdict(report),
         figures=_figures(report),
         findings=[_finding(number, finding, report) for number, finding in enumerate(report.findings, 1)],
-        map=map_content(blocks, report.findings) if blocks else None,
+        map=[_part(row, report.findings) for row in dtype_map(report.trace, report.findings)],
         memory=_memory(report),
         work=_work(report),
         next_steps=next_steps(report),
@@ -131,6 +129,24 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
         ("Operators", f"{sum(call.repeats for call in report.trace.calls):,}", "a step"),
         ("Checked in", _duration(report.seconds), "fake tensors"),
     ]
+
+
+def _part(row: Row, findings: Sequence[Finding]) -> Content:
+    """A row of the dtype map."""
+    number = [f"{row.count:,} in each layer"] if row.count > 1 else []
+    number += [f"{row.layers:,} layers"] if row.layers > 1 else []
+    about = (row.module_class, format_bytes(row.bytes) if row.bytes else "", *number)
+    return {
+        "name": row.name or "the model",
+        "about": " · ".join(filter(None, about)),
+        "stored": row.stored,
+        "standing": [word for word, true in (("trained", row.trainable), ("pinned", row.pinned)) if true],
+        "buffers": row.buffers,
+        "runs": row.runs,
+        "adapters": row.adapters,
+        "adapter_runs": row.adapter_runs,
+        "findings": [(position + 1, findings[position]) for position in row.findings],
+    }
 
 
 # --- memory and work --------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
-"""The dtype map of a model as data: layers down, their parts across, each part with the dtypes it holds and runs in.
+"""The dtype map of a model as data: its parts in order of execution, each with the dtypes it holds and runs in.
 
-Nothing here knows an architecture. A stack is whatever shares a name up to its first number; a layer's columns are
-the names of its parts as the model's author gave them; numbers further inside (experts) become `*`. Layers that look
-alike and follow each other are one row.
+Nothing here knows an architecture. A stack is whatever shares a name up to its first number; parts are named as the
+model's author named them; numbers further inside (experts) become `*`. The same part of layers that look alike and
+follow each other is one row.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from isotype.core.dtypes import dtype_name
@@ -23,11 +23,15 @@ _LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<part>.+)")
 
 
 @dataclass(frozen=True)
-class Cell:
+class Row:
     """One part of the model, or the same part of several equal layers.
 
     Attributes:
-        name: fully qualified name of the first such module, without the parts that wrappers add.
+        part: its name, below a layer or of all; `*` for numbers.
+        stack: the name that its layers share.
+        first: number of the first layer; None outside of a stack.
+        last: number of the last layer.
+        layers: how many layers of the real model it stands for.
         module_class: its class, "" for a part without weights.
         count: how many modules of one layer it is: experts count here, layers do not.
         stored: storage dtypes of its frozen or fully trained weights, the commonest first.
@@ -35,13 +39,17 @@ class Cell:
         runs: dtypes its products run in, the most FLOPs first; without products, what it returns.
         adapters: dtypes of its adapters' parameters.
         adapter_runs: dtypes the adapters' products run in.
-        trainable: whether one of its own weights is trained.
-        pinned: whether the author keeps one of its weights in float32.
+        trainable: one of its own weights is trained.
+        pinned: the author keeps one of its weights in float32.
         bytes: of all its weights, adapters and buffers in all the layers it stands for.
         findings: positions in `Report.findings` of those that surface here.
     """
 
-    name: str
+    part: str
+    stack: str = ""
+    first: int | None = None
+    last: int | None = None
+    layers: int = 1
     module_class: str = ""
     count: int = 0
     stored: Dtypes = ()
@@ -55,40 +63,11 @@ class Cell:
     findings: tuple[int, ...] = ()
 
     @property
-    def look(self) -> tuple[object, ...]:
-        """What two cells must share to be drawn as one."""
-        return (
-            self.module_class, self.count, self.stored, self.buffers, self.runs, self.adapters,
-            self.adapter_runs, self.trainable, self.pinned, self.findings,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Row:
-    """Equal layers that follow each other: numbers `first` to `last`, `layers` of them."""
-
-    first: int
-    last: int
-    layers: int
-    cells: Mapping[str, Cell]
-    findings: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Layers that share a name up to their number."""
-
-    name: str
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-
-    @property
-    def layers(self) -> int:
-        """How many layers the real model has here."""
-        return sum(row.layers for row in self.rows)
-
-
-Block = Stack | Cell
+    def name(self) -> str:
+        """`model.layers.0–29.mlp.up_proj`; the numbers are those of the real model."""
+        last = "" if self.last == self.first else f"–{self.last}"
+        number = "" if self.first is None else f"{self.first}{last}"
+        return ".".join(filter(None, (self.stack, number, self.part)))
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
@@ -108,29 +87,32 @@ def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
     return counts
 
 
-def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Block, ...]:
-    """The map in order of execution: single parts and stacks of layers."""
+def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
+    """The map in order of execution; last, layers with findings that fit none of their parts."""
     parts = _gather(trace)
     host = _Hosts(parts)
     for call in trace.calls:
         _add_call(parts, host, call)
     marks = _marks(findings, host)
     layers = layer_counts(trace)
-    blocks: list[Block] = []
-    stacks: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str], dict[int | None, list[str]]] = {}
     for name in sorted(parts, key=lambda name: parts[name].order):
-        split = split_layer(name)
-        if split is None:
-            blocks.append(_cell(name, [parts[name]], 1, marks))
-        elif split[0] in stacks:
-            stacks[split[0]].append(name)
-        else:
-            stacks[split[0]] = [name]
-            blocks.append(Stack(split[0], (), ()))
-    return tuple(
-        _stack(block.name, stacks[block.name], parts, layers, marks) if isinstance(block, Stack) else block
-        for block in blocks
-    )
+        stack, number, part = split_layer(name) or ("", None, name)
+        starred = ".".join("*" if step.isdigit() and stack else step for step in part.split("."))
+        groups.setdefault((stack, starred), {}).setdefault(number, []).append(name)
+    rows: list[Row] = []
+    for (stack, part), by_layer in groups.items():
+        joined: list[Row] = []
+        for number, names in sorted(by_layer.items()):
+            standing = 1 if number is None else layers.get((stack, number), 1)
+            row = _row(Row(part, stack, number, number, standing), [parts[name] for name in names])
+            positions = {position for name in names for position in marks.pop(name, ())}
+            row = replace(row, findings=tuple(sorted(positions)))
+            if joined and _look(joined[-1]) == _look(row):
+                row = _join(joined.pop(), row)
+            joined.append(row)
+        rows += joined
+    return (*rows, *(Row(name, findings=tuple(positions)) for name, positions in marks.items()))
 
 
 # --- gathering --------------------------------------------------------------------------------------------
@@ -247,17 +229,13 @@ def _layer_of(name: str) -> str | None:
 # --- drawing together -------------------------------------------------------------------------------------
 
 
-def _cell(
-    name: str, parts: Sequence[_Part], layers: int, marks: Mapping[str, list[int]], *names: str
-) -> Cell:
-    first = parts[0]
+def _row(place: Row, parts: Sequence[_Part]) -> Row:
     called = sum((part.products for part in parts), Counter[str]())
     returned = Counter(part.returns for part in parts if part.returns)
-    positions = {position for other in (name, *names) for position in marks.get(other, ())}
-    return Cell(
-        name=name,
-        module_class=first.module_class,
-        count=sum(part.repeats for part in parts) // max(1, layers),
+    return replace(
+        place,
+        module_class=parts[0].module_class,
+        count=sum(part.repeats for part in parts) // max(1, place.layers),
         stored=_ranked(part.stored for part in parts),
         buffers=_ranked(part.buffers for part in parts),
         runs=_ranked([called or returned]),
@@ -266,7 +244,6 @@ def _cell(
         trainable=any(part.trainable for part in parts),
         pinned=any(part.pinned for part in parts),
         bytes=sum(part.bytes for part in parts),
-        findings=tuple(sorted(positions)),
     )
 
 
@@ -274,63 +251,9 @@ def _ranked(counters: Iterable[Counter[str]]) -> Dtypes:
     return tuple(name for name, _ in sum(counters, Counter[str]()).most_common())
 
 
-def _stack(
-    name: str,
-    members: Sequence[str],
-    parts: Mapping[str, _Part],
-    layers: Mapping[tuple[str, int], int],
-    marks: Mapping[str, list[int]],
-) -> Stack:
-    by_layer: dict[int, dict[str, list[str]]] = {}
-    for member in members:
-        split = split_layer(member)
-        assert split is not None
-        column = ".".join("*" if step.isdigit() else step for step in split[2].split("."))
-        by_layer.setdefault(split[1], {}).setdefault(column, []).append(member)
-    rows = []
-    for number, columns in sorted(by_layer.items()):
-        standing = layers.get((name, number), 1)
-        cells = {
-            column: _cell(names[0], [parts[member] for member in names], standing, marks, *names[1:])
-            for column, names in columns.items()
-        }
-        marked = tuple(marks.get(".".join(filter(None, (name, str(number)))), ()))
-        rows.append(Row(number, number, standing, cells, marked))
-    return Stack(name, _columns(by_layer.values()), tuple(_merged(rows)))
-
-
-def _columns(layers: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
-    """The columns of all layers; one that the first layers lack goes behind its neighbour on the left."""
-    columns: list[str] = []
-    for layer in layers:
-        at = 0
-        for column in layer:
-            if column not in columns:
-                columns.insert(at, column)
-            at = columns.index(column) + 1
-    return tuple(columns)
-
-
-def _merged(rows: Iterable[Row]) -> Iterator[Row]:
-    held: Row | None = None
-    for row in rows:
-        if held is not None and _look(held) == _look(row):
-            held = _join(held, row)
-            continue
-        if held is not None:
-            yield held
-        held = row
-    if held is not None:
-        yield held
-
-
-def _look(row: Row) -> tuple[object, ...]:
-    return (row.findings, {column: cell.look for column, cell in row.cells.items()})
+def _look(row: Row) -> Row:
+    return replace(row, first=0, last=0, layers=0, bytes=0)
 
 
 def _join(one: Row, other: Row) -> Row:
-    cells = {
-        column: replace(cell, bytes=cell.bytes + other.cells[column].bytes)
-        for column, cell in one.cells.items()
-    }
-    return Row(one.first, other.last, one.layers + other.layers, cells, one.findings)
+    return replace(one, last=other.last, layers=one.layers + other.layers, bytes=one.bytes + other.bytes)
