@@ -40,8 +40,7 @@ from isotype.cli.training import DEMO
 from isotype.core.units import format_bytes
 from isotype.precision.by_damage import Option, choose, mix
 from isotype.precision.damages import Damages, LayerDamage, stored_bytes
-from isotype.precision.moments import read
-from isotype.precision.policy import LayerStorage, PrecisionPolicy
+from isotype.precision.policy import LayerStorage, PrecisionPolicy, read_moments
 
 MODEL = "embedded:smollm2"
 ROWS, LENGTH = 2, 128
@@ -301,7 +300,7 @@ def begin(damages: Damages, policy: PrecisionPolicy, start: str, folder: Path) -
     torch.manual_seed(0)
     model = isotype.add_lora(isotype.load(MODEL, policy), policy, r=RANK, lora_alpha=2 * RANK)
     if start != "zero":
-        moments = {layer.module: read(layer.moments) for layer in damages.layers}
+        moments = {layer.module: read_moments(layer.moments) for layer in damages.layers}
         begin_from_error(model, open_checkpoint(MODEL), moments if start == "weighted" else {})
     model.save_pretrained(folder)
     return {

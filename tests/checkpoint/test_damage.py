@@ -20,7 +20,7 @@ from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED
 from isotype.precision.damages import MEASURED, Damages, stored_bytes
-from isotype.precision.moments import read
+from isotype.precision.policy import read_moments
 from tests.models import save_tiny, tiny_batch, tiny_model
 from tests.without_float64 import WithoutFloat64
 
@@ -112,14 +112,18 @@ def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> No
         squares += 8 / tokens * squares.mean()  # the prior
         # Half octaves: within a quarter of one.
         torch.testing.assert_close(
-            (read(layer.moments) / (squares / squares.max())).log2(),
+            (read_moments(layer.moments) / (squares / squares.max())).log2(),
             torch.zeros(len(squares)),
             rtol=0,
             atol=0.26,
             check_dtype=False,
         )
         for form in MEASURED:
-            stored = rounded(weight, form, read(layer.moments)) if form in FITTED else reference(weight, form)
+            stored = (
+                rounded(weight, form, read_moments(layer.moments))
+                if form in FITTED
+                else reference(weight, form)
+            )
             off = (stored - weight).double()
             wanted = 0.5 * float((gradient.square().T @ x.square() * off.square()).sum()) / tokens
             # float32 sums of some hundred terms of one sign.

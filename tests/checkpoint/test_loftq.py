@@ -12,7 +12,7 @@ import torch
 import isotype
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import open_checkpoint
-from isotype.precision.moments import read
+from isotype.precision.policy import read_moments
 from tests.checkpoint.test_damage import linear, matrix
 from tests.checkpoint.test_mixed import FORMATS, mixed, moments, weight
 from tests.models import tiny_batch, tiny_model
@@ -34,7 +34,7 @@ def test_the_product_is_the_nearest_of_its_rank(saved: Callable[..., Path], name
     model = tuned(path, policy, use_rslora=weighed)
     before = {key: value.clone() for key, value in model.state_dict().items() if "lora" not in key}
     dense = {key: matrix(layer).float() for key, layer in linear(isotype.load(path, plain(path))).items()}
-    known = {key: read(moments(value.shape[1])) for key, value in dense.items()} if weighed else {}
+    known = {key: read_moments(moments(value.shape[1])) for key, value in dense.items()} if weighed else {}
     count = begin_from_error(model, open_checkpoint(path), known)
     four_bits = [key for key in dense if policy.storage_of(key) not in ("int8", "float32")]
     assert count == len(four_bits)

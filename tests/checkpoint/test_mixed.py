@@ -24,8 +24,7 @@ from isotype.model.adapters import add_lora
 from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of
 from isotype.precision.by_damage import with_constants_of
-from isotype.precision.moments import written
-from isotype.precision.policy import LayerStorage, PrecisionPolicy
+from isotype.precision.policy import LayerStorage, PrecisionPolicy, write_moments
 from tests.adapters import save_trained
 from tests.caches import own_cache
 from tests.checkpoint.test_damage import linear, matrix
@@ -73,7 +72,7 @@ def moments(columns: int) -> str:
     """Of input channels, a few of them large."""
     squares = torch.rand(columns, generator=torch.Generator().manual_seed(0))
     squares[::9] *= 1000
-    return written(squares, 64)
+    return write_moments(squares, 64)
 
 
 def plain(path: Path) -> PrecisionPolicy:

@@ -8,7 +8,7 @@ import torch
 
 from isotype.model.fitted import nearest_values, quantize_by, quantize_fitted
 from isotype.model.quantize import quantize_4bit
-from isotype.precision.moments import read, written
+from isotype.precision.policy import read, written
 from tests.without_float64 import WithoutFloat64
 
 

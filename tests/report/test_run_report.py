@@ -29,7 +29,6 @@ from isotype.report.run.card import model_card
 from isotype.report.run.charts import charts_of
 from isotype.report.run.headroom import Headroom, HeadroomSample, by_block, in_words
 from isotype.report.run.html import to_html
-from isotype.report.run.json import to_json
 from isotype.report.run.record import (
     SCHEMA_VERSION,
     DataSummary,
@@ -40,6 +39,7 @@ from isotype.report.run.record import (
     StepRecord,
     loss_sentences,
     summarize,
+    to_json,
 )
 from isotype.report.text import format_duration
 from isotype.train.output.run_report import write_run_report

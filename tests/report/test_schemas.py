@@ -17,8 +17,8 @@ from jsonschema.exceptions import best_match
 from tools.schemas import texts
 
 import isotype
-from isotype.report.run.json import to_json as run_to_json
 from isotype.report.run.record import DataSummary, RunRecord
+from isotype.report.run.record import to_json as run_to_json
 from tests.report import test_run_report
 from tests.report.check_samples import SAMPLES, costly, crash, not_traced
 

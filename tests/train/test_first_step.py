@@ -14,7 +14,7 @@ import transformers
 import isotype
 from isotype.lora.loss.trl_head import put_head
 from isotype.report.check.report import Report
-from isotype.train.preflight.first_step import before_first_step
+from isotype.train.callback import before_first_step
 
 
 def report_of(model: Any, batch: dict[str, Any], folder: Path) -> Report:

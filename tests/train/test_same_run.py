@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from isotype.core.errors import CheckpointError
 from isotype.data.methods import METHODS
-from isotype.report.run.json import from_json, to_json
+from isotype.report.run.record import from_json, to_json
 from isotype.train import training
 from isotype.train.options.settings import parse_settings
 from isotype.train.output.resume import RUN_FILE

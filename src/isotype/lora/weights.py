@@ -28,7 +28,6 @@ from isotype.compat.torch import (
     storage_of,
     version_of,
 )
-from isotype.lora.gpu.memory import total_memory
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of
 
@@ -322,3 +321,12 @@ def _dequantized(
         state = copy.copy(state)
         state.dtype = dtype
     return dequantize_4bit(layer.weight.data, state, out)
+
+
+@cache
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory, as its driver reports them; None of a CPU, or where torch does not tell."""
+    if device.type in ("cpu", "meta"):
+        return None
+    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if ask is None else int(ask(device)[1])

@@ -18,7 +18,7 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.command import command_of
 from isotype.planning.record import Row, Time
 from isotype.planning.request import PlanRequest
-from isotype.planning.steps import Steps, Traced, largest
+from isotype.planning.steps import Steps, Traced
 from isotype.planning.workload import work_of
 from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
@@ -26,6 +26,7 @@ from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime
 from isotype.train.policy import policy_by_ranges
+from isotype.train.preflight.fit import largest
 from isotype.train.preflight.step import PlannedStep, row_length
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 

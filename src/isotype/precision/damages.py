@@ -47,7 +47,7 @@ class LayerDamage:
         damage: format -> nats a token, to first order in the loss: Kullback-Leibler divergence of the distribution of the next token
             from that of the float32 model, where only this layer is stored so.
         error: format -> squared norm of the error of its weight.
-        moments: of its input channels, as `isotype.precision.moments.written` writes them.
+        moments: of its input channels, as `isotype.precision.policy.written` writes them.
     """
 
     module: str

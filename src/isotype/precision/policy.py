@@ -18,7 +18,6 @@ from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
 from isotype.core.formats import FORMATS, QUANTIZATIONS
 from isotype.core.names import plural, starred
-from isotype.precision.moments import read
 
 POLICY_FILE = "precision_policy.json"
 """Name of the file in a saved adapter's folder that holds the policy it was trained under."""
@@ -70,7 +69,7 @@ class LayerStorage:
         storage: `"nf4"`, `"nf4-32"` (nf4 in blocks of 32 weights instead of 64), `"nf4-fitted"` and `"nf4-32-fitted"` (with constants
             that are fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the float dtype that weights which are not quantized
             have.
-        moments: of its input channels, as `isotype.precision.moments.written` writes them; for fitted constants.
+        moments: of its input channels, as `isotype.precision.policy.written` writes them; for fitted constants.
     """
 
     module: str
@@ -148,7 +147,7 @@ class PrecisionPolicy:
     def moments_of(self, module: str) -> torch.Tensor | None:
         """`[in]`, of the input channels of a linear layer whose constants are fitted to them; None of another."""
         layer = self._layers_by_name.get(module)
-        return read(layer.moments) if layer is not None and layer.moments else None
+        return read_moments(layer.moments) if layer is not None and layer.moments else None
 
     def moments_by_weight(self) -> dict[str, torch.Tensor]:
         """Name of a weight -> `[in]`, for every layer of which `moments_of` knows them."""
@@ -300,3 +299,33 @@ def _exception_line(name: str, group: list[ModuleException]) -> str:
 def is_pinned(name: str, patterns: Sequence[str]) -> bool:
     """Whether the parameter `name` is pinned: transformers matches patterns anywhere in the name, `*` as `.*`."""
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+
+
+_LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_OCTAVE = 2
+"""Levels to an octave. The constants are as good with whole octaves (benchmarks/quality.py)."""
+_PRIOR = 8
+"""Tokens that count beside those measured, each with the mean of all channels: an expert that two tokens reach says little."""
+
+
+def write_moments(squares: torch.Tensor, tokens: int) -> str:
+    """The moments as text, the largest as `_`.
+
+    Args:
+        squares: `[in]`, sums over tokens of the channels' squares, in any unit.
+        tokens: how many.
+    """
+    squares = squares.cpu().double()  # which some devices have not
+    moments = squares + _PRIOR * squares.mean() / max(1, tokens)
+    levels = (moments / moments.max()).log2().mul(_OCTAVE).round() + len(_LEVELS) - 1
+    return "".join(_LEVELS[level] for level in levels.nan_to_num(0).clamp(0, len(_LEVELS) - 1).int().tolist())
+
+
+def read_moments(text: str) -> torch.Tensor:
+    """`[in]` float32 moments relative to the largest.
+
+    Raises:
+        ValueError: a character is none of those that are written.
+    """
+    levels = torch.tensor([_LEVELS.index(each) for each in text], dtype=torch.float32)
+    return torch.exp2((levels - (len(_LEVELS) - 1)) / _OCTAVE)

@@ -45,9 +45,8 @@ from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.fixes import actions, and_its_like, safety_of_cast
 from isotype.rules.kit.groups import Group
-from isotype.rules.kit.published import TRANSFORMERS
 from isotype.rules.kit.weight_sets import names
-from isotype.rules.kit.words import cause_text, evidence
+from isotype.rules.kit.words import TRANSFORMERS, cause_text, evidence
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
 

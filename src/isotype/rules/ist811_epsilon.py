@@ -32,8 +32,7 @@ from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.published import TRANSFORMERS
-from isotype.rules.kit.words import evidence
+from isotype.rules.kit.words import TRANSFORMERS, evidence
 
 TITLE = "An epsilon that is zero in float16"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,25 +13,33 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import is_compiled_module
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from isotype.compat.accelerate import mark_as_skipped
 from isotype.compat.transformers import calling_trainer
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import PrecisionError, UsageError
+from isotype.core.errors import PrecisionError, UsageError, first_line
+from isotype.core.source import line_of
+from isotype.lora.loss.trl_head import without_its_padding
 from isotype.lora.reductions import float32_reductions
+from isotype.lora.unpadded import traced_as
 from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.precision.ranges import Ranges
+from isotype.preflight.from_trainer import request_of_first_step
+from isotype.preflight.run import run
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.train.governed import begin_loss_scale
 from isotype.train.monitor.diverged import stopped
 from isotype.train.monitor.watch import StepWatch
 from isotype.train.output.sharded import has_shards
-from isotype.train.preflight.first_step import before_first_step, is_assumed
 
 logger = logging.getLogger("isotype")
 
@@ -377,3 +386,48 @@ def _rounded_to(model: Any) -> torch.dtype | None:
         if trainable and all(torch.equal(p, p.to(dtype).to(p.dtype)) for p in trainable):
             return dtype
     return None
+
+
+def before_first_step(
+    model: nn.Module,
+    arguments: Any,
+    optimizer: Any,
+    tell: Callable[[Report], None],
+    outermost: nn.Module | None = None,
+    ranges: Ranges | Literal["measure"] | None = "measure",
+) -> None:
+    """Check the step of a trainer that is already running, when its first batch for training reaches the model.
+
+    Args:
+        model: the trainer's.
+        arguments: its TrainingArguments.
+        optimizer: accelerate's, with its GradScaler.
+        tell: hears of the report, before the forward of that batch runs; may raise.
+        outermost: the model as the trainer calls it. One that is compiled as a whole runs its hooks outside of the graph,
+            and those of the model within, where a check would be compiled.
+        ranges: what was measured of the model's values; None: nothing; `measure`: a float16 step is measured on this batch.
+    """
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        try:
+            with traced_as(without_its_padding(model, args, kwargs)):
+                request = request_of_first_step(model, (args, kwargs), arguments, optimizer)
+                known = None if ranges == "measure" else ranges
+                report = run(replace(request, ranges=known), verify=False, measure=ranges == "measure")
+        except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
+            raised = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))
+            return
+        tell(report)
+
+    called = outermost if outermost is not None and is_compiled_module(outermost) else model
+    handle = called.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def is_assumed(finding: Finding, trace: Trace) -> bool:
+    """Whether a finding rests on contracts that were not measured on the device."""
+    broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
+    return any(call.breach is not None and call.breach.assumed for call in broken)

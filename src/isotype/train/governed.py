@@ -39,8 +39,15 @@ from isotype.train.compilation import take_compilation
 from isotype.train.monitor.diverged import not_finite
 from isotype.train.monitor.recorder import MemoryMeter, StepMeasures, memory_meter
 from isotype.train.monitor.step_values import LaunchedValues, StepValues, launched
-from isotype.train.output.checkpoints import all_checkpoints, saved_at, whole_checkpoints, write_manifest
-from isotype.train.output.loop_state import Order, begin_epoch, save_loop_state
+from isotype.train.output.checkpoints import (
+    Order,
+    all_checkpoints,
+    begin_epoch,
+    save_loop_state,
+    saved_at,
+    whole_checkpoints,
+    write_manifest,
+)
 from isotype.train.output.sharded import Sharded, has_shards
 
 

@@ -20,8 +20,7 @@ from isotype.precision.by_damage import as_decided
 from isotype.precision.damages import Damages
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.precision.moments import read
-from isotype.precision.policy import PrecisionPolicy
+from isotype.precision.policy import PrecisionPolicy, read_moments
 from isotype.precision.ranges import FLOAT16_LARGEST, Ranges
 from isotype.train.launched import from_first, processes
 
@@ -100,7 +99,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
         return {layer.module: layer.moments for layer in damages.layers}
 
     written = measured() if processes() == 1 else from_first(measured)
-    return {name: read(text) for name, text in written.items()}
+    return {name: read_moments(text) for name, text in written.items()}
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:

@@ -16,7 +16,7 @@ from isotype.core.formats import FITTED
 from isotype.core.operators import operator_name
 from isotype.model.walk import kind_of
 from isotype.precision.damages import MEASURED
-from isotype.precision.moments import read, written
+from isotype.precision.policy import read_moments, write_moments
 from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
 
 
@@ -64,7 +64,7 @@ class Sums:
     @property
     def moments(self) -> str:
         """Of the input channels, as policies have them."""
-        return "" if self.squares is None else written(self.squares, self.tokens)
+        return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Layers:
             form = self.form
             if form is not None:
                 stored = torch.empty_like(weight, memory_format=torch.contiguous_format)
-                moments = read(self.sums[name].moments) if form in FITTED else None
+                moments = read_moments(self.sums[name].moments) if form in FITTED else None
                 with without_dispatch():
                     for rows in pieces(*weight.shape):
                         stored[rows] = rounded(weight[rows], form, moments)
@@ -133,7 +133,7 @@ class Layers:
         gradients = above.sum(1)
         sums.squares = gradients @ squares + (0 if sums.squares is None else sums.squares)
         sums.tokens += int((gradients > 0).sum())  # a padded token has none
-        moments = read(sums.moments)
+        moments = read_moments(sums.moments)
         damage = dict.fromkeys(MEASURED, 0.0)
         error = dict.fromkeys(MEASURED, 0.0)
         for rows in pieces(*weight.shape):

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from isotype.lora.attention.nothing import attention_to_nothing
-from isotype.lora.attention.plan import LOG2_E, Block, Plan, Spec
+from isotype.lora.attention.plan import LOG2_E, Block, Plan, Spec, attention_to_nothing
 
 _ELEMENTS = 1 << 19
 """Scores that one thread computes at once: 2 MiB in float32. With fewer, starting the operators costs as much as they save."""

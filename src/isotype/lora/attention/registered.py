@@ -21,8 +21,14 @@ from isotype.core.names import plural
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
 from isotype.lora.attention.lengths import by_lengths, lengths_mask, why_not_lengths
 from isotype.lora.attention.lengths import why_not_call as why_not_by_lengths
-from isotype.lora.attention.nothing import attention_to_nothing
-from isotype.lora.attention.plan import Plan, block_rows, plan_of_lengths, plan_of_mask, spec_of
+from isotype.lora.attention.plan import (
+    Plan,
+    attention_to_nothing,
+    block_rows,
+    plan_of_lengths,
+    plan_of_mask,
+    spec_of,
+)
 from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.sequences import Sequences, packed
 from isotype.lora.unpadded import MOST_TOKENS, Unpadded, tried, unpadded, unpadded_sides

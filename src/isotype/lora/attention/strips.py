@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from isotype.core.compiled import NotCompiledError
-from isotype.lora.attention.nothing import attention_to_nothing
-from isotype.lora.attention.plan import Spec
+from isotype.lora.attention.plan import Spec, attention_to_nothing
 from isotype.lora.loops.loading import Loops, loops_of
 from isotype.lora.operators import operator
 

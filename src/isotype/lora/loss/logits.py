@@ -9,8 +9,8 @@ from math import ceil
 import torch
 
 from isotype.compat.torch import FakeTensor
-from isotype.lora.gpu.memory import total_memory
 from isotype.lora.loops.products import Sum, is_used, write_sums
+from isotype.lora.weights import total_memory
 
 SCRATCH = 64 << 20
 """Bytes that the logits of one chunk may take on a CPU, and on a GPU of which torch does not tell the memory."""

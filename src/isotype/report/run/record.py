@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 from isotype.core.errors import IsotypeError, Problem
+from isotype.core.json_records import record_of, text_of
 from isotype.report.run.headroom import Headroom
 
 SCHEMA_VERSION = 2
@@ -371,3 +372,20 @@ def format_loss(loss: float) -> str:
 def _mean(values: Sequence[float]) -> float | None:
     # Dividing first keeps a mean of huge losses from overflowing.
     return sum(value / len(values) for value in values) if values else None
+
+
+def to_json(record: RunRecord) -> str:
+    """A run as strict JSON: `schema_version` and the fields of `RunRecord`, nested records as objects.
+
+    JSON has no NaN and no infinities: they are the strings `"NaN"`, `"Infinity"`, `"-Infinity"`.
+    """
+    return text_of(record, SCHEMA_VERSION)
+
+
+def from_json(text: str) -> RunRecord:
+    """The run that `to_json` wrote.
+
+    Raises:
+        ValueError: it is not JSON, or of another version of the form.
+    """
+    return record_of(text, RunRecord, SCHEMA_VERSION)

@@ -8,6 +8,10 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.records.trace import Call, Origin, Weight
 
+TRANSFORMERS = "/transformers/models/"
+LIBRARIES = (TRANSFORMERS, "/diffusers/")
+"""In the paths of published models' code: many have trained with it, so what looks like a slip there is known to work."""
+
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
     """What introduced the dtype, in one line."""

@@ -12,8 +12,8 @@ from torch import nn
 from isotype.compat.torch import own_buffers
 from isotype.core.random_states import random_states_kept
 from isotype.records.nonfinite import NonFinite
+from isotype.trace.nonfinite.operands import is_finite
 from isotype.trace.nonfinite.recorder import FirstNonFinite, FoundError
-from isotype.trace.nonfinite.values import is_finite
 
 
 def first_nonfinite(

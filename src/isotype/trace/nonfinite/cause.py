@@ -10,8 +10,7 @@ import torch
 
 from isotype.core.operators import leaves, operator_name
 from isotype.records.nonfinite import Cause
-from isotype.trace.nonfinite.operands import Operand, widened
-from isotype.trace.nonfinite.values import readable
+from isotype.trace.nonfinite.operands import Operand, readable, widened
 
 _BY_ELEMENT = (
     "aten._to_copy",

@@ -23,8 +23,7 @@ from isotype.core.source import shown
 from isotype.precision.ranges import is_attention
 from isotype.records.nonfinite import Cause, NonFinite, Value
 from isotype.trace.nonfinite.cause import cause_of, entries_at, exact_result, fresh_elements
-from isotype.trace.nonfinite.operands import Operand, operands_of, written_in
-from isotype.trace.nonfinite.values import is_finite, value_of
+from isotype.trace.nonfinite.operands import Operand, is_finite, operands_of, value_of, written_in
 from isotype.trace.recorder import Place, Recorder
 from isotype.trace.weights import state_tensors
 

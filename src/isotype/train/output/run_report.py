@@ -12,8 +12,7 @@ from rich.console import Console
 from isotype.core.errors import CheckpointError, Problem, SaveError
 from isotype.core.files import write_whole
 from isotype.report.run.html import to_html
-from isotype.report.run.json import from_json, to_json
-from isotype.report.run.record import HTML_NAME, JSON_NAME, RunRecord
+from isotype.report.run.record import HTML_NAME, JSON_NAME, RunRecord, from_json, to_json
 from isotype.train.output.resume import save_identity
 
 

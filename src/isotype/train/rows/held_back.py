@@ -14,8 +14,7 @@ from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import DataError, IsotypeError, first_line
 from isotype.data.methods import METHODS
 from isotype.ranges.batches import Rows
-from isotype.report.run.json import from_json
-from isotype.report.run.record import JSON_NAME, RunRecord
+from isotype.report.run.record import JSON_NAME, RunRecord, from_json
 from isotype.train.options.settings import Settings, parse_settings
 from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row
