@@ -335,9 +335,10 @@ def test_a_saved_policy_is_readable_and_comes_back_equal(tmp_path):
 
 def test_no_policy_and_a_broken_one(tmp_path):
     assert PrecisionPolicy.read(tmp_path) is None
-    (tmp_path / POLICY_FILE).write_text("{}")
-    with pytest.raises(CheckpointError, match="unreadable precision policy"):
-        PrecisionPolicy.read(tmp_path)
+    for text in ("{}", "[" * 100_000):
+        (tmp_path / POLICY_FILE).write_text(text)
+        with pytest.raises(CheckpointError, match="unreadable precision policy"):
+            PrecisionPolicy.read(tmp_path)
 
 
 def test_the_code_book_of_a_layer_is_that_of_its_format():

@@ -61,6 +61,7 @@ def test_a_manifest_tells_what_is_missing_or_cut_off(
         ("trainer_state.json", None, "trainer_state.json is missing"),
         ("trainer_state.json", b'{"global', "trainer_state.json is not JSON"),
         ("trainer_state.json", b"[1]", "trainer_state.json is not JSON"),
+        ("trainer_state.json", b"[" * 100_000, "trainer_state.json is not JSON"),
         ("adapter_model.safetensors", None, "there are no weights in it"),
     ],
 )

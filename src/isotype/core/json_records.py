@@ -75,7 +75,10 @@ def record_of(text: str, kind: type[Record], version: int) -> Record:
     Raises:
         ValueError: it is not JSON, of another version, or of another kind of record.
     """
-    content = json.loads(text)
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     written = content.pop("schema_version", None) if isinstance(content, dict) else None
     if written != version:
         raise ValueError(f"schema_version {written}, expected {version}")

@@ -141,7 +141,7 @@ def _calls(text: str) -> list[Row] | None:
     """The calls that a text of JSON spells, as chat templates take them; None where it spells none."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return None
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -159,5 +159,5 @@ def _arguments(call: Row) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return arguments

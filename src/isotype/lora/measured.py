@@ -54,7 +54,7 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
         return {}
     try:
         held = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     whole = isinstance(held, dict) and all(isinstance(each, dict) for each in held.values())
     return held if whole else {}

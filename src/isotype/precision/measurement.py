@@ -43,7 +43,7 @@ class Measurement:
             measurement: Self = decoded(values, cls)
             measurement.require_whole()
             return measurement
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a measurement: {error}") from error
 
     def require_whole(self) -> None:

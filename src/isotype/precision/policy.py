@@ -276,7 +276,7 @@ class PrecisionPolicy:
             return None
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError.of(
                 "unreadable precision policy",
                 f"{path}: {error}",

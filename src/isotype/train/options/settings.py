@@ -201,7 +201,7 @@ def _check_json(argument: Argument, value: Any) -> None:
         return
     try:
         wrong = None if isinstance(json.loads(value), dict) else "it is no object"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         wrong = str(error)
     if wrong is not None:
         raise UsageError.of(

@@ -201,7 +201,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None where there is no file or no object in it."""
     try:
         content = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
