@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 
 from rich.console import Console
 
@@ -37,30 +38,16 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command that has flags."""
-    from isotype.cli.chat import chat_parser
-    from isotype.cli.doctor import doctor_parser
-    from isotype.cli.explain import explain_parser
-    from isotype.cli.inspect import inspect_parser
-    from isotype.cli.merge import merge_parser
-    from isotype.cli.quality import quality_parser
     from isotype.data.methods import METHODS
     from isotype.planning.request import parser as plan_parser
     from isotype.train.options.settings import training_parser
     from isotype.train.preflight.step_plan import help_parser
 
     training = {name: training_parser(METHODS[name]) for name in METHODS}
-    return {
-        **training,
-        "demo": training["sft"],
-        "plan": plan_parser(),
-        "check": help_parser(),
-        "inspect": inspect_parser(),
-        "quality": quality_parser(),
-        "explain": explain_parser(),
-        "chat": chat_parser(),
-        "merge": merge_parser(),
-        "doctor": doctor_parser(),
-    }
+    others = {"demo": training["sft"], "plan": plan_parser(), "check": help_parser()}
+    for name in ("inspect", "quality", "explain", "chat", "merge", "doctor"):
+        others[name] = getattr(import_module(f"isotype.cli.{name}"), f"{name}_parser")()
+    return {**training, **others}
 
 
 def _tree() -> argparse.ArgumentParser:
