@@ -1,6 +1,6 @@
 """Attention in strips of query rows by compiled loops (strips.cpp), whose scores never leave a core's caches.
 
-What `blocks` computes, by products of 16-bit matrices with sums in float32, which torch has no operator for on a CPU.
+Products of 16-bit matrices with sums in float32, which torch has no operator for on a CPU.
 """
 
 from __future__ import annotations
