@@ -24,7 +24,7 @@ from isotype.train.callback import PrecisionCallback
 from isotype.train.governed import governed
 from isotype.train.monitor import step_values
 from isotype.train.monitor.progress import ProgressView
-from isotype.train.monitor.recorder import SAMPLING_SECONDS, Kept, RunRecorder, StepMeasures, memory_meter
+from isotype.train.monitor.recorder import SAMPLING_SECONDS, Kept, RunRecorder, memory_meter
 from isotype.train.monitor.step_values import StepValues
 from tests.pairwise import few, pairwise
 from tests.train.test_governed import build
@@ -72,7 +72,8 @@ def test_only_the_first_process_shows_progress_but_every_one_measures():
     accelerator = SimpleNamespace(scaler=None, optimizer_step_was_skipped=False)
     trainer = SimpleNamespace(
         accelerator=accelerator,
-        take_step_measures=lambda: StepMeasures(tokens=8, loss=1.0, grad_norm=None, memory_bytes=5),
+        step_values=lambda: StepValues(tokens=8, loss=1.0, grad_norm=None),
+        take_step=lambda: 5,
         compute_loss=lambda *_: 1.0,
         _get_grad_norm=lambda *_: 1.0,
     )
@@ -189,7 +190,7 @@ def test_a_gradient_that_is_not_finite_is_ordinary_under_a_scaler_alone(scaled, 
         step_values=lambda: StepValues(1, 2.0, float("inf"), 65536.0 if scaled else None),
         accelerator=SimpleNamespace(optimizer_step_was_skipped=False),
         last_checkpoint=lambda: None,
-        take_step_measures=lambda: StepMeasures(1, 2.0, float("inf"), 0),
+        take_step=lambda: 0,
         args=arguments,
     )
     recorder = RunRecorder(trainer)
@@ -367,7 +368,7 @@ def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
     assert reduced == [[10.0, 1.0, 0.0]]
     assert trainer.stop_asked
     trainer.asks_to_stop = lambda: True
-    trainer.take_step_measures()
+    trainer.take_step()
     trainer._step_loss = torch.tensor(1.0)
     trainer.step_values()
     assert reduced[-1] == [0.0, 1.0, 1.0]

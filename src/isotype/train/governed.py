@@ -37,7 +37,7 @@ from isotype.model.recompute import needs_input_gradients
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.compilation import take_compilation
 from isotype.train.monitor.diverged import not_finite
-from isotype.train.monitor.recorder import MemoryMeter, StepMeasures, memory_meter
+from isotype.train.monitor.recorder import MemoryMeter, memory_meter
 from isotype.train.monitor.step_values import LaunchedValues, StepValues, launched
 from isotype.train.output.checkpoints import (
     Order,
@@ -188,11 +188,6 @@ class _Governed:
         scale = loss_scale(self.accelerator.scaler)
         parts = (self._step_tokens, self._step_loss, self.asks_to_stop(), self._step_norm, scale)
         return launched(parts, self.args.device, self.accelerator)
-
-    def take_step_measures(self: Any) -> StepMeasures:
-        """The measures of the optimizer step that has just ended; the next step starts from zero."""
-        values = self.step_values()
-        return StepMeasures(values.tokens, values.loss, values.grad_norm, self.take_step(), values.scale)
 
     def take_step(self: Any) -> int:
         """The most bytes of memory in the optimizer step that has just ended; the next step starts from zero."""
@@ -394,6 +389,13 @@ def masters_of(model: Any) -> dict[str, torch.Tensor]:
 def mixed_precision_name(policy: PrecisionPolicy) -> str:
     """accelerate's name for the policy's autocast: `"no"`, `"bf16"` or `"fp16"`."""
     return {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[policy.autocast]
+
+
+def apply_to_arguments(policy: PrecisionPolicy, training: Any) -> None:
+    """Set `fp16`, `bf16` and what follows from them on transformers' TrainingArguments."""
+    training.bf16 = policy.compute == torch.bfloat16
+    training.fp16 = policy.compute == torch.float16
+    training.mixed_precision = mixed_precision_name(policy)
 
 
 def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:

@@ -40,20 +40,12 @@ from isotype.train import describe
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import sound_attention, take_one_gpu, training_device, wait_less
 from isotype.train.generate import Prompt, answer
-from isotype.train.governed import (
-    enforce_trainer,
-    governed,
-    masters_of,
-    mixed_precision_name,
-)
+from isotype.train.governed import apply_to_arguments, enforce_trainer, governed, masters_of
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, processing_class, reference_there
 from isotype.train.options.settings import Settings, cure_by_name
-from isotype.train.output.checkpoints import (
-    remove_other_kind,
-    trained_kind,
-)
+from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
     check_resume,
     identity_of,
@@ -190,13 +182,6 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
         if unlocked is not None:
             console.print(wrapped(f"note: {unlocked}", console), highlight=False, markup=False)
         yield
-
-
-def apply_to_arguments(policy: PrecisionPolicy, training: Any) -> None:
-    """Set `fp16`, `bf16` and what follows from them on transformers' TrainingArguments."""
-    training.bf16 = policy.compute == torch.bfloat16
-    training.fp16 = policy.compute == torch.float16
-    training.mixed_precision = mixed_precision_name(policy)
 
 
 @contextmanager

@@ -29,8 +29,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
     with torch.autocast(q.device.type, enabled=False):
-        wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
-        parts = [_part(*(x[slice(*part.batch)] for x in wide), part, spec.scale) for part in spec.plan.parts]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q_, k_, v_ = q.to(wide), k.to(wide), v.to(wide)
+        parts = [
+            _part(q_[slice(*part.batch)], k_[slice(*part.batch)], v_[slice(*part.batch)], part, spec.scale)
+            for part in spec.plan.parts
+        ]
         return torch.cat(parts).to(q.dtype).transpose(1, 2)
 
 

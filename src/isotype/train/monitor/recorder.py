@@ -106,17 +106,6 @@ SAMPLING_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class StepMeasures:
-    """What a governed trainer measured in one optimizer step; the attributes are those of `StepRecord`."""
-
-    tokens: int
-    loss: float
-    grad_norm: float | None
-    memory_bytes: int
-    loss_scale: float | None = None
-
-
-@dataclass(frozen=True)
 class _Deferred:
     """A step whose values are on their way to the host, and what else is known of it."""
 
@@ -228,7 +217,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         values = self.trainer.step_values()
         what = self._watch.ends(values)
         if what is not None:
-            record = self._record(state.global_step + 1)
+            record = self._record(state.global_step + 1, values)
             if self._headroom is not None:
                 self._headroom.end_step(record.step)
             self._end(what, record, values, self._watch.batches())
@@ -283,28 +272,24 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._headroom.end_step(state.global_step)
         if self._launched is not None:
             values, self._launched = self._launched.sent(), None
-            measures = StepMeasures(0, math.nan, None, self.trainer.take_step())
-            record = self._record_of(state.global_step, measures)
+            record = self._record(state.global_step, StepValues(0, math.nan, None))
             self._deferred = _Deferred(record, values, self._watch.batches())
             if any(getattr(control, name) for name in _SEEN):
                 self.settle()
             return
-        self.steps.append(self._record(state.global_step))
+        self.steps.append(self._record(state.global_step, self.trainer.step_values()))
         self._show(state, self.steps[-1])
 
-    def _record(self, step: int) -> StepRecord:
-        return self._record_of(step, self.trainer.take_step_measures())
-
-    def _record_of(self, step: int, measures: StepMeasures) -> StepRecord:
+    def _record(self, step: int, values: StepValues) -> StepRecord:
         return StepRecord(
             step=step,
-            loss=measures.loss,
+            loss=values.loss,
             learning_rate=self._learning_rate,
-            grad_norm=measures.grad_norm,
-            tokens=measures.tokens,
+            grad_norm=values.grad_norm,
+            tokens=values.tokens,
             seconds=time.perf_counter() - self._began,
-            memory_bytes=measures.memory_bytes,
-            loss_scale=measures.loss_scale,
+            memory_bytes=self.trainer.take_step(),
+            loss_scale=values.scale,
             skipped=bool(self.trainer.accelerator.optimizer_step_was_skipped),
         )
 
