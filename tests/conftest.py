@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Importing and tracing make many objects and few cycles: looking for garbage all the time takes a tenth of the suite.
+gc.set_threshold(20_000, 20, 50)
 # Before torch and bitsandbytes are loaded: threads make tiny models ten times slower where tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is compiled is kept, whatever the shell says: hundreds of processes would compile the libraries again.
@@ -123,7 +125,3 @@ def _skip_once_a_file(config: pytest.Config, items: list[pytest.Item]) -> None:
         config.hook.pytest_deselected(items=others)
     left = {id(item) for _, *others in lacking.values() for item in others}
     items[:] = [item for item in items if id(item) not in left]
-
-
-# Tracing makes many objects and few cycles: looking for garbage all the time takes a tenth of the suite.
-gc.set_threshold(20_000, 20, 50)

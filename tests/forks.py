@@ -31,8 +31,10 @@ ROOT = Path(__file__).parents[1]
 def serve(address: Path, modules: Sequence[str], line: int | None = None) -> None:
     """Import modules and fork a process for every request, until the other end of `line` is closed; None: until killed."""
     cpus.install()
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
+    gc.enable()
     gc.collect()
     gc.freeze()
     # What answers requests has nothing to say to this process when it ends.

@@ -23,6 +23,7 @@ from isotype.preflight.script.diagnosis import Diagnosis
 from isotype.preflight.script.family import Family
 from isotype.preflight.script.options import Options
 from isotype.preflight.script.session import cleaned
+from tests.processes import run_code
 from tests.train.tiny import save_chat_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -67,10 +68,12 @@ def _plain(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_output_status_and_traceback_are_those_of_python(capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("raw_loop", "late")
-    plain, (status, out, err) = _plain(*script), _run(capsys, *script)
+    code = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    plain, (status, out, err) = run_code(code, *script), _run(capsys, *script)
     assert status == plain.returncode == 1
     assert out == plain.stdout
-    assert plain.stderr in err
+    begins = f'  File "{script[0]}"'  # below it is what started the script
+    assert begins + plain.stderr.partition(begins)[2] in err
 
 
 def test_a_script_without_torch_runs_and_that_is_said(tmp_path: Path) -> None:
