@@ -32,7 +32,7 @@ COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "completion
 
 CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
-"""What these make is in files: they go on where nothing can be printed any more."""
+"""Their results are files: they go on where nothing can be printed any more."""
 
 _METHODS = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
 _USAGE = f"""\

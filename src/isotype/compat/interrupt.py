@@ -1,4 +1,4 @@
-"""What ends a command from outside: Ctrl-C, SIGTERM and a terminal that hangs up, and the exit status of each."""
+"""Signals that end a command: Ctrl-C, SIGTERM and a terminal that hangs up, and the exit status of each."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ BITS = 100_000
 """Of a whole number: beyond, a single product takes seconds, which no signal ends."""
 
 ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a template raises besides jinja's own errors."""
+"""Errors that a template raises besides jinja's own."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -120,7 +120,7 @@ def limit_templates() -> None:
 
 
 def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
-    """What `tokenizer.apply_chat_template` makes of the turns of a conversation.
+    """The text that `tokenizer.apply_chat_template` makes of the turns of a conversation.
 
     Raises:
         TemplateError: the template fails, in whatever way.

@@ -157,7 +157,7 @@ def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Whether a hook is neither of isotype nor of torch, both of which take a batch of any shape."""
+    """A hook is neither of isotype nor of torch, both of which take a batch of any shape."""
     return str(getattr(hook, "__module__", None)).partition(".")[0] not in ("isotype", "torch")
 
 
@@ -252,7 +252,7 @@ def mixes_documents(model: Any) -> str:
 
 
 def _mixes(backbone: Any) -> bool:
-    """Whether the second documents of two rows hang by the first ones, or are not what they are alone."""
+    """The second documents of two rows hang by the first ones, or are not what they are alone."""
     device = next(backbone.parameters()).device
     ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
     order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT

@@ -33,7 +33,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen.
+    """Options that were chosen.
 
     Attributes:
         options: index of each layer's option.

@@ -380,7 +380,7 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
 
 
 def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) -> bool:
-    """Whether the step has float16 in it and was traced, and weights and inputs have values."""
+    """The step has float16 in it and was traced, and weights and inputs have values."""
     if trace.failure is not None or not computes_float16(trace):
         return False
     named = bool(inputs) and all(name.isidentifier() for name in inputs)
@@ -389,7 +389,7 @@ def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) ->
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether its values are here, whole: not on the meta device, not faked, not sharded."""
+    """Its values are here, whole: not on the meta device, not faked, not sharded."""
     here = not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, FakeTensor)
     return here and not is_traceable_wrapper_subclass(tensor)
 

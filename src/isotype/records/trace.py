@@ -323,7 +323,7 @@ class Setup:
 
     @property
     def limit(self) -> Room:
-        """What the step may take of the device's memory."""
+        """The device's memory that the step may take."""
         return self.room or room_of(self.profile, all_free=True)
 
 

@@ -428,6 +428,6 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Whether a finding rests on contracts that were not measured on the device."""
+    """A finding rests on contracts that were not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)

@@ -421,7 +421,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
 
 
 def _check_completions(settings: Settings, data: Any) -> None:
-    """Whether `--completion_only_loss True` finds completions.
+    """Check that `--completion_only_loss True` finds completions.
 
     Raises:
         UsageError: it does not.
@@ -441,7 +441,7 @@ def _check_completions(settings: Settings, data: Any) -> None:
 
 
 def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
-    """Whether the model has every id of rows that are token ids already.
+    """Check that the model has every id of rows that are token ids already.
 
     Raises:
         DataError: it has not.

@@ -182,7 +182,7 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
 
 
 def _scale(config: Any) -> float:
-    """What the model multiplies its logits by: each family has a name of its own for it."""
+    """The factor of the model's logits: each family has a name of its own for it."""
     # Cohere, MPT (where it may be None); Muse Glimmer; Falcon-H1.
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale = getattr(config, name, None)

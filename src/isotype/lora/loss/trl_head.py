@@ -98,12 +98,12 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Whether rows behind one another cost attention no more than each by itself: it has no mask of all pairs."""
+    """Rows behind one another cost attention no more than each by itself: it has no mask of all pairs."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
 def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
-    """Whether `isotype.fuse` would let a model without weights go by lengths on a device, as far as it can be known."""
+    """`isotype.fuse` would let a model without weights go by lengths on a device, as far as it can be known."""
     config, policy = model.config, policy_of(model)
     dtype = model.dtype if policy is None else policy.compute
     return (
@@ -334,7 +334,7 @@ def _fused(
     kwargs: dict[str, Any],
     present: torch.Tensor | None,
 ) -> Any:
-    """What TRL's forward returns, of a model that is called with `args` and `kwargs`; `present` says what is no padding beside positions."""
+    """The result of TRL's forward, of a model that is called with `args` and `kwargs`; `present` says what is no padding beside positions."""
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):

@@ -1,4 +1,4 @@
-"""What a step may take of a device's memory: the one share that every verdict, plan and choice goes by."""
+"""The memory of a device that a step may take: the one share that every verdict, plan and choice goes by."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Room:
         return self.words if self.size is None else f"{format_bytes(self.size)} ({self.words})"
 
     def holds(self, peak: int) -> bool:
-        """Whether a step with this peak in bytes fits; also if the room is not known."""
+        """A step with this peak in bytes fits; also if the room is not known."""
         return self.size is None or peak <= self.size
 
 

@@ -81,7 +81,7 @@ class Record:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within what a step may take of the device's memory; None if either is not known."""
+        """The peak is within the device's memory that a step may take; None if either is not known."""
         limit, peak = self.trace.setup.limit, self.memory.peak
         return None if limit.size is None or not peak else limit.holds(peak)
 

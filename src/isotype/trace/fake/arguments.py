@@ -83,7 +83,7 @@ def converted(value: Any, target: torch.dtype) -> Any:
 
 
 def made_in(dtype: torch.dtype, result: Any) -> Any:
-    """What an operator made of no float, in another float dtype."""
+    """The result of an operator without float operands, in another float dtype."""
     if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS or result.dtype == dtype:
         return result
     with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():

@@ -30,7 +30,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every element that can be read is a number."""
+    """Every element that can be read is a number."""
     values = readable(tensor)
     if values is None:
         return True

@@ -68,7 +68,7 @@ class HeadroomMeter:
             self._seen.clear()
 
     def record(self) -> Headroom | None:
-        """What was seen so far; None for a model without blocks, or before the first look."""
+        """The samples so far; None for a model without blocks, or before the first look."""
         if not self._samples:
             return None
         return Headroom(tuple(self._blocks), self._dtype, tuple(self._samples))

@@ -214,7 +214,7 @@ logger = logging.getLogger("isotype")
 
 @dataclass(frozen=True)
 class Order:
-    """What the order of the epoch was drawn from: torch's random state at its begin, and that of the sampler's generator."""
+    """The random states that the order of the epoch was drawn from: torch's random state at its begin, and that of the sampler's generator."""
 
     sampler: Any
     drawn_from: dict[str, torch.Tensor]
@@ -257,7 +257,7 @@ def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
 
 
 def _moves_reference(trainer: Any) -> bool:
-    """Whether the reference model follows the one that is trained (`--sync_ref_model`): it is no longer the base."""
+    """The reference model follows the one that is trained (`--sync_ref_model`): it is no longer the base."""
     return (
         bool(getattr(trainer.args, "sync_ref_model", False))
         and getattr(trainer, "ref_model", None) is not None

@@ -76,7 +76,7 @@ class PlannedStep:
 
     @cached_property
     def room(self) -> Room:
-        """What the step may take of its device's memory."""
+        """The memory of its device that the step may take."""
         return room_of(device_profile(self.plan.device))
 
     def choice(self) -> Choice:
@@ -291,7 +291,7 @@ def _inputs(plan: StepPlan, model: Any, length: int) -> Any:
 
 
 def _by_lengths(plan: StepPlan, model: Any) -> bool:
-    """Whether the training's attention takes packed rows by their lengths, which a model without weights does not show."""
+    """The training's attention takes packed rows by their lengths, which a model without weights does not show."""
     profile = device_profile(plan.device)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     fused = plan.fuse and plan.lora is not None
