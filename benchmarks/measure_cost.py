@@ -113,7 +113,7 @@ def largest_part(source: str | Path) -> int:
     """Weights of the largest part of a checkpoint that has to be in memory at one time."""
     from isotype.checkpoint.opened import config_of, open_model
     from isotype.checkpoint.stored_weights import blank_model
-    from isotype.ranges.measured import parts
+    from isotype.ranges.measure import parts
 
     return max(parts(blank_model(config_of(open_model(source)))), default=0)
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import torch
 
 from isotype.core.json_records import NONFINITE, Names, keys_of
-from isotype.planning import json as plan
+from isotype.planning import from_request as plan
 from isotype.report.check import json as check
 from isotype.report.run import record as run
 from tools.sources import PACKAGE, ROOT

@@ -9,7 +9,7 @@ import pytest
 
 from isotype.planning.record import Time
 from isotype.planning.request import parse_request
-from isotype.planning.workload import longest_of_batches, work_of
+from isotype.planning.search import longest_of_batches, work_of
 from isotype.train.rows.lengths import Lengths
 from tests.planning.rows import row
 

@@ -18,7 +18,7 @@ from isotype.checkpoint.values.dequantize import dequantize
 from isotype.core import bar
 from isotype.core.errors import UsageError
 from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
-from isotype.ranges import measured
+from isotype.ranges import measure as ranges_measure
 from isotype.ranges.magnitude import magnitude
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.pairwise import pairwise
@@ -205,9 +205,9 @@ def test_bfloat16_where_it_is_asked_for() -> None:
 def test_little_memory_takes_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     block = sum(each.numel() for each in model.model.layers[0].parameters())
-    monkeypatch.setattr(measured, "free_memory", lambda device: 5 * block)
+    monkeypatch.setattr(ranges_measure, "free_memory", lambda device: 5 * block)
     assert isotype.measure_ranges(model, tiny_batch("llama")).dtype == "bfloat16"
-    monkeypatch.setattr(measured, "free_memory", lambda device: 7 * block)
+    monkeypatch.setattr(ranges_measure, "free_memory", lambda device: 7 * block)
     assert isotype.measure_ranges(model, tiny_batch("llama")).dtype == "float32"
 
 

@@ -21,8 +21,7 @@ from isotype.core.errors import CheckpointError
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.ranges import Ranges
 from isotype.ranges.batches import Batches, given_batches, made_batches, require_positions
-from isotype.ranges.measure import measure
-from isotype.ranges.measured import Measured, base_of, of_module
+from isotype.ranges.measure import Measured, base_of, measure, of_module
 from isotype.ranges.weights import Weight
 
 TOKENS = 256

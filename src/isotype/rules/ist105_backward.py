@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.words import advice
 
 TITLE = "A mismatch that only the backward meets"
 CLAIMS = (Claim("phase", lambda broken: broken.call.phase == "backward" and not broken.call.recomputed),)

@@ -29,7 +29,7 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.fixes import advice, setting
+from isotype.rules.kit.words import advice, setting
 
 TITLE = "Recomputation in other dtypes than the forward"
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)

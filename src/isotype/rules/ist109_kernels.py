@@ -30,8 +30,7 @@ from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import UNSAFE, Call, Trace
 from isotype.rules.kit.claims import Broken, Claim
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.fixes import advice, fix
-from isotype.rules.kit.words import device_says
+from isotype.rules.kit.words import advice, device_says, fix
 
 TITLE = "No kernel for this dtype"
 

@@ -34,7 +34,7 @@ from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Failure, Trace
 from isotype.rules import ist403_packed_raw
 from isotype.rules.kit import contract_rule
-from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.words import advice
 
 TITLE = "The step could not be traced to its end"
 KIND: Kind = "untraced"

@@ -43,10 +43,9 @@ from isotype.records.finding import Action, Cost, Finding, Fix, finding_at, plac
 from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.fixes import actions, and_its_like, safety_of_cast
 from isotype.rules.kit.groups import Group
 from isotype.rules.kit.weight_sets import names
-from isotype.rules.kit.words import TRANSFORMERS, cause_text, evidence
+from isotype.rules.kit.words import TRANSFORMERS, actions, and_its_like, cause_text, evidence, safety_of_cast
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
 

@@ -39,9 +39,8 @@ from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding, finding_at
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import cast_fix
-from isotype.rules.kit.words import cause_text
+from isotype.rules.kit.words import advice, cause_text
 
 TITLE = "Weights or adapter inputs that are cast again at every step"
 

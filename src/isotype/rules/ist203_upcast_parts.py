@@ -42,8 +42,8 @@ from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import cast_fix, finding_of, names
+from isotype.rules.kit.words import advice
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"
 

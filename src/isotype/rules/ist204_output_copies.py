@@ -39,8 +39,8 @@ from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding, finding_at
 from isotype.records.trace import Call, Origin, Trace
 from isotype.rules.kit import costs
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.per_trace import per_trace
+from isotype.rules.kit.words import advice
 
 TITLE = "Whole outputs copied to float32"
 

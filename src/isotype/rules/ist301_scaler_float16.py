@@ -35,9 +35,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, modules, trained
-from isotype.rules.kit.words import device_says
+from isotype.rules.kit.words import device_says, fix
 
 TITLE = "GradScaler with float16 trainable parameters"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)

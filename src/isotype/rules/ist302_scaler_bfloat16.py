@@ -30,9 +30,8 @@ import torch
 
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.fixes import setting
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import device_says
+from isotype.rules.kit.words import device_says, setting
 
 TITLE = "GradScaler without float16"
 

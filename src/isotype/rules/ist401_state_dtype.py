@@ -31,8 +31,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named
 from isotype.records.finding import Finding
 from isotype.records.trace import Origin, Trace, Weight
-from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, modules, quantized
+from isotype.rules.kit.words import fix
 
 TITLE = "A quantization state of another dtype than its layer computes in"
 

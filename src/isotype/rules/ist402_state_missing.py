@@ -26,8 +26,8 @@ from collections.abc import Iterator
 from isotype.core.names import agree
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import count, finding_of, quantized
+from isotype.rules.kit.words import advice
 
 TITLE = "A quantized layer without its quantization state"
 

@@ -34,9 +34,8 @@ from isotype.core.names import agree, named, plural, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Failure, Operand, Trace, Weight
 from isotype.rules.kit.claims import Claim
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import count, finding_of
-from isotype.rules.kit.words import device_says
+from isotype.rules.kit.words import advice, device_says
 
 TITLE = "Packed codes taken for a weight"
 CLAIMS = (Claim("dtype", lambda broken: broken.agrees and broken.packed, grouped=False),)

@@ -30,8 +30,8 @@ from isotype.core.names import agree, named
 from isotype.records.finding import Cost, Finding, Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.fixes import actions
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, main_dtype, modules, quantized
+from isotype.rules.kit.words import actions
 
 TITLE = "4-bit layers that compute in another dtype than the model"
 

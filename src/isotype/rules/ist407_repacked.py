@@ -30,8 +30,8 @@ from collections.abc import Iterator
 
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
+from isotype.rules.kit.words import fix
 
 TITLE = "4-bit weights that an evaluation on this CPU repacks"
 

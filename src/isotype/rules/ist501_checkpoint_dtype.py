@@ -38,8 +38,8 @@ from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding, Severity
 from isotype.records.trace import FLOATS, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import cast_fix, finding_of, main_dtype
+from isotype.rules.kit.words import advice
 
 TITLE = "A checkpoint's dtype that did not survive loading"
 

@@ -35,8 +35,8 @@ from collections.abc import Iterator
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Finding
 from isotype.records.trace import FLOATS, Trace
-from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.weight_sets import finding_of, names
+from isotype.rules.kit.words import fix
 
 TITLE = "Trained adapters of different dtypes"
 

@@ -44,8 +44,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import short, starred
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Operand, Trace, Weight
-from isotype.rules.kit.fixes import actions, advice
 from isotype.rules.kit.weight_sets import HALVES, casts, count, finding_of, names, spacing
+from isotype.rules.kit.words import actions, advice
 
 TITLE = "A 16-bit weight that is added to in place"
 

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 
 from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Trace
-from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.words import advice
 
 TITLE = "Library versions that do not fit each other"
 KIND: Kind = "versions"

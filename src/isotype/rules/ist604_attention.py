@@ -38,9 +38,8 @@ from isotype.records.finding import Finding, Kind, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.groups import Group
-from isotype.rules.kit.words import cause_text, evidence
+from isotype.rules.kit.words import advice, cause_text, evidence
 
 TITLE = "An attention kernel that the device or the dtype rules out"
 KIND: Kind = "device"

@@ -47,7 +47,7 @@ from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding, Fix, Kind
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.fixes import fix
+from isotype.rules.kit.words import fix
 
 TITLE = "The step does not fit into the device's memory"
 KIND: Kind = "memory"

@@ -33,8 +33,7 @@ import torch
 from isotype.core.names import distinct_names, plural, short
 from isotype.records.finding import ActionKind, Finding, Fix, Kind, finding_at
 from isotype.records.trace import Call, Origin, Trace
-from isotype.rules.kit.fixes import advice, and_its_like, fix
-from isotype.rules.kit.words import LIBRARIES, cause_text
+from isotype.rules.kit.words import LIBRARIES, advice, and_its_like, cause_text, fix
 
 TITLE = "float64 on a device without it"
 KIND: Kind = "device"

@@ -33,8 +33,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.grouping import grouped
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.fixes import advice, setting
 from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, trained
+from isotype.rules.kit.words import advice, setting
 
 TITLE = "FSDP1 over parameters of several dtypes"
 

@@ -29,8 +29,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import count, finding_of, quantized
+from isotype.rules.kit.words import advice
 
 TITLE = "FSDP over integer codes"
 

@@ -35,8 +35,8 @@ from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import count, finding_of
+from isotype.rules.kit.words import advice, fix
 
 TITLE = "Values beyond float16's range"
 CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.message, settled=False),)

@@ -31,8 +31,8 @@ from isotype.core.grouping import grouped
 from isotype.core.names import agree, named, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Trace, Weight
-from isotype.rules.kit.fixes import advice, fix
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, names
+from isotype.rules.kit.words import advice, fix
 
 TITLE = "Rotary positions in 16 bit"
 

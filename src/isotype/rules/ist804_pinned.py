@@ -26,8 +26,8 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import HALVES, borders, casts, count, finding_of
+from isotype.rules.kit.words import advice
 
 TITLE = "A pinned parameter in 16 bit"
 

@@ -27,9 +27,8 @@ from isotype.core.grouping import grouped
 from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import HALVES
-from isotype.rules.kit.words import evidence
+from isotype.rules.kit.words import advice, evidence
 
 TITLE = "A long reduction returned in 16 bit"
 

@@ -31,9 +31,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
 from isotype.records.finding import Action, Finding, Fix, finding_at
 from isotype.records.trace import Call, Operand, Trace, Weight
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.weight_sets import HALVES
-from isotype.rules.kit.words import evidence
+from isotype.rules.kit.words import advice, evidence
 
 TITLE = "Experts chosen from 16-bit scores"
 

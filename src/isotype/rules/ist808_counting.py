@@ -30,8 +30,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.fixes import advice, fix
-from isotype.rules.kit.words import cause_text
+from isotype.rules.kit.words import advice, cause_text, fix
 
 TITLE = "Whole numbers beyond what 16 bits count"
 

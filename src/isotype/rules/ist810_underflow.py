@@ -33,8 +33,8 @@ from collections.abc import Iterator
 from isotype.precision.ranges import first_loss_scale
 from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Trace
-from isotype.rules.kit.fixes import advice
 from isotype.rules.kit.value_ranges import flushed
+from isotype.rules.kit.words import advice
 
 TITLE = "Gradients too small for float16 at the first loss scale"
 KIND: Kind = "values"

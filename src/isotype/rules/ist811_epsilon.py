@@ -31,8 +31,7 @@ from isotype.core.grouping import grouped
 from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.fixes import advice
-from isotype.rules.kit.words import TRANSFORMERS, evidence
+from isotype.rules.kit.words import TRANSFORMERS, advice, evidence
 
 TITLE = "An epsilon that is zero in float16"
 

@@ -32,7 +32,7 @@ from isotype.core.names import plural
 from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, may_return_nan
 from isotype.records.finding import Finding, Kind, finding_at
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.fixes import advice
+from isotype.rules.kit.words import advice
 
 TITLE = "Gradients of attention that may be NaN on Hopper"
 KIND: Kind = "device"

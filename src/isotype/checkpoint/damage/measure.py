@@ -23,8 +23,7 @@ from isotype.core.names import base_name, listed, plural
 from isotype.precision.damages import Damages, LayerDamage
 from isotype.precision.devices.probe import real_device
 from isotype.ranges.batches import Batches
-from isotype.ranges.measure import on_device, undisturbed
-from isotype.ranges.measured import Measured
+from isotype.ranges.measure import Measured, on_device, undisturbed
 from isotype.ranges.twin import Twin, twin_of
 
 _SEED = 0

@@ -13,9 +13,9 @@ from isotype.core.grouping import grouped
 from isotype.core.names import distinct_names, listed, short, starred
 from isotype.records.finding import Fix
 from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
-from isotype.rules.kit.fixes import fix
 from isotype.rules.kit.groups import SCATTERS, Group
 from isotype.rules.kit.per_trace import per_trace
+from isotype.rules.kit.words import fix
 
 
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:

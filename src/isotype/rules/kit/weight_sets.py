@@ -13,7 +13,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, starred
 from isotype.records.finding import Action, Finding, Fix, Severity, places
 from isotype.records.trace import Quantization, Trace, Weight
-from isotype.rules.kit.fixes import actions, fix, safety_of_cast
+from isotype.rules.kit.words import actions, fix, safety_of_cast
 
 HALVES = (torch.bfloat16, torch.float16)
 _SMALLEST = {torch.bfloat16: -126, torch.float16: -14}  # exponent of the smallest normal value

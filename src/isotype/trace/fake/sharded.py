@@ -163,7 +163,7 @@ class ProcessMemory:
 
     def _leaving(self, each: _Gathering) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            if not _in_backward():
+            if not in_backward():
                 self._forwards.append(each)
                 if each.group.reshard:
                     self._ledger.add("gathered", -each.whole)
@@ -236,7 +236,3 @@ def _differentiable(values: Any) -> Iterator[torch.Tensor]:
     elif isinstance(values, (list, tuple, Mapping)):
         for each in values.values() if isinstance(values, Mapping) else values:
             yield from _differentiable(each)
-
-
-def _in_backward() -> bool:
-    return in_backward()
