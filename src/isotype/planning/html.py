@@ -10,7 +10,7 @@ from isotype.core.units import format_bytes
 from isotype.planning.goal import front
 from isotype.planning.record import Device, Record, Row
 from isotype.planning.text import cells_of, heads_of, lines_of, title_of
-from isotype.report.charts import escape, nice_ticks, tick_labels
+from isotype.report.charts import escape, nice_ticks, percent, tick_labels, value_axis
 from isotype.report.html import package_file, render
 
 _GIB = 2**30
@@ -84,7 +84,7 @@ def picture(rows: Sequence[Row], chosen: Row | None) -> str:
     return (
         '<svg role="img" aria-label="memory against tokens a second">'
         f"{_axes(wide, high)}"
-        f'<line class="capacity" x1="{_percent(room / _GIB / wide)}" x2="{_percent(room / _GIB / wide)}" y1="0" y2="100%"/>'
+        f'<line class="capacity" x1="{percent(room / _GIB / wide)}" x2="{percent(room / _GIB / wide)}" y1="0" y2="100%"/>'
         '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%">'
         f'<path class="front" d="M{line}"/></svg>'
         f"{''.join(_point(row, wide, high, row in best, row == chosen) for row in shown)}</svg>"
@@ -92,14 +92,10 @@ def picture(rows: Sequence[Row], chosen: Row | None) -> str:
 
 
 def _axes(wide: float, high: float) -> str:
-    across, up = nice_ticks(0.0, wide, 6), nice_ticks(0.0, high, 5)
-    return "".join(
-        f'<text x="{_percent(tick / wide)}" y="100%" dy="1.4em" text-anchor="middle">{label} GiB</text>'
+    across = nice_ticks(0.0, wide, 6)
+    return value_axis(high, 5, "/s") + "".join(
+        f'<text x="{percent(tick / wide)}" y="100%" dy="1.4em" text-anchor="middle">{label} GiB</text>'
         for tick, label in zip(across, tick_labels(across), strict=True)
-    ) + "".join(
-        f'<line class="grid" x1="0" x2="100%" y1="{_percent(1 - tick / high)}" y2="{_percent(1 - tick / high)}"/>'
-        f'<text x="-8" y="{_percent(1 - tick / high)}" dy="0.32em" text-anchor="end">{label}/s</text>'
-        for tick, label in zip(up, tick_labels(up), strict=True)
     )
 
 
@@ -107,13 +103,9 @@ def _point(row: Row, wide: float, high: float, best: bool, chosen: bool) -> str:
     css = "point" + " best" * best + " chosen" * chosen
     words = f"{row.storage}, checkpointing {row.checkpointing}, {row.rows} of {row.length:,}"
     words += f": {format_bytes(row.peak)}, {row.speed:,.0f} tokens/s"
-    x, y = _percent(row.peak / _GIB / wide), _percent(1 - row.speed / high)
+    x, y = percent(row.peak / _GIB / wide), percent(1 - row.speed / high)
     name = f"{row.storage}{'' if row.checkpointing == 'off' else ' ✓'}"
     return (
         f'<circle class="{css}" cx="{x}" cy="{y}" r="5"><title>{escape(words)}</title></circle>'
         f'<text x="{x}" y="{y}" dx="8" dy="0.32em">{escape(name)}</text>'
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}%"

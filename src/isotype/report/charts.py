@@ -117,14 +117,15 @@ def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str
         share = part.amount / total
         text = escape(f"{part.label} · {number(part.amount)} · {100 * share:.1f} %")
         rects.append(
-            f'<rect class="part {escape(part.css_class)}" x="{_percent(left)}" width="{_percent(share)}" height="100%">'
+            f'<rect class="part {escape(part.css_class)}" x="{percent(left)}" width="{percent(share)}" height="100%">'
             f"<title>{text}</title></rect>"
         )
         left += share
     return f'<svg class="bar" role="img" aria-label="{escape(f"{title}: {words}")}">{"".join(rects)}</svg>'
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A place or length in a picture: `12.50%`."""
     return f"{100 * share:.2f}%"
 
 
@@ -161,12 +162,7 @@ def stacked_areas(
     sums = [0.0] * count
     tops = [sums := [low + amount for low, amount in zip(sums, area.amounts, strict=True)] for area in areas]
     high = 1.06 * max(max(sums), limit or 0.0)
-    ticks = nice_ticks(0.0, high, 4)
-    grid = "".join(
-        f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
-        f'<text class="tick" x="-8" y="{at}" dy="0.32em" text-anchor="end">{label}</text>'
-        for at, label in ((_percent(1 - tick / high), label) for tick, label in zip(ticks, tick_labels(ticks), strict=True))
-    )  # fmt: skip
+    grid = value_axis(high, 4)
     floor, shapes = [0.0] * count, []
     for area, top in zip(areas, tops, strict=True):
         points = [f"{1000 * i / count:.1f} {1000 * (1 - value / high):.1f}" for i, value in _stairs(top)]
@@ -181,18 +177,29 @@ def stacked_areas(
     marks = "".join(
         f'<line class="axis" x1="{at}" x2="{at}" y1="0" y2="100%"/>{_span_label(span, end, count, at)}'
         for span, end in zip(spans, ends, strict=True)
-        for at in (_percent(span.start / count),)
+        for at in (percent(span.start / count),)
     )
     over = (
         ""
         if limit is None
-        else f'<line class="capacity" x1="0" x2="100%" y1="{_percent(1 - limit / high)}" y2="{_percent(1 - limit / high)}"/>'
+        else f'<line class="capacity" x1="0" x2="100%" y1="{percent(1 - limit / high)}" y2="{percent(1 - limit / high)}"/>'
     )
     return (
         f'<svg class="areas" role="img" aria-label="{escape(title)}">{grid}'
         f'<text class="tick" x="-8" y="0" dy="-0.6em" text-anchor="end">{escape(unit)}</text>'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%">{"".join(shapes)}</svg>'
         f"{marks}{over}</svg>"
+    )
+
+
+def value_axis(high: float, target: int, unit: str = "") -> str:
+    """Lines across a picture whose top is `high`, with their values at the left; `target` as of `nice_ticks`."""
+    ticks = nice_ticks(0.0, high, target)
+    places = [percent(1 - tick / high) for tick in ticks]
+    return "".join(
+        f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
+        f'<text class="tick" x="-8" y="{at}" dy="0.32em" text-anchor="end">{label}{unit}</text>'
+        for at, label in zip(places, tick_labels(ticks), strict=True)
     )
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
+from isotype.checkpoint.inspect_plan import PlanGroup
 from isotype.core.grouping import grouped
 from isotype.core.names import listed, plural
 from isotype.core.units import format_bytes
@@ -75,7 +76,7 @@ def _group_table(inspection: Inspection) -> Table:
             Text(group.name),
             str(group.count),
             Text(group.dtype + (" !" if marked else ""), style="yellow" if marked else ""),
-            _shape(group),
+            shapes_of(group),
             format_bytes(group.bytes),
             _share(group.bytes, inspection.bytes),
         )
@@ -106,7 +107,8 @@ def _total_table(inspection: Inspection) -> Table:
     return table
 
 
-def _shape(group: Group) -> str:
+def shapes_of(group: Group | PlanGroup) -> str:
+    """The first shape of a group of tensors, and how many others it has."""
     first = " × ".join(map(str, group.shapes[0])) or "scalar"
     others = len(group.shapes) - 1
     return f"{first} (+{plural(others, 'other')})" if others else first

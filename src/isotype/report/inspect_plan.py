@@ -16,6 +16,7 @@ from isotype.core.formats import QUANTIZATIONS
 from isotype.core.grouping import grouped
 from isotype.core.names import listed, plural, starred
 from isotype.core.units import format_bytes
+from isotype.report.inspect import shapes_of
 from isotype.report.narrow import fitting, wrapped
 
 _REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantized")
@@ -139,7 +140,7 @@ def _table(inspection: PlanInspection) -> Table:
             Text(group.stored),
             Text(group.storage + (" (pinned)" if group.pinned else ""), style="bold" if changed else ""),
             Text(_how(group)),
-            _shape(group),
+            shapes_of(group),
             format_bytes(group.bytes),
         )
     return table
@@ -148,9 +149,3 @@ def _table(inspection: PlanInspection) -> Table:
 def _how(group: PlanGroup) -> str:
     many = group.sources // group.count
     return f"{group.how} (of {many})" if many > 1 and group.how != "as stored" else group.how
-
-
-def _shape(group: PlanGroup) -> str:
-    first = " × ".join(map(str, group.shapes[0])) or "scalar"
-    others = len(group.shapes) - 1
-    return f"{first} (+{plural(others, 'other')})" if others else first

@@ -26,6 +26,7 @@ from isotype.report.charts import (
     Span,
     format_number,
     nice_ticks,
+    percent,
     stacked_areas,
     stacked_bar,
     tick_labels,
@@ -173,7 +174,7 @@ def _memory(report: Record) -> Content | None:
             for phase, kinds in memory.phases.items()
         ],
         "ticks": [
-            (_percent(tick * size / scale), label)
+            (percent(tick * size / scale), label)
             for tick, label in zip(ticks, tick_labels(ticks), strict=True)
         ],
         "unit": unit,
@@ -191,10 +192,6 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
     return f"the line is the {format_bytes(capacity)} that a step may take"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}%"
-
-
 def _memory_row(
     phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None, peak: bool
 ) -> Content:
@@ -203,7 +200,7 @@ def _memory_row(
     for kind in MEMORY_KINDS:
         amount = kinds.get(kind, 0)
         if amount:
-            place = {"left": _percent(left / scale), "width": _percent(amount / scale)}
+            place = {"left": percent(left / scale), "width": percent(amount / scale)}
             parts.append({"kind": kind, "title": f"{phase}: {kind} {format_bytes(amount)}", **place})
             left += amount
     over = " over" if capacity is not None and total > capacity else ""
@@ -213,7 +210,7 @@ def _memory_row(
         "phase": phase,
         "words": f"{phase}: {words}",
         "parts": parts,
-        "capacity": "" if capacity is None else _percent(capacity / scale),
+        "capacity": "" if capacity is None else percent(capacity / scale),
         "total": format_bytes(total),
     }
 
