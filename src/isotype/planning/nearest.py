@@ -16,7 +16,8 @@ from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import room_of
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Finding
+from isotype.train.preflight.fit import fits_first
 from isotype.train.preflight.step_plan import StepPlan
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -64,17 +65,7 @@ def with_nearest(
         return findings  # what the plan meets, the check has said
     if row is None:
         return findings
-    fix = Fix(
-        f"this fits: {shlex.join(row.command)}",
-        "safe",
-        verified=True,
-        outcome=f"{format_bytes(row.peak)} are used",
-    )
-    return tuple(_with(finding, fix) for finding in findings)
-
-
-def _with(finding: Finding, fix: Fix) -> Finding:
-    return replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
+    return fits_first(findings, row.command, f"{format_bytes(row.peak)} are used")
 
 
 def ran_out(error: BaseException) -> bool:

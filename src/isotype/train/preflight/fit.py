@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from isotype.core.units import format_bytes
-from isotype.records.finding import Fix
+from isotype.records.finding import Finding, Fix
 from isotype.train.preflight.command import set_flag, without_flag
 
 if TYPE_CHECKING:
@@ -54,17 +54,17 @@ def fitting(
     tokens = list(command) if report.trace.setup.profile.present else without_flag(command, "--device")
     for name, value in flags.items():
         tokens = set_flag(tokens, name, str(value))
-    fix = Fix(
-        f"this fits: {shlex.join(tokens)}",
-        "safe",
-        verified=True,
-        outcome=f"at most {format_bytes(room)} are used",
-    )
-    findings = tuple(
-        replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
-        for finding in report.findings
-    )
+    findings = fits_first(report.findings, tokens, f"at most {format_bytes(room)} are used")
     return replace(report, findings=findings)
+
+
+def fits_first(findings: Iterable[Finding], command: Iterable[str], outcome: str) -> tuple[Finding, ...]:
+    """The findings, those on memory with a command that fits as their first fix."""
+    fix = Fix(f"this fits: {shlex.join(command)}", "safe", verified=True, outcome=outcome)
+    return tuple(
+        replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
+        for finding in findings
+    )
 
 
 def _below(high: int, at_high: int, room: int, measure: Callable[[int], int]) -> int | None:
