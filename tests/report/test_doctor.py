@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from isotype.lora import kernels
-from isotype.lora.loss.head_times import TIMES, HeadTimes, times_file
+from isotype.lora.loss.head_choice import TIMES, HeadTimes, times_file
 from isotype.precision.devices import machine
 from isotype.precision.devices.machine import (
     BitsandbytesStatus,

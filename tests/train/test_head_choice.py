@@ -16,8 +16,16 @@ import isotype.lora.loss.trl_head
 from isotype.core.files import write_whole
 from isotype.lora import measured
 from isotype.lora.loss import head_choice
-from isotype.lora.loss.head_choice import HeadChoice, choose
-from isotype.lora.loss.head_times import TIMES, HeadShape, HeadTimes, card_of, times_file, token_class
+from isotype.lora.loss.head_choice import (
+    TIMES,
+    HeadChoice,
+    HeadShape,
+    HeadTimes,
+    card_of,
+    choose,
+    times_file,
+    token_class,
+)
 from isotype.lora.loss.trl_head import HEAD_CHOICE, own_is_better, use_own_head
 from tests.train.test_trl_head import causal, given, holder
 

@@ -18,7 +18,7 @@ from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.core.units import format_bytes
 from isotype.lora import kernels
-from isotype.lora.loss.head_times import TIMES, card_of, times_file
+from isotype.lora.loss.head_choice import TIMES, card_of, times_file
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile

@@ -27,8 +27,7 @@ from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.lengths import why_not_lengths
 from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
 from isotype.lora.fused import working_dtype
-from isotype.lora.loss.head_choice import HeadChoice, choose, head_of
-from isotype.lora.loss.head_times import HeadShape, token_class
+from isotype.lora.loss.head_choice import HeadChoice, HeadShape, choose, head_of, token_class
 from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
 from isotype.lora.sequences import saying
 from isotype.lora.unpadded import Unpadded, in_one_row
