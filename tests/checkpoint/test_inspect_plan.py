@@ -13,7 +13,7 @@ from isotype.checkpoint.load import load
 from isotype.checkpoint.opened import facts_of
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.cli.main import main
-from isotype.report.inspect_plan import plan_lines
+from isotype.report.inspect import plan_lines
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.checkpoint.test_load_plan import changed, rename
 from tests.models import quiet

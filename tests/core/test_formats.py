@@ -19,7 +19,7 @@ def test_what_follows_from_the_records() -> None:
 
 
 def test_no_other_file_lists_formats() -> None:
-    """`planning/goal.py` ranks them by precision, `mixed` among them; colours are those of the pages."""
+    """`planning/record.py` ranks them by precision, `mixed` among them; colours are those of the pages."""
     listing = {
         file.relative_to(SOURCE).as_posix()
         for file in SOURCE.rglob("*.py")
@@ -28,4 +28,4 @@ def test_no_other_file_lists_formats() -> None:
         if isinstance(node, (ast.Tuple, ast.List, ast.Set))
         and len({each.value for each in node.elts if isinstance(each, ast.Constant)} & FORMATS.keys()) > 1
     }
-    assert listing <= {"planning/goal.py"}
+    assert listing <= {"planning/record.py"}

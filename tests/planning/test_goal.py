@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.planning.goal import front, picked
-from isotype.planning.record import GOALS, Time
+from isotype.planning.record import GOALS, Time, front, picked
 from tests.planning.rows import row
 
 TOKENS = 512

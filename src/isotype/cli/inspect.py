@@ -84,7 +84,7 @@ def run(argv: Sequence[str], console: Console) -> int:
 def _plan(options: argparse.Namespace, console: Console) -> int:
     quiet_libraries()
     from isotype.checkpoint.inspect_plan import inspect_plan
-    from isotype.report.inspect_plan import plan_json, render_plan
+    from isotype.report.inspect import plan_json, render_plan
 
     inspection = inspect_plan(
         options.path,

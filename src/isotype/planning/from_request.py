@@ -19,10 +19,9 @@ from isotype.core.random_states import random_states_kept
 from isotype.core.units import format_bytes
 from isotype.model.targets import ADAPTED
 from isotype.planning.command import EXAMPLE_DATA
-from isotype.planning.goal import front, picked
 from isotype.planning.html import to_html
 from isotype.planning.rates import with_rates
-from isotype.planning.record import Device, Record, Row
+from isotype.planning.record import Device, Record, Row, front, picked
 from isotype.planning.request import PlanRequest, parse_request, require_known_goal
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import to_text

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from isotype.core.package import VERSION
 from isotype.core.units import format_bytes
-from isotype.planning.goal import front
-from isotype.planning.record import Device, Record, Row
+from isotype.planning.record import Device, Record, Row, front
 from isotype.planning.text import cells_of, heads_of, lines_of, title_of
 from isotype.report.charts import escape, nice_ticks, percent, tick_labels, value_axis
 from isotype.report.html import package_file, render

@@ -11,8 +11,7 @@ from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.from_request import plan_of_request
-from isotype.planning.goal import picked
-from isotype.planning.record import Row
+from isotype.planning.record import Row, picked
 from isotype.planning.request import PlanRequest, parse_request
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import room_of

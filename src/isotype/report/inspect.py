@@ -1,20 +1,25 @@
-"""What a checkpoint holds, for the terminal and as JSON."""
+"""The content of a checkpoint and the plan of a load, for the terminal and as JSON."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
-from isotype.checkpoint.inspect_plan import PlanGroup
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.grouping import grouped
-from isotype.core.names import listed, plural
+from isotype.core.names import listed, plural, starred
 from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting, wrapped
+
+if TYPE_CHECKING:
+    from isotype.checkpoint.inspect_plan import PlanGroup, PlanInspection
 
 _NAMES_SHOWN = 4
 
@@ -117,3 +122,135 @@ def shapes_of(group: Group | PlanGroup) -> str:
 def _share(part: int, whole: int) -> str:
     share = 100 * part / whole if whole else 0.0
     return "< 0.1 %" if 0 < share < 0.05 else f"{share:.1f} %"
+
+
+_REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantized")
+_DEQUANTIZED = ("mxfp4",)  # stored in fewer bits than anything can be trained in
+_ROLES = ("storage", "compute", "pinned")
+
+
+def render_plan(inspection: PlanInspection, console: Console) -> None:
+    """Print what becomes of each group of tensors, what decided it, and what is not read from a file."""
+    console.print(Text(f"{inspection.path}  ({inspection.model})", style="bold"), soft_wrap=True)
+    console.print(fitting(_table(inspection), console))
+    console.print()
+    read, loaded = format_bytes(inspection.file_bytes), format_bytes(inspection.loaded_bytes)
+    facts = [("bytes", f"{read} in the files, {loaded} loaded")]
+    policy = inspection.policy
+    roles = _ROLES if policy.pinned else _ROLES[:-1]
+    facts += [(role, reason) for role in roles if (reason := policy.reasons.get(role, ""))]
+    for name, text in facts:
+        line = f"{name:<9}{text}"
+        console.print(Text(wrapped(line, console)), soft_wrap=True)
+    for line in plan_lines(inspection):
+        style = "yellow" if line.startswith(_REMARKABLE) else "dim"
+        console.print(Text(wrapped(line, console), style=style), soft_wrap=True)
+
+
+def plan_lines(inspection: PlanInspection) -> list[str]:
+    """One line for what is tied, initialised, surplus, computed; and for each warning of the policy."""
+    plan = inspection.plan
+    lines = [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
+    for reason, names in grouped(plan.match.initialised, plan.match.initialised.__getitem__).items():
+        lines.append(f"initialised: {listed(names)}: {reason}")
+    surplus = list(dict.fromkeys(starred(tensor.weight.name) for tensor in plan.match.surplus))
+    if surplus:
+        lines.append(
+            f"surplus: {listed(surplus)} ({plural(len(plan.match.surplus), 'tensor')}): not in the model"
+        )
+    computed = list(dict.fromkeys(starred(name) for name in plan.match.buffers))
+    if computed:
+        lines.append(f"computed: {listed(computed)}: in no file, the model computes them")
+    lines += [f"stored otherwise: {line}" for line in inspection.policy.layer_lines()]
+    lines += storage_lines(inspection)
+    return [*lines, *(f"warning: {warning}" for warning in inspection.policy.warnings)]
+
+
+def storage_lines(inspection: PlanInspection) -> list[str]:
+    """What a quantized storage does not reach, and what is stored in fewer bits than it is loaded in."""
+    lines = []
+    policy, tensors = inspection.policy, inspection.plan.tensors
+    stacked = [tensor for tensor in tensors if len(tensor.shape) == 3]
+    if policy.storage in QUANTIZATIONS and stacked:
+        kept = f"stay in {listed(sorted({tensor.storage for tensor in stacked}))}"
+        lines.append(
+            f"not quantized: {plural(len(stacked), 'stacked expert weight')} {kept}: {policy.storage} reaches linear layers only"
+        )
+    for stored in _DEQUANTIZED:
+        some = [tensor for tensor in tensors if tensor.stored == stored and tensor.storage != stored]
+        floats = [tensor for tensor in some if hasattr(torch, tensor.storage)]
+        loaded = sum(math.prod(tensor.shape) * getattr(torch, tensor.storage).itemsize for tensor in floats)
+        if floats:
+            read = format_bytes(sum(tensor.bytes for tensor in floats))
+            lines.append(
+                f"dequantized: {plural(len(floats), 'tensor')} of {stored}, {read} in the files, {format_bytes(loaded)} "
+                f"loaded in {listed(sorted({tensor.storage for tensor in floats}))}: {stored} has no backward"
+            )
+    return lines
+
+
+def plan_json(inspection: PlanInspection) -> dict[str, Any]:
+    """The plan as plain dicts, lists, strings and numbers: groups, and every tensor with its place in the files."""
+    plan = inspection.plan
+    return {
+        "path": inspection.path,
+        "model": inspection.model,
+        "file_bytes": inspection.file_bytes,
+        "loaded_bytes": inspection.loaded_bytes,
+        "policy": inspection.policy.summary(),
+        "groups": [asdict(group) for group in inspection.groups],
+        "tensors": [
+            {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "stored": tensor.stored,
+                "storage": tensor.storage,
+                "conversion": list(tensor.conversion),
+                "pinned": tensor.pinned,
+                "sources": [
+                    {
+                        "name": source.name,
+                        "dtype": source.dtype_name,
+                        "shape": list(source.shape),
+                        "file": str(source.file),
+                        "begin": source.begin,
+                        "bytes": source.bytes,
+                    }
+                    for source in tensor.sources
+                ],
+            }
+            for tensor in plan.tensors
+        ],
+        "tied": dict(plan.match.tied),
+        "initialised": dict(plan.match.initialised),
+        "surplus": [tensor.weight.name for tensor in plan.match.surplus],
+        "buffers": list(plan.match.buffers),
+    }
+
+
+def _table(inspection: PlanInspection) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("tensors", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("stored")
+    table.add_column("loaded")
+    table.add_column("conversion", overflow="fold")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for group in inspection.groups:
+        changed = group.stored != group.storage
+        table.add_row(
+            Text(group.name),
+            str(group.count),
+            Text(group.stored),
+            Text(group.storage + (" (pinned)" if group.pinned else ""), style="bold" if changed else ""),
+            Text(_how(group)),
+            shapes_of(group),
+            format_bytes(group.bytes),
+        )
+    return table
+
+
+def _how(group: PlanGroup) -> str:
+    many = group.sources // group.count
+    return f"{group.how} (of {many})" if many > 1 and group.how != "as stored" else group.how
