@@ -21,7 +21,7 @@ from isotype.cli.main import main
 from isotype.core.files import write_whole
 from isotype.core.terminal import _NEAREST, as_typed, lost_output, outlive_output, print_the_nearest
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.files import write_report
+from isotype.report.html import write_report
 from isotype.report.narrow import fitting, wrapped
 from isotype.train.describe import command_line, show_policy
 

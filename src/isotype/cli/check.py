@@ -134,7 +134,7 @@ def _show(report: Report, options: Options, console: Console, repaired: Repaired
     if options.html is not None:
         report.to_html(options.html)
     if options.sarif not in (None, "-"):
-        from isotype.report.files import write_report
+        from isotype.report.html import write_report
 
         write_report(Path(str(options.sarif)), report.to_sarif())
     if options.json:

@@ -28,7 +28,7 @@ from isotype.planning.text import to_text
 from isotype.precision.damages import MEASURED, Damages
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.devices.room import Room, room_of
-from isotype.report.files import write_report
+from isotype.report.html import write_report
 from isotype.train.preflight.step import row_length
 
 SCHEMA_VERSION = 1

@@ -11,8 +11,11 @@ import hashlib
 import re
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isotype.core.errors import SaveError
+from isotype.core.files import write_whole
 from isotype.report.charts import xml_text
 from isotype.report.palette import dtype_class
 
@@ -66,3 +69,23 @@ def _digest(text: str) -> str:
 def _joints(text: str) -> list[str]:
     """Text in pieces that end behind the joints of its words (`_ / = , . : -`), where a line may break."""
     return re.split(r"(?<=[_/=,.:-])(?=[^\s\d])", text)
+
+
+def write_report(path: Path, text: str) -> Path:
+    """Write a report whole, in a folder that is made if need be.
+
+    Raises:
+        SaveError: the file cannot be written; a former one is untouched.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_whole(path, text)
+    except OSError as error:
+        what = f"{path}: {error.strerror or error}"
+        expected = "a path that can be written to, with room for the report"
+        raise SaveError.of(
+            "the report could not be written",
+            what,
+            expected,
+            "free the path or give another one",
+        ) from error

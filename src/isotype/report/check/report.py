@@ -13,7 +13,7 @@ from isotype.report.check.json import to_json
 from isotype.report.check.record import Record
 from isotype.report.check.sarif import to_sarif
 from isotype.report.check.text import to_text, verdict
-from isotype.report.files import write_report
+from isotype.report.html import write_report
 
 
 @dataclass(frozen=True)
