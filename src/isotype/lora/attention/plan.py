@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -329,19 +328,6 @@ def attention_to_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 
     A transposed view of contiguous `[batch, queries, query heads, value head]`.
     """
-    out: torch.Tensor = _Nothing.apply(q, k, v)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v)
-        batch, heads, queries, _ = q.shape
-        return q.new_zeros(batch, queries, heads, v.shape[3]).transpose(1, 2)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(torch.zeros_like(x) if need else None for x, need in needed)
+    batch, heads, queries, _ = q.shape
+    nothing = sum(x[..., :0].sum() for x in (q, k, v))  # of no elements: zero, and so is every gradient
+    return (q.new_zeros(batch, queries, heads, v.shape[3]) + nothing).transpose(1, 2)
