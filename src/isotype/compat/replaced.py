@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 
 class Replacements:
-    """Functions of other libraries that ours stand around, until `put_back`."""
+    """Functions of other libraries, or methods of one object, that ours stand around, until `put_back`."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Let `wrapper(original, *args, **kwargs)` run in the place of `holder.name(*args, **kwargs)`."""
-        original = getattr(holder, name)
-        self._before.append((holder, name, original))
+        original, held = getattr(holder, name), name in vars(holder)
+        self._undo.append(
+            partial(setattr, holder, name, original) if held else partial(delattr, holder, name)
+        )
 
         @wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -27,37 +29,8 @@ class Replacements:
 
     def put_back(self) -> None:
         """Everything is as it was, the last first."""
-        while self._before:
-            setattr(*self._before.pop())
-
-
-class MethodsOfOne:
-    """Methods of one object that ours stand around, until `put_back`; its class stays as it is.
-
-    A method that something has replaced on the object already is left alone.
-    """
-
-    def __init__(self, holder: Any) -> None:
-        self._holder = holder
-        self._names: list[str] = []
-
-    def wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        """Let `wrapper(method, *args, **kwargs)` run in the place of `holder.name(*args, **kwargs)`."""
-        if name in vars(self._holder):
-            return
-        method = getattr(self._holder, name)
-
-        @wraps(method)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(method, *args, **kwargs)
-
-        setattr(self._holder, name, wrapped)
-        self._names.append(name)
-
-    def put_back(self) -> None:
-        """The object has the methods of its class again."""
-        while self._names:
-            vars(self._holder).pop(self._names.pop(), None)
+        while self._undo:
+            self._undo.pop()()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from packaging.version import Version
 
-from isotype.compat.replaced import MethodsOfOne, replaced
+from isotype.compat.replaced import Replacements, replaced
 from isotype.compat.standard import frame_above
 
 # -------------------------------------------------------------------------------------------------------- models
@@ -308,14 +308,15 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 
 def steps_seen(
     trainer: Any, loss: Callable[..., Any], norm: Callable[..., Any] | None = None
-) -> MethodsOfOne:
+) -> Replacements:
     """Let `loss(method, model, inputs, …)` stand around a trainer's `compute_loss`, and `norm(method, …)` around what gives the norm of its
-    gradients, until `put_back`: callbacks are given neither batch nor loss, and the norm of steps that are logged only.
+    gradients, until `put_back`: callbacks are given neither batch nor loss, and the norm of steps that are logged only. A method that
+    something has replaced on the trainer already is left alone.
     """
-    methods = MethodsOfOne(trainer)
-    methods.wrap("compute_loss", loss)
-    if norm is not None:
-        methods.wrap(GRADIENT_NORM, norm)
+    methods = Replacements()
+    for name, wrapper in (("compute_loss", loss), (GRADIENT_NORM, norm)):
+        if wrapper is not None and name not in vars(trainer):
+            methods.wrap(trainer, name, wrapper)
     return methods
 
 

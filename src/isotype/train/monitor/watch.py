@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from isotype.compat.replaced import MethodsOfOne
+from isotype.compat.replaced import Replacements
 from isotype.compat.transformers import batches_as_they_are, steps_seen
 from isotype.core.errors import first_line
 from isotype.core.random_states import RandomStates
@@ -58,7 +58,7 @@ class StepBatches:
     trainer: Any
     _verdict: Verdict = field(default_factory=Verdict)
     _batches: list[_MicroBatch] = field(default_factory=list)
-    _methods: MethodsOfOne | None = None
+    _methods: Replacements | None = None
 
     def attach(self) -> None:
         """Begin to keep."""
