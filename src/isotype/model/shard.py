@@ -29,6 +29,11 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "placements")
 
 
+def has_shards(model: nn.Module) -> bool:
+    """A process holds parts of this model only."""
+    return any(is_sharded(parameter) for parameter in model.parameters())
+
+
 def is_gathered(module: nn.Module) -> bool:
     """Whether FSDP2 gathers this module's parameters by hooks of the module's own."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # what nobody has imported shards nothing

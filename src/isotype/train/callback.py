@@ -28,6 +28,7 @@ from isotype.lora.reductions import float32_reductions
 from isotype.lora.unpadded import traced_as
 from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
+from isotype.model.shard import has_shards
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.precision.ranges import Ranges
@@ -39,7 +40,6 @@ from isotype.report.check.report import Report
 from isotype.train.governed import begin_loss_scale
 from isotype.train.monitor.diverged import stopped
 from isotype.train.monitor.watch import StepWatch
-from isotype.train.output.sharded import has_shards
 
 logger = logging.getLogger("isotype")
 

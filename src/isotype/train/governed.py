@@ -34,6 +34,7 @@ from isotype.lora.loss.trl_head import use_own_head
 from isotype.model.enforce import Change, enforce_model
 from isotype.model.finite import all_finite
 from isotype.model.recompute import needs_input_gradients
+from isotype.model.shard import has_shards
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.compilation import take_compilation
 from isotype.train.monitor.diverged import not_finite
@@ -48,7 +49,7 @@ from isotype.train.output.checkpoints import (
     whole_checkpoints,
     write_manifest,
 )
-from isotype.train.output.sharded import Sharded, has_shards
+from isotype.train.output.sharded import Sharded
 
 
 class _Governed:

@@ -19,8 +19,8 @@ from safetensors.torch import load_model, save_model
 from isotype.compat.trl import completions_of, put_completions
 from isotype.core.errors import first_line
 from isotype.core.files import write_whole
+from isotype.model.shard import has_shards
 from isotype.precision.policy import POLICY_FILE
-from isotype.train.output.sharded import has_shards
 
 MANIFEST = "isotype_checkpoint.json"
 """File in a checkpoint that says when it was saved and how large each of its files is."""

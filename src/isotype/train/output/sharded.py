@@ -24,18 +24,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from isotype.compat.transformers import TrainerSteps
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import base_name, listed
-from isotype.model.shard import is_sharded
+from isotype.model.shard import has_shards, is_sharded
 
 SHARDS = "sharded"
 """Folder of a checkpoint with what each process has saved of its own."""
 
 _GROUPS = "optimizer_groups.json"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-
-
-def has_shards(model: nn.Module) -> bool:
-    """Whether a process holds parts of this model only."""
-    return any(is_sharded(parameter) for parameter in model.parameters())
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
