@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.core.names import stacked
 from isotype.model.heads import task_type_of
 from isotype.model.targets import choose_targets
 from tests.zoo import ARCHITECTURES
@@ -163,3 +164,13 @@ def test_a_model_with_adapters_takes_its_own_batch(name: str) -> None:
     model = adapted(name)
     model(**ARCHITECTURES[name].batch()).loss.backward()
     assert any(p.grad is not None for n, p in model.named_parameters() if "lora_B" in n)
+
+
+def test_a_weight_of_three_dimensions_is_no_expert_by_that() -> None:
+    assert stacked(["model.layers.0.mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"]) == (
+        "stacked expert weight"
+    )
+    assert (
+        stacked(["model.multi_modal_projector.weight", "model.layers.0.mlp.experts.down_proj"])
+        == "3-D weight"
+    )

@@ -55,6 +55,14 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
+
+
+def stacked(names: Iterable[str]) -> str:
+    """The noun for weights of three dimensions: a Conv1d and a projector have such, too, and are no experts."""
+    return "stacked expert weight" if all(map(EXPERT.search, names)) else "3-D weight"
+
+
 def agree(count: int, noun: str, verb: str) -> str:
     """`3 weights hold`, `1 weight holds`."""
     return f"{plural(count, noun)} {_SINGULAR.get(verb, f'{verb}s') if count == 1 else verb}"

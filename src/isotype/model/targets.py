@@ -20,14 +20,13 @@ from typing import Any
 from torch import nn
 
 from isotype.compat.peft import all_linear
-from isotype.core.names import plain_name, plural
+from isotype.core.names import EXPERT, plain_name, plural
 from isotype.model.fold import repeats_of
 from isotype.model.heads import TRAINED_WHOLE, task_of
 from isotype.model.walk import is_tuner_layer, places
 
 _UNABLE = ("use_dora", "lora_dropout", "lora_bias")
 """What PEFT cannot do to a parameter, which has no activation to drop out, no output to scale and no bias (`ParamWrapper`)."""
-_EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def _kind(base: Any, name: str, module: Any, own: str, value: Any) -> str | None
     if own == "weight" and (isinstance(module, nn.Linear) or hasattr(module, "nx")):
         return _LINEAR
     cls = type(module).__name__
-    experts = _EXPERT.search(cls + name) and value.is_floating_point() and "bias" not in own
+    experts = EXPERT.search(cls + name) and value.is_floating_point() and "bias" not in own
     layer = isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))
     stacked = value.ndim == 3 or (value.ndim == 2 and "expert" in cls.lower())
     return _STACKED if experts and stacked and not layer else None
@@ -190,7 +189,7 @@ def _routes(base: Any, name: str) -> bool:
     ]
     named = [type(each).__name__ for each in around] + parts
     if any("router" in each.lower() for each in named):
-        return bool(experts) or any(_EXPERT.search(each) for each in named)
+        return bool(experts) or any(EXPERT.search(each) for each in named)
     return any(
         getattr(around[0], "out_features", None) == count for each in experts[:1] for count in _counts(each)
     )

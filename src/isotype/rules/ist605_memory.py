@@ -43,6 +43,7 @@ import torch
 
 from isotype.compat.torch import operator_schema
 from isotype.core.dtypes import dtype_name
+from isotype.core.names import plural, stacked
 from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding, Fix, Kind
 from isotype.records.trace import Trace, Weight
@@ -99,7 +100,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
         size = format_bytes(sum(weight.bytes * weight.repeats for weight in experts))
         count = sum(weight.repeats for weight in experts)
         yield (
-            f"{count} stacked expert weights ({size}) stay in {dtype_name(experts[0].dtype)}: "
+            f"{plural(count, stacked(weight.name for weight in experts))} ({size}) stay in {dtype_name(experts[0].dtype)}: "
             f"{' and '.join(sorted(formats))} reaches linear layers only"
         )
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from isotype.core.allocator import allocator_setting
 from isotype.core.dtypes import dtype_name
+from isotype.core.names import plural, stacked
 from isotype.core.optimizers import state_of
 from isotype.core.terminal import as_typed, command_line, lost_output
 from isotype.core.units import format_bytes
@@ -182,12 +183,17 @@ def unquantized_experts(model: Any) -> list[str]:
     quantized = any(hasattr(p, "quant_state") for p in model.parameters()) or any(
         type(p).__name__ == "Int8Params" for p in model.parameters()
     )
-    experts = [p for p in model.parameters() if p.ndim == 3 and p.is_floating_point() and not p.requires_grad]
+    named = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.ndim == 3 and p.is_floating_point() and not p.requires_grad
+    }
+    experts = list(named.values())
     if not quantized or not experts:
         return []
     size = sum(p.numel() * p.element_size() for p in experts)
     return [
-        f"{len(experts)} stacked expert weights ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: bitsandbytes "
+        f"{plural(len(experts), stacked(named))} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: bitsandbytes "
         "quantizes linear layers, and these are parameters of their own"
     ]
 
