@@ -31,6 +31,7 @@ from tests.checkpoint.test_damage import linear, matrix
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import save_base
 from tests.models import tiny_batch, tiny_model
+from tests.pairwise import pairwise
 
 FORMATS = {
     "llama": {
@@ -244,8 +245,7 @@ def test_an_adapter_brings_its_base_back(adapted: tuple[Any, PrecisionPolicy], t
     assert other.layers == ()
 
 
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("stored", [None, "f32"])
+@pairwise("stored, double", [None, "f32"], [False, True], strength=1)
 def test_a_merge_adds_to_the_weights_that_were_trained_on(
     tmp_path: Path, stored: str | None, double: bool
 ) -> None:

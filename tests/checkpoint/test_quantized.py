@@ -26,7 +26,7 @@ from isotype.cli.main import main
 from isotype.core.errors import CheckpointError
 from isotype.model.quantize import quantize_int8
 from tests.models import save_tiny
-from tests.refusals import refused
+from tests.refusals import commands_on, refused
 
 SHAPES = ((64, 96), (33, 37), (130, 320), (7, 32), (1, 64))
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -365,22 +365,7 @@ def test_a_quantization_config_that_is_no_object(tmp_path: Path, config: Any) ->
 
 def test_every_command_refuses_it(tmp_path: Path, capsys: Any) -> None:
     path = checkpoint(tmp_path / "model", fp8(("scale_weight", ONE)), BLOCKS)
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n')
-    sft = [
-        "--model_name_or_path",
-        str(path),
-        "--dataset_name",
-        str(data),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-    for command in (
-        ["check", str(path)],
-        ["plan", str(path), "--device", "t4"],
-        ["sft", *sft],
-        ["inspect", "--plan", str(path)],
-    ):
+    for command in commands_on(path, tmp_path):
         assert main(command) == 2
         assert "float8_e4m3fn codes without a scale; beside it scale_weight [1]" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

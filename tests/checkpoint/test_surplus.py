@@ -20,7 +20,7 @@ from isotype.core.errors import CheckpointError
 from tests.checkpoint.test_gguf import write_gguf
 from tests.checkpoint.test_quantized import checkpoint
 from tests.models import quiet, save_tiny
-from tests.refusals import refused
+from tests.refusals import commands_on, refused
 from tests.zoo import ARCHITECTURES
 
 Change = Callable[[dict[str, torch.Tensor]], None]
@@ -37,26 +37,12 @@ def added(*names: str, shape: tuple[int, ...] = (2,)) -> Change:
 
 def test_a_layer_more_than_its_config_is_refused_by_every_command(tmp_path: Path, capsys: Any) -> None:
     path = checkpoint(tmp_path / "model", one_layer_more)
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n')
-    sft = [
-        "--model_name_or_path",
-        str(path),
-        "--dataset_name",
-        str(data),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-    for command in (
-        ["inspect", str(path)],
-        ["check", str(path)],
-        ["plan", str(path), "--device", "t4"],
-        ["sft", *sft],
-    ):
+    for command in commands_on(path, tmp_path):
         assert main(command) == 2
         text = capsys.readouterr().err
         assert f"{path} holds more than LlamaForCausalLM has" in text
         assert "model.layers.2.mlp.up_proj.weight of shape [96, 64] in model.safetensors" in text
+    assert not (tmp_path / "out").exists()
     policy = isotype.PrecisionPolicy(torch.float32, "float32")
     assert "holds more than LlamaForCausalLM has" in refused(CheckpointError, isotype.load, path, policy)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from isotype.contracts.pattern import CORRUPTS, fill, layout_of, letters_in
 from isotype.precision.devices.cpu import this_cpu, this_onednn
 from isotype.precision.devices.profile import cpu_profile, device_profile
 from tests.cpus import MACHINE, seeing
+from tests.processes import run_module
 
 with seeing(MACHINE):
     HERE = cpu_profile(this_cpu(), None, this_onednn())
@@ -220,16 +219,7 @@ def test_the_command_measures(tmp_path: Path) -> None:
     name = "aten.mm.default"
     examples, table = tmp_path / "examples.json", tmp_path / "table.json"
     examples.write_text(json.dumps({name: json.loads(EXAMPLES.read_text(encoding="utf-8"))[name]}))
-    command = [
-        sys.executable,
-        "-m",
-        "isotype.contracts.measure",
-        "--examples",
-        str(examples),
-        "-o",
-        str(table),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_module("isotype.contracts.measure", "--examples", examples, "-o", table)
     assert ended.returncode == 0, ended.stderr[-1000:]
     assert list(json.loads(table.read_text(encoding="utf-8"))["operators"]) == [name]
 

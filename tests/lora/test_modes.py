@@ -78,6 +78,7 @@ def assert_every_mode(
         pytest.param("float32", "fp4", 0, marks=pytest.mark.exhaustive),
         pytest.param("float16", None, 0, marks=pytest.mark.exhaustive),
     ],
+    strength=1,
     indirect=["own_kernel"],
 )
 def test_bases(

@@ -97,6 +97,7 @@ def assert_peft_numbers(model: Any, batch: Batch, *implementations: str) -> Any:
     KERNELS,
     SIDES,
     ["bart", "mbart", "pegasus", "marian", "t5"],
+    strength=1,
     indirect=["own_kernel"],
 )
 def test_source_and_target_of_one_length(name: str, side: str) -> None:
@@ -136,6 +137,7 @@ def test_a_target_that_is_padded_on_its_own() -> None:
         pytest.param("qwen3-moe", marks=pytest.mark.exhaustive),
         "gpt2",
     ],
+    strength=1,
     indirect=["own_kernel"],
 )
 def test_labels_at_the_padding(name: str, side: str, labels: str) -> None:
@@ -227,6 +229,7 @@ def test_a_prefix_that_sees_itself() -> None:
     KERNELS,
     [{}, {"cache_implementation": "static"}, {"num_beams": 3}],
     ["llama", "gemma3", "bart"],
+    strength=1,
     indirect=["own_kernel"],
 )
 def test_generation_from_padded_prompts(name: str, how: dict[str, Any]) -> None:
