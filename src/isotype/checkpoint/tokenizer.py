@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.formats.config import BUILD_ERRORS
-from isotype.checkpoint.formats.json_file import read_json
+from isotype.checkpoint.formats.json_file import Entry, entry_problems, read_json
 from isotype.compat.hub import asking
 from isotype.core.errors import CheckpointError, Problem, first_line
 from isotype.core.pretrained import TOKENIZER_FILES, code_named, pretrained
@@ -17,13 +17,12 @@ _ENDS = (".json", ".model", "_config.json")
 _HEADLINE = "the tokenizer cannot be read"
 _AGAIN = "correct the file, or copy it again from the model that the weights come from"
 _FILE_NAME = re.compile(r"[\w.-]*[\w-]", re.ASCII)
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "model_max_length": ((int, float), "a number of tokens"),
-    "chat_template": ((str, list, dict), "a template, or a list of templates with their names"),
-    "tokenizer_class": ((str,), "the name of a class"),
-    "processor_class": ((str,), "the name of a class"),
-    "auto_map": ((list, dict), "an object"),
-}
+_ENTRIES = (
+    Entry("model_max_length", float | None, "a number of tokens"),
+    Entry("chat_template", str | list | dict | None, "a template, or a list of templates with their names"),
+    Entry("tokenizer_class|processor_class", str | None, "the name of a class"),
+    Entry("auto_map", list | dict | None, "an object"),
+)
 
 
 def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
@@ -79,28 +78,22 @@ def _none(source: str | Path, reason: str) -> CheckpointError:
 
 
 def _check_files(directory: Path) -> None:
-    """Whether the files are objects whose entries are of the kinds that transformers takes them for."""
-    problems = []
-    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", *TOKENIZER_FILES):
-        path = directory / name
+    """Refuse files that are no objects, or whose entries are not of the types that transformers takes them for."""
+    problems: list[Problem] = []
+    for file in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", *TOKENIZER_FILES):
+        path = directory / file
         content = read_json(path) if path.is_file() else {}
-        for key, (types, expected) in _TYPES.items():
-            value = content.get(key)
-            if value is not None and (not isinstance(value, types) or isinstance(value, bool)):
-                problems.append(Problem(f"{path}: {key} is {value!r}", expected, _AGAIN))
+        problems += entry_problems(content, _ENTRIES, path, _AGAIN)
         templates = content.get("chat_template")
         for each in templates if isinstance(templates, list) else ():
-            if not isinstance(each, dict) or not all(
-                isinstance(each.get(k), str) for k in ("name", "template")
-            ):
-                problems.append(
-                    Problem(f"{path}: chat_template holds {each!r:.60}", "a name and a template", _AGAIN)
-                )
-            elif not _FILE_NAME.fullmatch(each["name"]):
-                what = f"{path}: chat_template has the name {each['name']!r}"
-                problems.append(
-                    Problem(what, "letters, digits, '-', '_' and '.': the template is saved under it", _AGAIN)
-                )
+            name, text = (each.get(k) if isinstance(each, dict) else None for k in ("name", "template"))
+            if not isinstance(name, str) or not isinstance(text, str):
+                what = f"{path}: chat_template holds {each!r:.60}"
+                problems.append(Problem(what, "a name and a template", _AGAIN))
+            elif not _FILE_NAME.fullmatch(name):
+                what = f"{path}: chat_template has the name {name!r}"
+                expected = "letters, digits, '-', '_' and '.': the template is saved under it"
+                problems.append(Problem(what, expected, _AGAIN))
     if problems:
         raise CheckpointError(_HEADLINE, problems)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import difflib
 import itertools
-import math
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.gguf import without_vocabulary
 from isotype.checkpoint.formats.headers import CheckpointHeaders, quantization_beside
-from isotype.checkpoint.formats.json_file import read_json
+from isotype.checkpoint.formats.json_file import Entry, entry_problems, read_json
 from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem, one_line
 from isotype.core.pretrained import pretrained
@@ -86,49 +84,38 @@ def read_config(directory: Path) -> Any:
 
 _AGAIN = "correct it, or copy or download the file again"
 _MAX_LAYERS, _MAX_MODULES = 2_000, 100_000
-_LIMITS: tuple[tuple[re.Pattern[str], float, float], ...] = (
-    (re.compile("layers"), -math.inf, _MAX_LAYERS),
-    (re.compile("(dropout|dropout_prob|pdrop)$"), 0, 1),
-    (re.compile("^(max_position_embeddings|n_positions)$"), 1, 2**31),
-    (re.compile("^rope_theta$"), 1e-6, math.inf),
+_FLAGS = r"load_in_[48]bit|bnb_4bit_use_double_quant|llm_int8_enable_fp32_cpu_offload"
+_ENTRIES = (
+    Entry(r".*layers.*", high=_MAX_LAYERS),
+    Entry(r".*(dropout|dropout_prob|pdrop)", low=0, high=1),
+    Entry(r"max_position_embeddings|n_positions", low=1, high=2**31),
+    Entry(r"rope_theta", low=1e-6),
+    Entry(r"architectures", list[str] | None, "a list of names of classes"),
+    Entry(_FLAGS, bool),
+    Entry(r"return_dict", Literal[True], "true"),
 )
-"""Names of entries, and the least and the largest number that they can be."""
-_FLAGS = ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload")
+_GENERATION = (
+    Entry(r".*_token_id", int | list[int] | None, "ids of tokens"),
+    Entry(r".*suppress_tokens", list[int] | None, "ids of tokens"),
+    Entry(r"bad_words_ids", list[list[int]] | None, "lists of ids of tokens"),
+    Entry(r"(min_|max_|top_|temp).*", float | bool | None, "a number"),
+)
 
 
-def _problems(content: Mapping[str, Any], path: Path, kind: type) -> Iterator[Problem]:
-    """Entries of config.json, and of the objects in it, that no class says anything about before it fails by them, or runs code."""
-    architectures = content.get("architectures")
-    if not (
-        architectures is None
-        or (isinstance(architectures, list) and all(isinstance(a, str) for a in architectures))
-    ):
-        yield Problem(f"{path}: architectures is {architectures!r:.80}", "a list of names of classes", _AGAIN)
-    for key, value in _entries(content):
-        what = f"{path}: {key} is {value!r:.80}"
-        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
-            expected = "an implementation of transformers: code of the hub is not run"
-            yield Problem(what, expected, "leave it out")
-        if (key in _FLAGS and not isinstance(value, bool)) or (key == "return_dict" and value is not True):
-            yield Problem(what, "true" if key == "return_dict" else "true or false", _AGAIN)
-        limits = next((limits for words, *limits in _LIMITS if words.search(key)), None)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if limits and number and not limits[0] <= value <= limits[1]:
-            yield Problem(
-                what,
-                f"a number from {limits[0]:g} to {limits[1]:g}".replace("from -inf to", "of at most"),
-                _AGAIN,
-            )
-    for key in content:
-        if not key.startswith("__") and callable(getattr(kind, key, None)):
-            yield Problem(f"{path}: {key}, a method of {kind.__name__}", "entries of a config", _AGAIN)
-
-
-def _entries(content: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        yield key, value
+def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
+    """Entries of config.json, or of an object in it, that a class fails by without a word, or runs code for; `kind` is that of the config."""
+    yield from entry_problems(content, _ENTRIES, path, _AGAIN)
+    for value in content.values():
         if isinstance(value, dict):
-            yield from _entries(value)
+            yield from _problems(value, path)
+    for key in content:
+        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(content[key]):
+            what = f"{path}: {key} is {content[key]!r:.80}"
+            yield Problem(
+                what, "an implementation of transformers: code of the hub is not run", "leave it out"
+            )
+        if kind is not None and not key.startswith("__") and callable(getattr(kind, key, None)):
+            yield Problem(f"{path}: {key}, a method of {kind.__name__}", "entries of a config", _AGAIN)
 
 
 def _generation_problems(directory: Path) -> Iterator[Problem]:
@@ -143,22 +130,7 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
         except BUILD_ERRORS as error:
             yield Problem(f"{path}: {one_line(error)}", "settings that generation can work by", _AGAIN)
             return
-        for key, value in content.items():
-            ids = [value] if key.endswith("_token_id") and type(value) is not list else value
-            if key.endswith(("_token_id", "suppress_tokens")) and not _are(ids, int):
-                yield Problem(f"{path}: {key} is {value!r:.80}", "ids of tokens", _AGAIN)
-            if key.startswith(("min_", "max_", "top_", "temp")) and isinstance(value, (str, list, dict)):
-                yield Problem(f"{path}: {key} is {value!r:.80}", "a number", _AGAIN)
-            if key == "bad_words_ids" and not (
-                _are(value, list) and all(_are(ids, int) for ids in value or ())
-            ):
-                yield Problem(f"{path}: {key} is {value!r:.80}", "lists of ids of tokens", _AGAIN)
-
-
-def _are(values: Any, kind: type) -> bool:
-    return values in (None, [None]) or (
-        isinstance(values, list) and all(type(each) is kind for each in values)
-    )
+        yield from entry_problems(content, _GENERATION, path, _AGAIN)
 
 
 def build_on_meta(config: Any, source: str) -> nn.Module:

@@ -1,13 +1,22 @@
-"""JSON in and beside checkpoints: damaged text and names that occur twice are errors."""
+"""JSON in and beside checkpoints: damaged text, names that occur twice and values of the wrong type are errors."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
+import inspect
 import json
+import math
+import re
+import sys
+import types
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from isotype.core.errors import CheckpointError
+from isotype.core.errors import CheckpointError, Problem
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -19,22 +28,16 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError.of(
-            f"{path.name} is not JSON",
-            f"{path}: {error}",
-            "JSON",
-            "correct the file, or copy or download it again",
-        ) from error
+        what, fix = f"{path}: {error}", "correct the file, or copy or download it again"
+        raise CheckpointError.of(f"{path.name} is not JSON", what, "JSON", fix) from error
     if not isinstance(content, dict):
-        what = f"{path}: a JSON {type(content).__name__}"
-        raise CheckpointError.of(
-            f"{path.name} is not an object", what, "a JSON object", "copy or download the file again"
-        )
+        what, fix = f"{path}: a JSON {type(content).__name__}", "copy or download the file again"
+        raise CheckpointError.of(f"{path.name} is not an object", what, "a JSON object", fix)
     return content
 
 
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """What JSON says, and the names that an object of it has more than once, of which `json` keeps the last.
+    """The content of JSON, and the names that an object of it has more than once, of which `json` keeps the last.
 
     Raises:
         ValueError, RecursionError: it is not JSON.
@@ -48,3 +51,105 @@ def parse_unique(text: bytes) -> tuple[Any, list[str]]:
         return entries
 
     return json.loads(text, object_pairs_hook=unique), twice
+
+
+class Entry(NamedTuple):
+    """The values that some entries of an object can have.
+
+    Attributes:
+        names: a regular expression that matches their whole names.
+        kind: a type, by its annotation; None for the one that the library's own class has for the entry.
+        expected: the type in words; "" for words that are made from it.
+        low, high: limits of the numbers in a value.
+    """
+
+    names: str
+    kind: Any = Any
+    expected: str = ""
+    low: float = -math.inf
+    high: float = math.inf
+
+
+def entry_problems(
+    content: Mapping[str, Any],
+    entries: Sequence[Entry],
+    path: Path,
+    fix: str,
+    kinds: Mapping[str, Any] | None = None,
+) -> Iterator[Problem]:
+    """Values of the wrong type or beyond a limit, by the first of `entries` that matches a name.
+
+    Args:
+        content: of a JSON object.
+        entries: what is known of its values.
+        path: of the file.
+        fix: of every problem.
+        kinds: types by names, of entries without a type of their own.
+    """
+    for key, value in content.items():
+        entry = next((each for each in entries if re.fullmatch(each.names, key)), Entry(key))
+        fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
+        what = f"{path}: {key} is {value!r:.80}"
+        if not fits(value):
+            yield Problem(what, entry.expected or words, fix)
+        elif not all(entry.low <= number <= entry.high for number in numbers_in(value)):
+            limits = f"from {entry.low:g} to {entry.high:g}".replace("from -inf to", "of at most")
+            numbers = "numbers" if isinstance(value, (list, dict)) else "a number"
+            yield Problem(what, f"{numbers} {limits}", fix)
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """The numbers in a value, in lists and objects too; true and false are none."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(inner)
+
+
+_NUMBERS: dict[Any, tuple[Any, str]] = {int: (int, "a whole number"), float: ((int, float), "a number")}
+_PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an object", list: "a list"}
+
+
+@functools.cache
+def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
+    """(the test of a value of JSON for an annotated type, the type in words)."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        # A text beside an enumeration is one of its values.
+        listed = any(map(_is_enumeration, inner))
+        rules = [_rule(each) for each in inner if not (listed and each is str)]
+        names = sorted({words for _, words in rules}, key=lambda text: (text == "null", text))
+        return lambda value: any(fits(value) for fits, _ in rules), " or ".join(names)
+    if origin is Literal or _is_enumeration(kind):
+        known = inner or [each.value for each in kind]
+        words = f"one of {', '.join(map(str, known))}"
+        return lambda value: any(value == each and type(value) is type(each) for each in known), words
+    if origin in (list, set, tuple):
+        fits, words = _rule(inner[0])
+        counts = (len(inner),) if origin is tuple else range(sys.maxsize)
+        return (
+            lambda value: isinstance(value, list) and len(value) in counts and all(map(fits, value)),
+            f"a list of {words}",
+        )
+    if origin is dict:
+        fits, words = _rule(inner[1])
+        return (
+            lambda value: isinstance(value, dict) and all(map(fits, value.values())),
+            f"an object of {words}",
+        )
+    if kind in _NUMBERS:
+        classes, words = _NUMBERS[kind]
+        return (
+            lambda value: (
+                isinstance(value, classes) and not isinstance(value, bool) and abs(value) < math.inf
+            ),
+            words,
+        )
+    if kind in _PLAIN:
+        return lambda value: isinstance(value, kind), _PLAIN[kind]
+    return lambda value: isinstance(value, dict) or not dataclasses.is_dataclass(kind), "an object"
+
+
+def _is_enumeration(kind: Any) -> bool:
+    return inspect.isclass(kind) and issubclass(kind, enum.Enum)
