@@ -115,7 +115,7 @@ def kept(adapter: Path, forms: Sequence[str]) -> None:
     from isotype.checkpoint.merge import rounding
     from isotype.checkpoint.merge.kept import learned, merged_as, trained
     from isotype.checkpoint.tokenizer import tokenizer_of
-    from isotype.train.rows.held_back import rows_of_training
+    from isotype.train.rows.measured import rows_of_training
 
     saved, right_on_average = read_adapter(adapter), rounding.unbiased
     policy = base_policy(saved, "auto", None, "cpu")

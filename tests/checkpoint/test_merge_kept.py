@@ -11,12 +11,11 @@ import pytest
 import torch
 import transformers
 
-from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.load import load
+from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge import merge
 from isotype.checkpoint.merge.merge import merge_adapter
-from isotype.checkpoint.merge.rounding import codes, unbiased
-from isotype.checkpoint.merge.written_model import WrittenModel
+from isotype.checkpoint.merge.rounding import WrittenModel, codes, unbiased
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.values.dequantize import held_weight
 from isotype.core.errors import CheckpointError
@@ -213,7 +212,7 @@ def test_the_command_measures_on_the_rows_that_were_held_back(
     assert main(command.split()) == 0
     monkeypatch.chdir("/")
     assert main(["merge", str(tmp_path / "run"), "-o", str(tmp_path / "merged")]) == 0
-    from isotype.train.rows.held_back import rows_of_training
+    from isotype.train.rows.measured import rows_of_training
 
     held, why_not = rows_of_training(tmp_path / "run")
     assert why_not is None

@@ -44,7 +44,7 @@ def work_of(path: Path) -> list[tuple[str, list[TensorHeader]]]:
 
 
 def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "isotype-reader"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("isotype-reader")]
 
 
 @pytest.mark.parametrize("size", [1024, 4096, 1 << 20])

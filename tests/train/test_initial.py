@@ -13,7 +13,7 @@ import transformers
 from rich.console import Console
 
 import isotype
-from isotype.checkpoint.adapter import load_for_inference
+from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS

@@ -21,12 +21,11 @@ from isotype.checkpoint.formats.adapter_config import read_config
 from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
-from isotype.checkpoint.load import load, load_checkpoint, tokenizer_source
+from isotype.checkpoint.load import load
 from isotype.checkpoint.opened import config_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
-from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import skeleton
-from isotype.core.errors import CheckpointError, Problem, UsageError, one_line
+from isotype.core.errors import CheckpointError, Problem, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
@@ -34,7 +33,6 @@ from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
 from isotype.model.heads import task_of
 from isotype.precision.by_ranges import with_ranges_of
-from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 
 # PEFT's task type -> the auto class of a model with that head; for causal models the config names the class, unless it has no head.
@@ -87,37 +85,22 @@ def read_adapter(directory: str | Path) -> Adapter:
     """
     path = Path(directory)
     if not path.is_dir():
-        raise CheckpointError.of(
-            "no such adapter", f"adapter {path}", "a directory that exists", "check the path"
-        )
+        what, expected = f"adapter {path}", "a directory that exists"
+        raise CheckpointError.of("no such adapter", what, expected, "check the path")
+    what, fix = f"the directory {path} holds {contents(path)}", "give the --output_dir of a training run"
     if not (path / CONFIG_FILE).is_file():
-        whole = (path / "config.json").is_file()
-        raise CheckpointError.of(
-            "not an adapter",
-            f"the directory {path} holds {contents(path)}",
-            f"{CONFIG_FILE} and adapter_model.safetensors",
-            "it is a whole model, with nothing to merge into it"
-            if whole
-            else "give the --output_dir of a training run",
-        )
+        if (path / "config.json").is_file():
+            fix = "it is a whole model, with nothing to merge into it"
+        expected = f"{CONFIG_FILE} and adapter_model.safetensors"
+        raise CheckpointError.of("not an adapter", what, expected, fix)
     weights = find_weights(path)
     if weights is None or weights[1] != "adapter":
-        raise CheckpointError.of(
-            "an adapter without weights",
-            f"the directory {path} holds {contents(path)}",
-            "adapter_model.safetensors",
-            "give the --output_dir of a training run that ended, or one of its checkpoint folders",
-        )
+        fix += " that ended, or one of its checkpoint folders"
+        raise CheckpointError.of("an adapter without weights", what, "adapter_model.safetensors", fix)
     headers = read_headers(weights[0])
     config = read_config(path, headers.tensors)
-    return Adapter(
-        path,
-        config,
-        config.base_model_name_or_path,
-        PrecisionPolicy.read(path),
-        headers,
-        config.revision,
-    )
+    base, policy = config.base_model_name_or_path, PrecisionPolicy.read(path)
+    return Adapter(path, config, base, policy, headers, config.revision)
 
 
 def inference_policy(
@@ -178,75 +161,8 @@ def base_policy(
         return inference_policy(adapter.base, adapter.policy, dtype, quantization, device, of)
     except CheckpointError as error:
         reason = f"{error.headline}: {error.problems[0].given}" if error.problems else error.headline
-        raise CheckpointError.of(
-            "the base model of the adapter is not there",
-            f"{path} names {adapter.base} ({reason})",
-            expected,
-            fix,
-        ) from error
-
-
-def load_for_inference(
-    path: str | Path,
-    dtype: str = "auto",
-    quantization: str | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    *,
-    block_by_block: bool = False,
-) -> tuple[Any, Any, PrecisionPolicy]:
-    """A model or an adapter on its base, ready to be called without autocast, in evaluation mode.
-
-    Args:
-        path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
-        dtype: compute dtype; `"auto"`: the one it was trained in.
-        quantization: storage of the base weights; None: as it was trained, `"none"`: not quantized.
-        device: a device of this machine.
-        revision: branch, tag or commit of a hub id: of `path`, or of the base that the adapter names, instead of the
-            one it was trained on.
-        block_by_block: read the base's blocks at each forward and drop them after it, where `waiting` allows it.
-
-    Returns:
-        (model, tokenizer, policy); tokenizer is None where neither adapter nor base has one.
-
-    Raises:
-        CheckpointError: there is no model, or adapter and base do not fit.
-        PrecisionError: the device or the libraries cannot run it as asked.
-        UsageError: the device is not in this machine.
-    """
-    profile = device_profile(device)
-    if not profile.present:
-        raise UsageError.of(
-            f"{profile.title} is not in this machine",
-            f"device {device}",
-            "a device that is here",
-            "leave the device out",
-        )
-    device_map = None if profile.kind == "cpu" else {"": profile.name}
-    if not is_adapter(path):
-        saved = PrecisionPolicy.read(path) if Path(path).is_dir() else None
-        policy = replace(
-            inference_policy(path, saved, dtype, quantization, profile.name, revision), master=torch.float32
-        )
-        tokenizer = tokenizer_of(tokenizer_source(open_checkpoint(path, revision)), revision)
-        return load(path, policy, device_map=device_map, **at_revision(revision)).eval(), tokenizer, policy
-    adapter = read_adapter(path)
-    revision = revision or adapter.revision
-    policy = base_policy(adapter, dtype, quantization, profile.name, revision)
-    base = str(adapter.base)
-    tokenizer = tokenizer_of(adapter.directory) or tokenizer_of(
-        tokenizer_source(open_checkpoint(base, revision)), revision
-    )
-    deferred = waiting(adapter) if block_by_block and profile.kind == "cpu" else None
-    model = attach(load_base(adapter, base, policy, device_map, revision, deferred), adapter)
-    if deferred is not None:
-        deferred.on_forward()
-    return model.eval(), tokenizer, policy
-
-
-def at_revision(revision: str | None) -> dict[str, Any]:
-    """The argument of `from_pretrained` that asks for a revision; nothing where none is asked for."""
-    return {} if revision is None else {"revision": revision}
+        what = f"{path} names {adapter.base} ({reason})"
+        raise CheckpointError.of("the base model of the adapter is not there", what, expected, fix) from error
 
 
 def load_base(
@@ -264,10 +180,8 @@ def load_base(
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
-    kwargs: dict[str, Any] = arguments | ({} if labels is None else {"num_labels": labels})
-    model = load_checkpoint(
-        checkpoint, policy, model_class=head, device_map=device_map, deferred=deferred, **kwargs
-    )
+    arguments |= {} if labels is None else {"num_labels": labels}
+    model = load(checkpoint, policy, model_class=head, device_map=device_map, deferred=deferred, **arguments)
     rows = _vocabulary(adapter, model)
     if rows and rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -352,28 +266,24 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:
+        what = "is neither in the base nor in the adapter"
         expected = "every weight of the model: without this one its outputs are others at each load"
-        problems = [
-            Problem(f"{name} is neither in the base nor in the adapter", expected, _LOST) for name in lost
-        ]
-        raise _incompatible(adapter, model, problems)
+        raise _incompatible(adapter, model, [Problem(f"{name} {what}", expected, _LOST) for name in lost])
     config = copy.deepcopy(adapter.config)
     begun = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(begun, str) and begun.startswith(_OF_WHOLE_WEIGHTS):
         conflict = f"a base in {policy.storage}, and an adapter that {begun} began"
         expected = "a base in float32, bfloat16 or float16: a part of each weight is in the adapter, and is taken out of it"
-        raise _incompatible(
-            adapter, model, [Problem(conflict, expected, "--quantization none, or merge the adapter first")]
-        )
+        fix = "--quantization none, or merge the adapter first"
+        raise _incompatible(adapter, model, [Problem(conflict, expected, fix)])
     config.inference_mode = False  # trainable parameters are what the policy keeps as masters
     config.base_model_name_or_path = None  # PEFT warns where the base has another name now
     try:
         with quiet_peft(), KeepsValues():  # of a base that waits, weights lie on the meta device
             return add_lora(model, policy, config)
     except BUILD_ERRORS as error:
-        raise _incompatible(
-            adapter, model, [Problem(one_line(error), "modules that the adapter was trained on", _FIX)]
-        ) from error
+        problem = Problem(one_line(error), "modules that the adapter was trained on", _FIX)
+        raise _incompatible(adapter, model, [problem]) from error
 
 
 # PEFT decomposes the base's weights for them, and no quantized ones (`pissa_init`, `mica_init`).
@@ -405,19 +315,16 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         ]
         raise _incompatible(adapter, base, problems) from error
     prefix = getattr(peft_model.base_model, "prefix", None)
-    strange = [
+    problems = [
         Problem(f"tensor {base_name(name)}", "a module of that name in the base model", _FIX)
         for name in result.unexpected_keys
         # PEFT saves embeddings of a vocabulary that has grown twice, once under a name that it does not read.
         if not (".modules_to_save." in name and name.replace(".modules_to_save", "") in weights)
     ]
-    missing = [
-        Problem(f"no tensor {base_name(name)}", "a trained value for it", _FIX)
-        for name in result.missing_keys
-        if prefix and prefix in name
-    ]
-    if strange or missing:
-        raise _incompatible(adapter, base, strange + missing)
+    missing = [base_name(name) for name in result.missing_keys if prefix and prefix in name]
+    problems += [Problem(f"no tensor {name}", "a trained value for it", _FIX) for name in missing]
+    if problems:
+        raise _incompatible(adapter, base, problems)
 
 
 def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> CheckpointError:
@@ -433,7 +340,6 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
 def quiet_peft() -> Iterator[None]:
     """Without PEFT's warnings about tied embeddings, merged layers and Conv1D where bitsandbytes had turned it, which are taken care of."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*tied.*|.*tie_word_embeddings.*", module="peft")
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", module="peft")
-        warnings.filterwarnings("ignore", message="All adapters are already merged", module="peft")
+        known = ".*tied|.*tie_word_embeddings|fan_in_fan_out is set to|All adapters are already merged"
+        warnings.filterwarnings("ignore", message=known, module="peft")
         yield

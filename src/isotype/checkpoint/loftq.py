@@ -11,6 +11,7 @@ D diag(√m), U Uᵀ D is the nearest in that norm.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -46,14 +47,11 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
     Raises:
         PrecisionError: the checkpoint is saved quantized, so that nobody knows the errors.
     """
-    saved = checkpoint.facts.quantization
-    if saved is not None and not saved.dequantized:
-        raise PrecisionError.of(
-            "adapters cannot begin from the quantization error",
-            f"{checkpoint.name}, saved in {saved.format}",
-            "a checkpoint in a float dtype, which isotype quantizes while it loads it",
-            "leave --init_lora_weights out, or give the model that it was quantized from",
-        )
+    if saved := checkpoint.facts.saved_format:
+        what = f"{checkpoint.name}, saved in {saved}"
+        expected = "a checkpoint in a float dtype, which isotype quantizes while it loads it"
+        fix = "leave --init_lora_weights out, or give the model that it was quantized from"
+        raise PrecisionError.of("adapters cannot begin from the quantization error", what, expected, fix)
     checkpoint = downloaded(checkpoint)
     stored = StoredWeights(blank_model(config_of(checkpoint)), headers_of(checkpoint))
     layers: list[tuple[str, Any]] = []
@@ -62,17 +60,14 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
         adapts = is_tuner_layer(layer) and _ADAPTER in getattr(layer, "lora_A", ())
         if adapts and kind_of(layer.get_base_layer()) == "linear4bit":
             layers.append((base_name(place.name), layer))
-    bar = Bar("decomposing quantization errors")
-    bar.total = len(layers)
-    try:
+    with closing(Bar("decomposing quantization errors")) as bar:
+        bar.total = len(layers)
         for name, layer in layers:
             base = layer.get_base_layer()
             weight = stored.read(f"{name}.weight").float()
             error = (weight.T if holds_turned(base) else weight) - dense_weight(base, torch.float32)
             _take_in(layer, error, moments.get(name))
             bar.advance()
-    finally:
-        bar.close()
     return len(layers)
 
 

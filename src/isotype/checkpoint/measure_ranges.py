@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.kept import kept_or_noted
-from isotype.checkpoint.load import load_checkpoint, saved_format, tokenizer_source
+from isotype.checkpoint.kept import Measurement, kept_or_noted
+from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_request
@@ -64,36 +65,41 @@ def measure_ranges(
         CheckpointError: there is no checkpoint, or it cannot be loaded.
         UsageError: no batch can be made up for the model, or the one given is none; a model in memory without values.
     """
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "progress": progress}
-    if isinstance(model, nn.Module):
-        return measure(*module_to_measure(model, batch, tokens), **options)
-    return measure_checkpoint(open_checkpoint(model, revision), batch, tokens=tokens, **options)
+    source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
+    return measure_checkpoint(source, batch, tokens=tokens, device=device, dtype=dtype, progress=progress)
 
 
 def measure_checkpoint(
-    checkpoint: Checkpoint, batch: Any = None, *, tokens: int = TOKENS, **options: Any
+    source: Checkpoint | nn.Module, batch: Any = None, *, tokens: int = TOKENS, **options: Any
 ) -> Ranges:
-    """`measure_ranges` of a checkpoint that is open."""
-    checkpoint = downloaded(checkpoint)
-    ranges = measure(*to_measure(checkpoint, batch, tokens), **options)
-    ranges = replace(ranges, key=checkpoint.fingerprint or "")
-    return kept_or_noted(ranges) if ranges.key and batch is None and tokens >= TOKENS else ranges
+    """`measure_ranges` of a checkpoint that is open, or of a model in memory."""
+    return measured_and_kept(measure, source, batch, tokens, **options)
 
 
-def module_to_measure(model: nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
-    """(the model in memory, what it is called with): the batch, or as many tokens of the texts that come with isotype."""
-    measured = of_module(model)
+def measured_and_kept(
+    measure: Callable[..., Measurement],
+    source: Checkpoint | nn.Module,
+    batch: Any,
+    tokens: int,
+    **options: Any,
+) -> Measurement:
+    """A measurement of a model; of a checkpoint on text of this package, no less than by default, it is kept."""
+    if isinstance(source, nn.Module):
+        return measure(*to_measure(source, batch, tokens), **options)
+    source = downloaded(source)
+    measured = measure(*to_measure(source, batch, tokens), **options)
+    measured = replace(measured, key=source.fingerprint or "")
+    return kept_or_noted(measured) if measured.key and batch is None and tokens >= TOKENS else measured
+
+
+def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
+    """(a model in memory, or of a checkpoint on this machine; the batch, or as many tokens of the texts that come with isotype)."""
+    measured = of_module(source) if isinstance(source, nn.Module) else of_checkpoint(source)
     if batch is not None:
         return measured, require_positions(measured.model, given_batches(batch))
-    return measured, made_batches(measured.model, _tokenizer_of_module(measured.model), tokens)
-
-
-def to_measure(checkpoint: Checkpoint, batch: Any, tokens: int) -> tuple[Measured, Batches]:
-    """`module_to_measure` of a checkpoint whose weights are on this machine."""
-    measured = of_checkpoint(checkpoint)
-    if batch is not None:
-        return measured, require_positions(measured.model, given_batches(batch))
-    return measured, made_batches(measured.model, tokenizer_of(tokenizer_source(checkpoint)), tokens)
+    if isinstance(source, nn.Module):
+        return measured, made_batches(measured.model, _tokenizer_of_module(measured.model), tokens)
+    return measured, made_batches(measured.model, tokenizer_of(tokenizer_source(source)), tokens)
 
 
 def _tokenizer_of_module(model: nn.Module) -> Any:
@@ -108,33 +114,27 @@ def _tokenizer_of_module(model: nn.Module) -> Any:
 
 def of_checkpoint(checkpoint: Checkpoint) -> Measured:
     """A checkpoint, its weights left on disk where transformers' own conversions allow to read them one by one."""
-    quantization = checkpoint.facts.quantization
-    if quantization is not None and not quantization.dequantized:
-        return _loaded(checkpoint, f"its weights are stored in {quantization.format}")
+    if saved := checkpoint.facts.saved_format:
+        return _loaded(checkpoint, f"its weights are stored in {saved}")
     model = blank_model(config_of(checkpoint))
     stored = StoredWeights(model, headers_of(checkpoint))
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    held = {
-        each: next((name for name in tied if name in stored.shapes), None) for each, tied in names.items()
-    }
-    missing = [names[each][0] for each, name in held.items() if name is None]
-    if missing:
-        return _loaded(checkpoint, f"it has no {missing[0]}, which transformers draws")
+    named = list(model.named_parameters(remove_duplicate=False))
+    held = {id(parameter): name for name, parameter in reversed(named) if name in stored.shapes}
+    missing = next((name for name, parameter in named if id(parameter) not in held), None)
+    if missing is not None:
+        return _loaded(checkpoint, f"it has no {missing}, which transformers draws")
     fill_buffers(model, stored)
 
     def read(_: nn.Module, __: str, parameter: torch.Tensor) -> Weight:
         name = held[id(parameter)]
-        assert name is not None
         return Weight(id(parameter), parameter.shape, lambda: stored.read(name))
 
     return Measured(model, checkpoint.name, torch.device("cpu"), read)
 
 
 def _loaded(checkpoint: Checkpoint, why: str) -> Measured:
-    request = PrecisionRequest("auto", saved_format(checkpoint.facts))
+    request = PrecisionRequest("auto", checkpoint.facts.saved_format)
     policy, _ = resolve_request(checkpoint.facts, request, "cpu", checkpoint)
-    model = load_checkpoint(checkpoint, policy)
+    model = load(checkpoint, policy)
     note = f"loaded whole, not block by block: {why}"
     return Measured(model.requires_grad_(False), checkpoint.name, torch.device("cpu"), None, (note,))

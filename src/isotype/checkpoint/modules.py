@@ -9,19 +9,19 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from isotype.checkpoint.fill import Placement, fill, place
+from isotype.checkpoint.fill import Placement, fill, place, placement_dtypes
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.mapping.match import match
-from isotype.checkpoint.mapping.stored import dense_shape, stored_tensors
+from isotype.checkpoint.mapping.stored import dense_dtype, dense_shape, stored_tensors
 from isotype.checkpoint.values.unpack import dense
 from isotype.checkpoint.weightless import wanted_quantization
 from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError
 from isotype.core.names import listed
-from isotype.model.enforce import dtypes_to_load, enforce_model
+from isotype.model.enforce import enforce_model
 from isotype.model.finite import not_finite, refuse
 from isotype.model.mixed import store_layers
 from isotype.model.walk import places
@@ -76,7 +76,10 @@ def load_module(
     if policy.quantized:
         _quantize(model, policy)
     moments = policy.moments_by_weight()
-    placement = Placement(*_dtypes(model, policy), lambda name: device, moments=moments)
+    kinds = ("linear4bit", "linear8bit")
+    quantized = frozenset(f"{place.name}.weight" for place in places(model) if place.kind in kinds)
+    dtypes = placement_dtypes(model, policy, policy.pinned) | dict.fromkeys(quantized, policy.plain)
+    placement = Placement(dtypes, quantized, lambda name: device, moments=moments)
     if adapter is None:
         _, broken = fill(model, matched.weights, placement)
     else:
@@ -85,12 +88,10 @@ def load_module(
             tensor.name: dense(tensor, files.tensor, policy.plain)
             for tensor in stored_tensors(headers.tensors, headers.quantization)
         }
-        tensors = {
-            name: place(model, name, value, placement) for name, value in adapter.from_hf(state).items()
-        }
-        broken = not_finite(
-            (name, value) for name, value in tensors.items() if isinstance(value, nn.Parameter)
-        )
+        tensors = [
+            (name, place(model, name, value, placement)) for name, value in adapter.from_hf(state).items()
+        ]
+        broken = not_finite((name, value) for name, value in tensors if isinstance(value, nn.Parameter))
     refuse(path, broken)
     for name, source in matched.tied.items():
         owner, _, leaf = name.rpartition(".")
@@ -103,11 +104,7 @@ def load_module(
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
     """Headers of what the adapter makes of the checkpoint's tensors, learned on the meta device."""
     blank = {
-        tensor.name: torch.empty(
-            dense_shape(tensor) or (),
-            dtype=torch.bfloat16 if tensor.quantized else tensor.weight.dtype,
-            device="meta",
-        )
+        tensor.name: torch.empty(dense_shape(tensor) or (), dtype=dense_dtype(tensor), device="meta")
         for tensor in stored_tensors(headers.tensors, headers.quantization)
     }
     adapted = adapter.from_hf(blank)
@@ -123,23 +120,7 @@ def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
 
     chosen = {name.removesuffix(".weight") for name in quantized_weights(model)}
     chosen -= {name for name in chosen if is_pinned(f"{name}.weight", policy.pinned)}
-    left = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    replace_with_bnb_linear(
-        model,
-        modules_to_not_convert=[name for name in left if name not in chosen],
-        quantization_config=wanted_quantization(policy, None),
-    )
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    left, wanted = [name for name in linear if name not in chosen], wanted_quantization(policy, None)
+    replace_with_bnb_linear(model, modules_to_not_convert=left, quantization_config=wanted)
     store_layers(model, policy)
-
-
-def _dtypes(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, torch.dtype], frozenset[str]]:
-    """The dtypes of a module's float tensors (see `Placement.dtypes`), and the names of its quantized weights."""
-    all_places = tuple(places(model))
-    quantized = {f"{each.name}.weight" for each in all_places if each.kind in ("linear4bit", "linear8bit")}
-    wanted = dtypes_to_load(model, all_places, policy)
-    dtypes = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in quantized:
-            kept = torch.float32 if is_pinned(name, policy.pinned) else value.dtype
-            dtypes[name] = wanted.get(value, kept)  # type: ignore[call-overload]
-    return dtypes | dict.fromkeys(quantized, policy.plain), frozenset(quantized)

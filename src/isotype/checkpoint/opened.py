@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -26,13 +27,16 @@ from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import stored_tensors
-from isotype.core.errors import CheckpointError, PrecisionError
+from isotype.core.errors import CheckpointError, PrecisionError, Problem, SaveError
 from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
 """Bytes of each tensor that a fingerprint takes: two checkpoints of one architecture have the same headers."""
 _SHOWN = 12  # problems in one error
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
+
+
+_ARCHIVES = (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True)
@@ -91,19 +95,27 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
 
-def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
     """Read the config and the headers of a checkpoint.
 
     Args:
-        name: a directory, a GGUF file, `embedded:NAME` or a hub id.
+        name: a directory, a GGUF file, `embedded:NAME` or a hub id; one that is open stays as it is.
         revision: branch, tag or commit of a hub id.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or incomplete.
     """
+    if isinstance(name, Checkpoint):
+        return name
     source = local_path(name)
     if source is None:
-        return _on_the_hub(str(name), revision)
+        model_id = str(name)
+        config, files = hub_config(model_id, revision), local_snapshot(model_id, revision)
+        headers, notes = remote_headers(model_id, revision) if files is None else (read_headers(files), ())
+        if files is None and headers is not None:
+            headers = replace(headers, quantization=quantization_options(config))
+        facts = facts_of_config(model_id, config, headers, notes)
+        return Checkpoint(model_id, model_id, files, config, headers, facts, revision)
     weights = find_weights(source) if source.is_dir() else None
     file = source if source.is_file() else weights and weights[0]
     if file and (source.is_file() or file.suffix == ".gguf"):
@@ -114,21 +126,17 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
     config = read_config(source)
     if weights is None:
         note = f"{source} holds no weights: the dtypes are those of config.json"
-        return Checkpoint(
-            str(name), source, None, config, None, facts_of_config(str(source), config, notes=(note,))
-        )
+        facts = facts_of_config(str(source), config, notes=(note,))
+        return Checkpoint(str(name), source, None, config, None, facts)
     headers = read_headers(source)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > len(headers.tensors):  # before they are built
-        raise CheckpointError.of(
-            f"{source}: config.json contradicts the weights",
-            f"{source / 'config.json'}: num_hidden_layers {layers}",
-            f"layers of the {len(headers.tensors)} tensors beside it",
-            "take config.json and the weights from the same save of the model",
-        )
-    return Checkpoint(
-        str(name), source, source, config, headers, facts_of_config(str(source), config, headers)
-    )
+        what = f"{source / 'config.json'}: num_hidden_layers {layers}"
+        expected = f"layers of the {len(headers.tensors)} tensors beside it"
+        fix = "take config.json and the weights from the same save of the model"
+        raise CheckpointError.of(f"{source}: config.json contradicts the weights", what, expected, fix)
+    facts = facts_of_config(str(source), config, headers)
+    return Checkpoint(str(name), source, source, config, headers, facts)
 
 
 def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
@@ -225,6 +233,27 @@ def require_loadable(name: str | Path, revision: str | None = None) -> None:
         raise CheckpointError(f"{name}: quantized weights that cannot be read", problems[:_SHOWN])
 
 
+def require_readable(directory: Path) -> None:
+    """Read back what was written: refuse a file of safetensors, GGUF or `torch.save` below `directory` that is not whole.
+
+    Raises:
+        SaveError: one is not; each is named.
+    """
+    wrong = []
+    for path in sorted(directory.rglob("*")):
+        if path.suffix in (".safetensors", ".gguf"):
+            try:
+                read_headers(path)
+            except CheckpointError as error:
+                wrong.append((path, error.problems[0].given if error.problems else error.headline))
+        elif path.suffix in _ARCHIVES and not zipfile.is_zipfile(path):
+            wrong.append((path, "it does not end as torch.save ends a file"))
+    if wrong:
+        expected, fix = "the file as it was written", "check the disk, or give another one"
+        problems = [Problem(f"{path}: {why}", expected, fix) for path, why in wrong]
+        raise SaveError("what was written cannot be read back", problems)
+
+
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """The facts about a model, without reading or allocating a weight.
 
@@ -242,31 +271,16 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
         return open_checkpoint(model, revision).facts
     if is_config(model):
         return facts_of_config(type(model).__name__, model)
-    raise PrecisionError.of(
-        "no facts about this object",
-        f"a {type(model).__name__}",
-        "an nn.Module, a transformers config, a path, embedded:NAME or a hub id",
-        "give one of these",
-    )
+    expected = "an nn.Module, a transformers config, a path, embedded:NAME or a hub id"
+    fix = "give one of these"
+    raise PrecisionError.of("no facts about this object", f"a {type(model).__name__}", expected, fix)
 
 
 def _without_weights(checkpoint: Checkpoint) -> CheckpointError:
-    return CheckpointError.of(
-        "a checkpoint without weights",
-        f"{checkpoint.name}: a config, and no weights beside it",
-        "model.safetensors, or shards with model.safetensors.index.json",
-        "copy the weights there, or give the directory that save_pretrained() wrote",
-    )
-
-
-def _on_the_hub(model_id: str, revision: str | None) -> Checkpoint:
-    config = hub_config(model_id, revision)
-    files = local_snapshot(model_id, revision)
-    headers, notes = remote_headers(model_id, revision) if files is None else (read_headers(files), ())
-    if files is None and headers is not None:
-        headers = replace(headers, quantization=quantization_options(config))
-    facts = facts_of_config(model_id, config, headers, notes)
-    return Checkpoint(model_id, model_id, files, config, headers, facts, revision)
+    what = f"{checkpoint.name}: a config, and no weights beside it"
+    expected = "model.safetensors, or shards with model.safetensors.index.json"
+    fix = "copy the weights there, or give the directory that save_pretrained() wrote"
+    return CheckpointError.of("a checkpoint without weights", what, expected, fix)
 
 
 def _require_gguf(file: Path) -> None:
@@ -279,12 +293,8 @@ def _require_gguf(file: Path) -> None:
         fix = f"give the directory {file.parent}"
     else:
         fix = "give a checkpoint"
-    raise CheckpointError.of(
-        "not a model",
-        f"the file {file}",
-        "a checkpoint directory or a .gguf file",
-        fix,
-    )
+    expected = "a checkpoint directory or a .gguf file"
+    raise CheckpointError.of("not a model", f"the file {file}", expected, fix)
 
 
 def _require_model(directory: Path, no_weights: bool) -> None:
@@ -294,12 +304,8 @@ def _require_model(directory: Path, no_weights: bool) -> None:
     if adapter.is_file() and no_weights:
         base = read_json(adapter).get("base_model_name_or_path")
         fix = f"give {base}" if base else f"give the base model; {adapter.name} does not name it"
-        raise CheckpointError.of(
-            "an adapter, not a model",
-            held,
-            "the model that the adapter was trained on",
-            fix,
-        )
+        expected = "the model that the adapter was trained on"
+        raise CheckpointError.of("an adapter, not a model", held, expected, fix)
     if not (directory / "config.json").is_file():
         expected = "config.json and model.safetensors, or a .gguf file"
         fix = "give the directory that save_pretrained() wrote"

@@ -9,11 +9,11 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from isotype.checkpoint.kept import kept
+from isotype.checkpoint.kept import Measurement, kept
 from isotype.checkpoint.opened import Checkpoint, facts_of, open_checkpoint
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
-from isotype.precision.by_damage import Mixture, first_request, mix
+from isotype.precision.by_damage import first_request, mix
 from isotype.precision.damages import Damages
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import DeviceProfile, device_profile
@@ -117,9 +117,20 @@ def resolve_request(
     obstacles = _obstacles(facts, profile, request.quantization)
     reason = None
     if request.quantization == MIXED:
-        mixture = _mixture(checkpoint, facts, profile, request, obstacles, damages, measure_damages)
+        plain = decide(facts, profile, first_request(request), obstacles)
+        if damages is None and checkpoint is not None:
+            damages = _kept_or_measured(Damages, checkpoint, measure_damages)
+        if damages is None or facts.parameters is None:
+            headline = "nobody has measured what quantization does to this model"
+            expected = "measured damages of its layers"
+            fix = f"isotype quality {facts.source} measures them, where the weights are; or give --quantization nf4"
+            raise PrecisionError.of(headline, f"quantization mixed for {facts.source}", expected, fix)
+        mixture = mix(damages, plain, facts.parameters, request.base_memory)
         request, reason = mixture.applied(request), mixture.reason
-    policy, ranges = _decided(checkpoint, facts, profile, request, obstacles, ranges, measure)
+    policy = decide(facts, profile, request, obstacles, ranges)
+    if policy.compute == torch.float16 and ranges is None and checkpoint is not None:
+        ranges = _kept_or_measured(Ranges, checkpoint, measure)
+        policy = policy if ranges is None else decide(facts, profile, request, obstacles, ranges)
     return (policy if reason is None else with_storage_reason(policy, reason)), ranges
 
 
@@ -128,81 +139,28 @@ def with_storage_reason(policy: PrecisionPolicy, reason: str) -> PrecisionPolicy
     return replace(policy, reasons={**policy.reasons, "storage": reason})
 
 
-def _mixture(
-    checkpoint: Checkpoint | None,
-    facts: ModelFacts,
-    profile: DeviceProfile,
-    request: PrecisionRequest,
-    obstacles: list[Problem],
-    damages: Damages | None,
-    measure: Callable[[], Damages] | None,
-) -> Mixture:
-    """The formats of the layers.
-
-    Raises:
-        PrecisionError: nobody has measured what quantization does to the model, and it cannot be measured here.
-    """
-    policy = decide(facts, profile, first_request(request), obstacles)
-    if damages is None and checkpoint is not None:
-        key = checkpoint.fingerprint
-        damages = None if key is None else kept(Damages, key)
-        if damages is None and key is not None and measure is not None:
-            damages = measure()
-    if damages is None or facts.parameters is None:
-        fix = (
-            f"isotype quality {facts.source} measures them, where the weights are; or give --quantization nf4"
-        )
-        raise PrecisionError.of(
-            "nobody has measured what quantization does to this model",
-            f"quantization mixed for {facts.source}",
-            "measured damages of its layers",
-            fix,
-        )
-    return mix(damages, policy, facts.parameters, request.base_memory)
-
-
-def _decided(
-    checkpoint: Checkpoint | None,
-    facts: ModelFacts,
-    profile: DeviceProfile,
-    request: PrecisionRequest,
-    obstacles: list[Problem],
-    ranges: Ranges | None,
-    measure: Callable[[], Ranges] | None,
-) -> tuple[PrecisionPolicy, Ranges | None]:
-    policy = decide(facts, profile, request, obstacles, ranges)
-    if policy.compute != torch.float16 or ranges is not None or checkpoint is None:
-        return policy, ranges
-    key = checkpoint.fingerprint
-    if key is None:
-        return policy, None
-    measured = kept(Ranges, key)
-    if measured is None and measure is not None:
-        measured = measure()
-    return (policy if measured is None else decide(facts, profile, request, obstacles, measured)), measured
+def _kept_or_measured(
+    kind: type[Measurement], checkpoint: Checkpoint, measure: Callable[[], Measurement] | None
+) -> Measurement | None:
+    """An earlier measurement of a checkpoint, else one now; None if its weights are not on this machine."""
+    if checkpoint.fingerprint is None:
+        return None
+    earlier = kept(kind, checkpoint.fingerprint)
+    return measure() if earlier is None and measure is not None else earlier
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
     """Library versions that make the run impossible here; for a device that is elsewhere they say nothing."""
     if not profile.present:
         return []
-    versions = installed()
     problems = [
-        Problem(
-            " and ".join(incompatibility.packages),
-            f"versions that fit: {incompatibility.fact}",
-            incompatibility.change,
-        )
-        for incompatibility in incompatible_here()
-        if incompatibility.severity == "error"
+        Problem(" and ".join(each.packages), f"versions that fit: {each.fact}", each.change)
+        for each in incompatible_here()
+        if each.severity == "error"
     ]
     saved = facts.quantization.method if facts.quantization else None
-    if (quantization or saved == "bitsandbytes") and versions.get("bitsandbytes") is None:
-        problems.append(
-            Problem(
-                f"quantization {quantization or saved} without bitsandbytes",
-                "the library that stores the quantized weights",
-                "pip install 'isotype[train]'",
-            )
-        )
+    if (quantization or saved == "bitsandbytes") and installed().get("bitsandbytes") is None:
+        what = f"quantization {quantization or saved} without bitsandbytes"
+        expected = "the library that stores the quantized weights"
+        problems.append(Problem(what, expected, "pip install 'isotype[train]'"))
     return problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def load_sharded(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     policy: PrecisionPolicy,
     adapt: Callable[[Any], Any] | None = None,
     *,
@@ -49,7 +49,7 @@ def load_sharded(
     and keeps its own rows. Quantized weights come out as those of `isotype.load`, bit by bit. All processes have to call this together.
 
     Args:
-        path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`.
+        path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or a checkpoint that is open.
         policy: from `isotype.resolve_precision`.
         adapt: adds the adapters, as in `lambda model: isotype.add_lora(model, policy, r=16)`; the model that it is given has no values.
             Adapters are drawn as in one process: with the same seed, in the same order.
@@ -69,21 +69,6 @@ def load_sharded(
         UsageError: there is no process group.
     """
     checkpoint = open_checkpoint(path, revision)
-    return load_rows(checkpoint, policy, adapt, mesh=mesh, reshard=reshard, **settings)
-
-
-def load_rows(
-    checkpoint: Checkpoint,
-    policy: PrecisionPolicy,
-    adapt: Callable[[Any], Any] | None = None,
-    *,
-    mesh: Any = None,
-    reshard: bool = True,
-    model_class: type | None = None,
-    attn_implementation: str | None = None,
-    **settings: Any,
-) -> Any:
-    """`load_sharded` of a checkpoint that is open."""
     device = device_of(policy)
     mesh = mesh_over_all(device) if mesh is None else mesh
     with PartialState().local_main_process_first():  # the first process of a machine downloads
@@ -91,19 +76,17 @@ def load_rows(
     config = copy.deepcopy(config_of(checkpoint))
     _check_dense(checkpoint, mesh)
     forget_quantization(config)  # what is dequantized has none any more
-    model = skeleton(
-        config,
-        policy,
-        model_class=model_class,
-        attn_implementation=attn_implementation,
-        buffers=True,
-        **settings,
-    )
+    model = skeleton(config, policy, buffers=True, **settings)
     headers = headers_of(checkpoint)
     matched = match(model, headers)
     matched.require_complete()
     stored = StoredWeights(model, headers, matched.weights)
-    _start_fresh(model, matched.initialised)
+    # What the checkpoint lacks and may lack, such as a new head: with one random state it is the same everywhere.
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in matched.initialised):
+        module = model.get_submodule(owner)
+        for name, parameter in module.named_parameters(recurse=False):
+            own_parameters(module)[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
+        draw(model, module)
     remember_drawn(model, matched.initialised)
     model.name_or_path = checkpoint.name
     rename(model.config, checkpoint.name)
@@ -118,27 +101,13 @@ def load_rows(
     return model
 
 
-def _start_fresh(model: Any, names: Iterable[str]) -> None:
-    """Draw what the checkpoint lacks and may lack, such as a new head, as transformers does: with one random state the same everywhere."""
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        module = model.get_submodule(path)
-        for name, parameter in module.named_parameters(recurse=False):
-            own_parameters(module)[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
-        draw(model, module)
-
-
 def _check_dense(checkpoint: Checkpoint, mesh: Any) -> None:
-    saved = checkpoint.facts.quantization
-    if saved is None or saved.dequantized:
-        return
-    what = f"{checkpoint.source}, saved in {saved.format}, over {mesh.size()} processes"
-    fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
-    raise PrecisionError.of(
-        "a quantized checkpoint cannot be loaded sharded",
-        what,
-        "float weights, of which every process can read its rows",
-        fix,
-    )
+    saved = checkpoint.facts.saved_format
+    if saved is not None:
+        what = f"{checkpoint.source}, saved in {saved}, over {mesh.size()} processes"
+        expected = "float weights, of which every process can read its rows"
+        fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
+        raise PrecisionError.of("a quantized checkpoint cannot be loaded sharded", what, expected, fix)
 
 
 @dataclass(frozen=True)
@@ -197,12 +166,7 @@ class _Rows:
             # A block that two processes share is the one's in which it begins.
             skipped = math.ceil(start / size) - first // size
             absmax[first // size + skipped : math.ceil(stop / size)] = quantized.absmax[skipped:]
-        constants = {
-            "shape": state.shape,
-            "dtype": state.dtype,
-            "blocksize": size,
-            "quant_type": state.quant_type,
-        }
+        constants = {name: getattr(state, name) for name in ("shape", "dtype", "blocksize", "quant_type")}
         layer.quant_state = state_4bit(self._from_all(absmax), double_quant=state.nested, **constants)
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
@@ -225,25 +189,18 @@ class _Rows:
         return part
 
 
-_Owner = tuple[str, Place, str]
-"""Of a parameter: its name in the checkpoint, where it is, and its name in that module."""
-
-
-def _source(owners: Sequence[_Owner], rows: _Rows) -> _Owner:
-    return next(each for each in owners if each[0] in rows.stored.shapes)
-
-
 def _fill(model: nn.Module, rows: _Rows) -> None:
     """Give every parameter on the meta device its rows."""
     from torch.distributed.tensor import DTensor, Shard
 
-    owners: dict[Any, list[_Owner]] = {}
+    owners: dict[Any, list[tuple[str, Place, str]]] = {}  # names in the checkpoint, places, names there
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
             if parameter.is_meta:
                 full = base_name(f"{place.name}.{name}" if place.name else name)
                 owners.setdefault(parameter, []).append((full, place, name))
-    sources = {parameter: _source(sharing, rows) for parameter, sharing in owners.items()}
+    known = rows.stored.shapes
+    sources = {p: next(each for each in sharing if each[0] in known) for p, sharing in owners.items()}
     copies = Counter(name for name, _, _ in sources.values())
     read: dict[str, torch.Tensor] = {}  # rows that a second parameter, a trained copy of the first, takes too
     for parameter, (name, place, own) in sources.items():

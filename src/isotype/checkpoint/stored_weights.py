@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +9,12 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.fill import read_source
-from isotype.checkpoint.formats.config import building
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
-from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted, weight_map
-from isotype.checkpoint.values.gguf_values import turning
-from isotype.checkpoint.weightless import concrete_class
+from isotype.checkpoint.values.unpack import turning
+from isotype.checkpoint.weightless import skeleton
+from isotype.core.grouping import grouped
 
 
 class StoredWeights:
@@ -79,9 +77,7 @@ class StoredWeights:
     def _stacked(self, source: Source, name: str, start: int, stop: int) -> Source | None:
         """The part of a source that makes these rows, if it makes one row of each tensor; None if not."""
         rows = self.shapes[name][0] if self.shapes[name] else 0
-        by_pattern: dict[str, list[tuple[StoredTensor, str]]] = {}
-        for tensor, pattern in source.tensors:
-            by_pattern.setdefault(pattern, []).append((tensor, pattern))
+        by_pattern = grouped(source.tensors, lambda each: each[1])
         if any(len(tensors) != rows for tensors in by_pattern.values()):
             return None
         chosen = tuple(each for tensors in by_pattern.values() for each in tensors[start:stop])
@@ -100,21 +96,7 @@ def blank_model(config: Any) -> Any:
     Raises:
         CheckpointError: the config names no class that transformers has, or one that it does not fit.
     """
-    from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
-
-    config = copy.deepcopy(config)
-    cls = concrete_class(config)
-    config.dtype = torch.float32
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with building(cls), init_empty_weights(include_buffers=False), no_init_weights():
-            model = cls(config)
-    finally:
-        torch.set_default_dtype(before)
-    model.tie_weights()
-    return model.eval()
+    return skeleton(config, torch.float32, buffers=True).eval()
 
 
 def fill_buffers(model: nn.Module, stored: StoredWeights) -> None:

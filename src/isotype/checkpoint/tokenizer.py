@@ -31,7 +31,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
     Raises:
         CheckpointError: its files are damaged, or only code of the checkpoint could read them; with `required`, there is none.
     """
-    from transformers import AutoProcessor
+    import transformers
 
     if isinstance(source, Path):
         if not any((source / f"tokenizer{end}").is_file() for end in _ENDS):
@@ -42,9 +42,8 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
     why = ""
     try:
         with asking(source) as why:
-            tokenizer = pretrained(
-                AutoProcessor, source, **({} if revision is None else {"revision": revision})
-            )
+            at = {} if revision is None else {"revision": revision}
+            tokenizer = pretrained(transformers.AutoProcessor, source, **at)
     except (OSError, *BUILD_ERRORS) as error:
         if isinstance(source, str):
             if required:
@@ -54,7 +53,8 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
         raise CheckpointError.of(_HEADLINE, f"{source}: {reason}", "a tokenizer", _AGAIN) from error
     for file, key, reference in code_named(source, revision):
         kind = type(getattr(tokenizer, "tokenizer", tokenizer)).__name__
-        if key == "auto_map.AutoTokenizer" and not _is_transformers(read_json(file).get("tokenizer_class")):
+        cls = read_json(file).get("tokenizer_class") if key == "auto_map.AutoTokenizer" else None
+        if cls is not None and not hasattr(transformers, str(cls)):
             warnings.warn(
                 f"{file}: {key} names {reference}, code of the checkpoint that is not run; transformers' {kind} reads its files",
                 stacklevel=2,
@@ -62,19 +62,10 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
     return tokenizer
 
 
-def _is_transformers(name: Any) -> bool:
-    import transformers
-
-    return name is None or (isinstance(name, str) and hasattr(transformers, name))
-
-
 def _none(source: str | Path, reason: str) -> CheckpointError:
-    return CheckpointError.of(
-        "no tokenizer in the checkpoint",
-        f"{source}: {reason}",
-        "tokenizer.json and tokenizer_config.json beside the weights",
-        "copy them from the model that the weights come from",
-    )
+    expected = "tokenizer.json and tokenizer_config.json beside the weights"
+    fix = "copy them from the model that the weights come from"
+    return CheckpointError.of("no tokenizer in the checkpoint", f"{source}: {reason}", expected, fix)
 
 
 def _check_files(directory: Path) -> None:

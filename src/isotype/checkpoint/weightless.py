@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.facts import quantization_of
+from isotype.checkpoint.facts import quantization_of, quantization_options
 from isotype.checkpoint.formats.config import building
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.compat.torch import own_parameters
@@ -37,17 +37,15 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
     cls = class_of(config, model_class)
     if cls is not None:
         return cls
-    raise CheckpointError.of(
-        "no model class for this checkpoint",
-        f"model_type {config.model_type!r} with architectures {config.architectures}",
-        f"a class of {getattr(model_class, '__name__', 'transformers')}",
-        "give model_class=, or a checkpoint of an architecture that transformers knows",
-    )
+    what = f"model_type {config.model_type!r} with architectures {config.architectures}"
+    expected = f"a class of {getattr(model_class, '__name__', 'transformers')}"
+    fix = "give model_class=, or a checkpoint of an architecture that transformers knows"
+    raise CheckpointError.of("no model class for this checkpoint", what, expected, fix)
 
 
 def skeleton(
     config: Any,
-    policy: PrecisionPolicy,
+    policy: PrecisionPolicy | torch.dtype,
     *,
     model_class: Any = None,
     attn_implementation: str | None = None,
@@ -58,7 +56,7 @@ def skeleton(
 
     Args:
         config: a transformers config; it is copied.
-        policy: from `isotype.resolve_precision`.
+        policy: from `isotype.resolve_precision`; or a dtype.
         model_class: a transformers model class or auto class; by default the class that the config names.
         attn_implementation: as in `from_pretrained`.
         buffers: whether buffers, which most checkpoints do not hold, get their values.
@@ -76,10 +74,13 @@ def skeleton(
         setattr(config, name, value)
     if attn_implementation is not None:
         set_attention(config, attn_implementation)
-    config.dtype = policy.plain
+    dtype, quantized = (
+        (policy, False) if isinstance(policy, torch.dtype) else (policy.plain, policy.quantized)
+    )
+    config.dtype = dtype
     loading = class_for_load(cls)
     with building(cls), ExitStack() as stack:
-        for context in loading.get_init_context(policy.plain, policy.quantized, False, None):
+        for context in loading.get_init_context(dtype, quantized, False, None):
             if not (buffers and isinstance(context, torch.device)):
                 stack.enter_context(context)
         if buffers:
@@ -111,9 +112,7 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
 
 def skipped_modules(config: Any) -> tuple[str, ...]:
     """The modules that a checkpoint which is saved quantized leaves dense."""
-    saved = getattr(config, "quantization_config", None) or {}
-    options = saved if isinstance(saved, dict) else saved.to_dict()
-    return tuple(options.get("llm_int8_skip_modules") or ())
+    return tuple(quantization_options(config).get("llm_int8_skip_modules") or ())
 
 
 def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
@@ -128,14 +127,11 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
     other = store_layers(model, policy)
     for name, module in model.named_modules():
         weight = f"{name}.weight"
-        if _has_weight(module) and (weight in other or quantizer.param_needs_quantization(model, weight)):
+        held = isinstance(own_parameters(module).get("weight"), nn.Parameter)
+        if held and (weight in other or quantizer.param_needs_quantization(model, weight)):
             quantize_blank(module, model.config.dtype)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
-
-
-def _has_weight(module: nn.Module) -> bool:
-    return isinstance(own_parameters(module).get("weight"), nn.Parameter)
 
 
 def forget_quantization(config: Any) -> None:

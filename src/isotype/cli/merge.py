@@ -59,7 +59,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     quiet_libraries()
     from isotype.checkpoint.merge.merge import merge_adapter
     from isotype.report.merge import show_merge
-    from isotype.train.rows.held_back import rows_of_training
+    from isotype.train.rows.measured import rows_of_training
 
     with interrupts_kept(), console.status(f"merging {options.adapter} …"):
         rows, why_not = rows_of_training(options.adapter)

@@ -52,7 +52,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     options = quality_parser().parse_args(list(argv))
     quiet_libraries()
     from isotype.checkpoint.damage.measure import measure_quality
-    from isotype.train.rows.quality import batch_of_data
+    from isotype.train.rows.measured import batch_of_data
 
     with interrupts_kept():
         data = None

@@ -36,7 +36,13 @@ def freed_memory_kept() -> Iterator[None]:
         yield
     finally:
         library.mallopt(_TRIM_THRESHOLD, 2 * LARGEST_KEPT)  # as glibc comes to it by itself
-        library.malloc_trim(ctypes.c_size_t(0))
+        give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Let glibc return memory that is free: tensors of some megabytes leave holes in its heap, which only grows."""
+    if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(ctypes.c_size_t(0))
 
 
 def _is_set() -> bool:

@@ -299,6 +299,26 @@ def fakes_taken_for_real() -> AbstractContextManager[None]:
     return replaced(sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor", lambda _: False)
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers inside, unless the user's setting shows them always; outside they are as they were."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+    from transformers.utils import logging
+
+    hub_shown = not are_progress_bars_disabled()
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is False or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()  # the hub's, too
+        if not hub_shown:
+            disable_progress_bars()
+
+
 def gguf_bar_hidden() -> AbstractContextManager[None]:
     """Within it the bar over a GGUF file's tensors is not shown, which asks no setting whether it is wanted."""
     from transformers import modeling_gguf_pytorch_utils as legacy

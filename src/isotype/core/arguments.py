@@ -13,44 +13,32 @@ from isotype.compat.standard import ValueParser, actions_of
 from isotype.core.errors import Problem, UsageError
 from isotype.core.renamed import RENAMED, renamed
 
-# What people call an argument in other libraries, or for short.
 _OTHER_NAMES: Mapping[str, str] = {
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "num_epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "batch_size": "per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "train_batch_size": "per_device_train_batch_size",
-    "grad_accum": "gradient_accumulation_steps",
-    "accumulate": "gradient_accumulation_steps",
-    "model": "model_name_or_path",
-    "model_id": "model_name_or_path",
-    "base_model": "model_name_or_path",
-    "data": "dataset_name",
-    "dataset": "dataset_name",
-    "dataset_path": "dataset_name",
-    "out": "output_dir",
-    "output": "output_dir",
-    "max_seq_len": "max_length",
-    "seq_len": "max_length",
-    "context_length": "max_length",
-    "cutoff_len": "max_length",
-    "r": "lora_r",
-    "rank": "lora_r",
-    "lora_rank": "lora_r",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "target_modules": "lora_target_modules",
-    "scheduler": "lr_scheduler_type",
-    "optimizer": "optim",
-    "precision": "dtype",
-    "mixed_precision": "dtype",
-    "device_map": "device",
-    "quantize": "quantization",
-    "bits": "quantization",
-    "resume": "resume_from_checkpoint",
+    other: name
+    for name, others in (
+        ("learning_rate", "lr"),
+        ("num_train_epochs", "epochs num_epochs"),
+        ("max_steps", "steps"),
+        ("per_device_train_batch_size", "batch_size micro_batch_size train_batch_size"),
+        ("gradient_accumulation_steps", "grad_accum accumulate"),
+        ("model_name_or_path", "model model_id base_model"),
+        ("dataset_name", "data dataset dataset_path"),
+        ("output_dir", "out output"),
+        ("max_length", "max_seq_len seq_len context_length cutoff_len"),
+        ("lora_r", "r rank lora_rank"),
+        ("lora_alpha", "alpha"),
+        ("lora_dropout", "dropout"),
+        ("lora_target_modules", "target_modules"),
+        ("lr_scheduler_type", "scheduler"),
+        ("optim", "optimizer"),
+        ("dtype", "precision mixed_precision"),
+        ("device", "device_map"),
+        ("quantization", "quantize bits"),
+        ("resume_from_checkpoint", "resume"),
+    )
+    for other in others.split()
 }
+"""What people call an argument in other libraries, or for short -> its name."""
 _KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "True or False", "Path": "a path"}
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
@@ -89,17 +77,19 @@ class Parser(ValueParser):
     def refuse(self, problems: Sequence[Problem]) -> None:
         """Raise a UsageError of the problems, if there are any."""
         if problems:
-            raise UsageError(
-                "arguments that cannot work", problems, f"{self.prog} --help lists the arguments"
-            )
+            hint = f"{self.prog} --help lists the arguments"
+            raise UsageError("arguments that cannot work", problems, hint)
 
     def error(self, message: str) -> NoReturn:
         """What argparse cannot go on after: a missing value or argument."""
         known = {name for action in actions_of(self) for name in action.option_strings}
-        unknown = [
-            token for token in self._own if token.startswith("--") and token.partition("=")[0] not in known
-        ]
-        self.refuse([*self.problems, *self.unknown(unknown), self._problem(message)])
+        flags = (token for token in self._own if token.startswith("--"))
+        unknown = [token for token in flags if token.partition("=")[0] not in known]
+        problem = Problem(message, "all that the command needs", f"see {self.prog} --help")
+        if about := _OF_ARGUMENT.match(message):
+            name = about[1].split("/")[0]
+            problem = Problem(f"{name}: {about[2]}", "the argument with its value", f"{name} VALUE")
+        self.refuse([*self.problems, *self.unknown(unknown), problem])
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
@@ -125,13 +115,6 @@ class Parser(ValueParser):
         fix = f"did you mean {meant[0]}?" if meant else f"{self.prog} --help lists all"
         return Problem(name, listed, fix)
 
-    def _problem(self, message: str) -> Problem:
-        about = _OF_ARGUMENT.match(message)
-        if about is not None:
-            name = about[1].split("/")[0]
-            return Problem(f"{name}: {about[2]}", "the argument with its value", f"{name} VALUE")
-        return Problem(message, "all that the command needs", f"see {self.prog} --help")
-
     # argparse: the hooks that judge one value. They raise, and one error would hide the others.
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
@@ -139,7 +122,7 @@ class Parser(ValueParser):
             return super().value_of(action, text)
         except argparse.ArgumentError:
             kind = _KINDS.get(getattr(action.type, "__name__", ""), "another value")
-            self.problems.append(_wrong_value(action, text, kind, self._choices(action)))
+            self.problems.append(_wrong_value(action, text, kind))
             return _Wrong()
 
     def require_choice(self, action: argparse.Action, value: Any) -> None:
@@ -147,22 +130,18 @@ class Parser(ValueParser):
             super().require_choice(action, value)
         except argparse.ArgumentError:
             if not isinstance(value, _Wrong):
-                self.problems.append(_wrong_value(action, value, "", self._choices(action)))
-
-    @staticmethod
-    def _choices(action: argparse.Action) -> list[str]:
-        return [str(choice) for choice in action.choices or ()]
+                self.problems.append(_wrong_value(action, value, ""))
 
 
 class _Wrong:
     """Stands for a value that could not be read."""
 
 
-def _wrong_value(action: argparse.Action, value: Any, kind: str, choices: Sequence[str]) -> Problem:
+def _wrong_value(action: argparse.Action, value: Any, kind: str) -> Problem:
     name = action.option_strings[0] if action.option_strings else action.dest
     argument = f"{name} {value}"
-    if choices:
-        return wrong_choice(argument, str(value), choices)
+    if action.choices:
+        return wrong_choice(argument, str(value), map(str, action.choices))
     return Problem(argument, kind, f"{name} {_EXAMPLES.get(kind, 'VALUE')}")
 
 

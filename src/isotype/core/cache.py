@@ -18,12 +18,8 @@ def default_cache_dir() -> Path:
 
     Where nothing can be written there, a temporary folder of this process and of those that it starts, and one line says so.
     """
-    if chosen := os.environ.get("ISOTYPE_CACHE"):
-        folder, why = _expanded(chosen)
-    else:
-        folder, why = _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        folder /= "isotype"
-    if not (why := why or why_unusable(folder)):
+    folder, why = _folder("ISOTYPE_CACHE", "isotype")
+    if not why:
         return folder
     instead = _temporary()
     logger.warning(
@@ -40,14 +36,11 @@ def prepare_library_caches() -> None:
     They fail in the midst of a command where their folder cannot be made. One that is there and can only be read goes on to be
     read: models are found in it, and only data sets are kept elsewhere.
     """
-    folder, why = _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    folder /= "huggingface"
-    if chosen := os.environ.get("HF_HOME"):
-        folder, why = _expanded(chosen)
-    if not (why := why or why_unusable(folder)):
+    folder, why = _folder("HF_HOME", "huggingface")
+    if not why:
         return
     instead = _temporary() / "huggingface"
-    if _readable(folder):
+    if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
         names = {"HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules"}
         moved = {name: str(instead / each) for name, each in names.items() if name not in os.environ}
         what = "data sets are kept"
@@ -71,16 +64,15 @@ def why_unusable(folder: Path) -> str:
         return error.strerror or str(error)
 
 
-def _expanded(path: str) -> tuple[Path, str]:
-    """A path with its `~` expanded, and why that cannot be, "" where it can."""
+def _folder(variable: str, name: str) -> tuple[Path, str]:
+    """(the folder that a variable names, else the one of this name in the user's cache; why nothing can be kept there, "" if it can)."""
+    chosen = os.environ.get(variable)
+    path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:
-        return Path(path).expanduser(), ""
+        folder = path.expanduser()
     except RuntimeError as error:  # a user without a home
-        return Path(path), str(error)
-
-
-def _readable(folder: Path) -> bool:
-    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+        return path, str(error)
+    return folder, why_unusable(folder)
 
 
 @cache

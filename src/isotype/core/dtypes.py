@@ -8,16 +8,10 @@ from isotype.core.errors import PrecisionError
 from isotype.core.stored_dtypes import STORED
 
 _ALIASES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "float64": torch.float64,
-    "double": torch.float64,
+    **dict.fromkeys(("float32", "fp32", "float"), torch.float32),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
+    **dict.fromkeys(("float64", "double"), torch.float64),
 }
 
 _WORDS = {name: word for word, name in STORED.items()}
@@ -82,12 +76,8 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
         return value
     dtype = _ALIASES.get(str(value).removeprefix("torch.").lower())
     if dtype is None:
-        raise PrecisionError.of(
-            "unknown dtype",
-            f"dtype {value!r}",
-            "one of float32 (fp32), bfloat16 (bf16), float16 (fp16) or auto",
-            "give one of these names",
-        )
+        expected = "one of float32 (fp32), bfloat16 (bf16), float16 (fp16) or auto"
+        raise PrecisionError.of("unknown dtype", f"dtype {value!r}", expected, "give one of these names")
     return dtype
 
 

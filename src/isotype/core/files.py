@@ -26,6 +26,7 @@ STAGING = ".isotype-saving"
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 """errno of a full disk and of a used-up quota."""
 
+_PARTLY = re.compile(r"\d+ requested and \d+ written")
 _PUBLISHING = ".isotype-publishing"
 _OLD = ".isotype-old"
 _DELETED = ".isotype-deleted"
@@ -131,10 +132,16 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
         (errno, the system's own words); errno is None where nothing names one.
     """
     for each in _chain(error):
-        number = each.errno if isinstance(each, OSError) else _errno_in_text(each)
+        number = getattr(each, "errno", None) if isinstance(each, OSError) else None
+        # safetensors and tokenizers keep Rust's text of the error; the latter raises Exception.
+        said = re.search(r"\(os error (\d+)\)", str(each))
+        if said and type(each).__name__ in ("SafetensorError", "Exception"):
+            number = int(said[1])
         if number is not None:
             return number, os.strerror(number)
-    if any(_raised_by_torch_save(each) or _raised_by_numpy(each) for each in _chain(error)):
+    # `ndarray.tofile`: "4096 requested and 512 written".
+    by_numpy = (isinstance(e, OSError) and _PARTLY.fullmatch(str(e)) for e in _chain(error))
+    if any(by_numpy) or any(map(_raised_by_torch_save, _chain(error))):
         # torch's C++ stream and C's buffered files lose errno: ask the file system itself.
         try:
             _probe(directory)
@@ -162,12 +169,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _errno_in_text(error: BaseException) -> int | None:
-    """safetensors and tokenizers keep Rust's text of the error, which ends `(os error 28)`; the latter raises Exception."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return int(number[1]) if number and type(error).__name__ in ("SafetensorError", "Exception") else None
-
-
 def _raised_by_torch_save(error: BaseException) -> bool:
     trace = error.__traceback__ if isinstance(error, RuntimeError) else None
     while trace is not None:
@@ -175,13 +176,6 @@ def _raised_by_torch_save(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
-
-
-def _raised_by_numpy(error: BaseException) -> bool:
-    """`ndarray.tofile`: "4096 requested and 512 written"."""
-    return (
-        isinstance(error, OSError) and re.fullmatch(r"\d+ requested and \d+ written", str(error)) is not None
-    )
 
 
 def _probe(directory: Path) -> None:

@@ -39,19 +39,20 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
         SaveError: nothing can be written there.
     """
     path = directory / LOCK_FILE
-    held = _lock(path)
-    if isinstance(held, str):
-        yield f"{directory} cannot be locked ({held}): see to it that no other run writes there"
+    descriptor = _locked_file(path)
+    if isinstance(descriptor, str):
+        yield f"{directory} cannot be locked ({descriptor}): see to it that no other run writes there"
         return
     try:
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now(), "command": command}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": now, "command": command}
         with _refusals(path):
-            os.ftruncate(held, 0)
-            os.pwrite(held, json.dumps(who).encode(), 0)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(who).encode(), 0)
         yield None
     finally:
         path.unlink(missing_ok=True)  # before the lock is given back: whoever waits for it then asks again
-        os.close(held)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -67,21 +68,9 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
     Raises:
         OSError: the file cannot be opened.
     """
-    if sys.platform == "win32":
-        yield False
-        return
-    import fcntl
-
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            alone = True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            alone = False
-        yield alone
+        yield _lock(descriptor, wait=True) is None
     finally:
         os.close(descriptor)
 
@@ -107,46 +96,60 @@ def remove_abandoned(directories: Iterable[Path]) -> None:
 
 
 def _hold(directory: Path) -> int | None:
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
+    """The descriptor of the locked directory; None if another process holds it, or without locks."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        why = _lock(descriptor)
+    except OSError as error:
+        why = str(error)
+    if why is None:
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
-def _lock(path: Path) -> int | str:
+def _locked_file(path: Path) -> int | str:
     """The locked file's descriptor, or why there are no locks."""
-    if sys.platform == "win32":
-        return "Windows has no flock"
-    import fcntl
-
     while True:
         with _refusals(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same_file(descriptor, path):
-                return descriptor
-            os.close(descriptor)  # its holder ended, and took the file away, between the two calls
-        except BlockingIOError as error:
+            why = _lock(descriptor)
+        except OSError as error:
             holder = os.read(descriptor, 1 << 16)
             os.close(descriptor)
-            raise _taken(path, holder) from error
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in _NO_LOCKS:
+            if not isinstance(error, BlockingIOError):
                 raise
+            raise _taken(path, holder) from error
+        if why is None and _same_file(descriptor, path):
+            return descriptor
+        os.close(descriptor)
+        if why is not None:
             path.unlink(missing_ok=True)
-            return os.strerror(error.errno)
+            return why
+        # Its holder ended, and took the file away, between the two calls.
+
+
+def _lock(descriptor: int, *, wait: bool = False) -> str | None:
+    """Lock an open file or directory; returns why there are no locks, None if it is locked.
+
+    Raises:
+        BlockingIOError: another process has it, and `wait` is false.
+    """
+    if sys.platform == "win32":
+        return "Windows has no flock"
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return os.strerror(error.errno)
+    return None
 
 
 @contextmanager
@@ -154,12 +157,10 @@ def _refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SaveError.of(
-            "nothing can be written to the output directory",
-            f"{path}: {error.strerror}",
-            "a folder that can be written, with room for what comes out",
-            "free some room, make it writable, or give another one",
-        ) from error
+        what = f"{path}: {error.strerror}"
+        expected = "a folder that can be written, with room for what comes out"
+        fix = "free some room, make it writable, or give another one"
+        raise SaveError.of("nothing can be written to the output directory", what, expected, fix) from error
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
@@ -177,13 +178,5 @@ def _taken(path: Path, holder: bytes) -> UsageError:
         stop = f"wait for it, or stop it (kill {said['pid']} on {said['host']}; it saves a checkpoint)"
     except (ValueError, KeyError, TypeError):
         pass  # it has the lock but has not written yet who it is
-    return UsageError.of(
-        "another run writes into the output directory",
-        f"{path.parent} is written by {who}",
-        "one run in a folder",
-        f"{stop}, or give another one",
-    )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    what, fix = f"{path.parent} is written by {who}", f"{stop}, or give another one"
+    return UsageError.of("another run writes into the output directory", what, "one run in a folder", fix)

@@ -32,12 +32,9 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
         OSError, ValueError: as `from_pretrained`.
     """
     if arguments.pop("trust_remote_code", False):
-        raise UsageError.of(
-            "code of a checkpoint is not run",
-            "trust_remote_code=True",
-            "a model and a tokenizer whose classes transformers has",
-            "leave it out; to use code that you trust, load the model yourself and give the nn.Module",
-        )
+        expected = "a model and a tokenizer whose classes transformers has"
+        fix = "leave it out; to use code that you trust, load the model yourself and give the nn.Module"
+        raise UsageError.of("code of a checkpoint is not run", "trust_remote_code=True", expected, fix)
     name = str(kind.__name__)
     if automatic := name.startswith("Auto"):
         arguments["trust_remote_code"] = False
@@ -48,12 +45,10 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
         files = ("config.json",) if name == "AutoConfig" else (*TOKENIZER_FILES, "config.json")
         named = code_named(source, arguments.get("revision"), files) if automatic and source else iter(())
         for file, key, reference in named:
-            raise CheckpointError.of(
-                "code of a checkpoint is not run",
-                f"{file}: {key} names {reference}",
-                "files that a class of transformers reads without it",
-                "take a conversion of the checkpoint that needs no code of its own, or the tokenizer of the model that it was made from",
-            ) from error
+            what = f"{file}: {key} names {reference}"
+            expected = "files that a class of transformers reads without it"
+            fix = "take a conversion of the checkpoint that needs no code of its own, or the tokenizer of the model that it was made from"
+            raise CheckpointError.of("code of a checkpoint is not run", what, expected, fix) from error
         raise
 
 

@@ -85,12 +85,7 @@ REMOVED: Mapping[str, str] = {
 
 
 def renamed(flag: str, names: Collection[str]) -> Problem | None:
-    """What to say of an argument that has another name now, or none; None for one that never was.
-
-    Args:
-        flag: as typed, `--no-cuda`.
-        names: of the arguments that there are.
-    """
+    """The problem of an argument (`--no-cuda`) that has another name among `names` now, or none; None for one that never was."""
     old = flag.lstrip("-").replace("-", "_").lower()
     new, value = RENAMED.get(old, ("", ""))
     if new in names and old not in names:

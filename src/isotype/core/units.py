@@ -1,8 +1,12 @@
-"""Amounts of memory as a person reads them, the same in every finding and report."""
+"""Amounts of memory: as a person reads them, the same in every finding and report, and what is free."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -30,3 +34,18 @@ def parse_size(text: str) -> int | None:
     number, letter, ending = float(parts[1]), parts[2], parts[3]
     unit = _SIZES[letter] if ending == "b" or not letter else _BINARY[letter]
     return int(number * unit) or None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a device; None where nobody knows."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.virtual_memory().available)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed
-from isotype.data.cells import COLUMNS, TEXT_COLUMNS, Row
+from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row
 from isotype.data.columns import Survey, columns_problem, quoted, survey
 from isotype.data.locate import PARQUET, LocalData, data_error
 from isotype.data.methods import METHODS
 from isotype.data.parts import unread_line
 from isotype.data.reading import Reading
-from isotype.data.roles import CHATS
 from isotype.data.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
 from isotype.data.shapes import Shape, to_feature
 from isotype.data.sharegpt import roles_line
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SAMPLED_ROWS = 1000
+_READ_BYTES = 1 << 27
+"""Of larger data every n-th row counts, so that about this many bytes are read, in a second or two."""
+_BATCH = 1000
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _CACHE_VERSION = "isotype-2"
@@ -117,20 +120,15 @@ class Prepared:
 def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | None = None) -> Prepared:
     """Check one split of a local data set, of which only `columns` are taken where they are named."""
     files = local.splits[split]
-    kinds = {_kind(path) for path in files}
+    suffixes = {path.suffix.lower() for path in files}
+    kinds = suffixes - {*_JSON_SUFFIXES} | ({".jsonl"} if suffixes & {*_JSON_SUFFIXES} else set())
     if local.saved:
         return _prepare_saved(files[0], split, job, columns)
     if len(kinds) > 1:
         what = f"split '{split}' of '{local.name}' is made of {quoted(path.name for path in files)}"
-        return Prepared(
-            [Problem(what, "files of one kind in a split", "keep one kind, or name a single file")]
-        )
+        fix = "keep one kind, or name a single file"
+        return Prepared([Problem(what, "files of one kind in a split", fix)])
     return _prepare_parquet(files, job, columns) if kinds == {PARQUET} else _prepare_text(files, job, columns)
-
-
-def _kind(path: Path) -> str:
-    suffix = path.suffix.lower()
-    return ".jsonl" if suffix in _JSON_SUFFIXES else suffix
 
 
 def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | None) -> Prepared:
@@ -249,9 +247,8 @@ def _prepare_saved(folder: Path, split: str, job: Job, columns: Sequence[str] | 
         dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, pyarrow.ArrowInvalid) as error:
         failure = f"split '{split}': the directory '{folder}' cannot be read: {first_line(error)}"
-        return Prepared(
-            [Problem(failure, "what save_to_disk wrote, whole", "save it again with save_to_disk")]
-        )
+        expected = "what save_to_disk wrote, whole"
+        return Prepared([Problem(failure, expected, "save it again with save_to_disk")])
     return opened(dataset, [(f"split '{split}'", None)], job, columns)
 
 
@@ -267,9 +264,8 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     stored = list(dataset.column_names or next(iter(dataset), {}))
     everything = listed(name for name, _ in parts)
     # Pictures and other columns stay undecoded.
-    judged = [
-        name for name in stored if name in COLUMNS or name in job.reading.reads or name == job.text_field
-    ]
+    known = {*COLUMNS, *job.reading.reads, job.text_field}
+    judged = [name for name in stored if name in known]
     if not judged:
         wrong = columns_problem(stored, job.method, job.text_field) if stored else _empty(everything)
         return Prepared([_at(everything, wrong) if stored and wrong else wrong or _empty(everything)])
@@ -332,9 +328,7 @@ def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts) -> Any:
     assert isinstance(taken, dict)
     features = None
     if dataset.features is not None and any(name in CHATS for name in taken):
-        features = {
-            name: kind for name, kind in dataset.features.items() if name in taken or name not in first
-        }
+        features = {n: kind for n, kind in dataset.features.items() if n in taken or n not in first}
         for name, value in taken.items():
             if isinstance(value, list) and name in CHATS:
                 features[name] = datasets.List(datasets.Json())
@@ -353,20 +347,33 @@ def _applied(row: Row, index: int, reading: Reading, parts: Parts) -> Row:
     taken = reading.apply(row)
     if not isinstance(taken, Problem):
         return taken
-    source, start = _part_of(index, parts)
-    raise data_error(source, [_at(f"{source}, row {index - start + 1}", taken)])
-
-
-def _part_of(index: int, parts: Parts) -> tuple[str, int]:
-    """(name, first row) of the part that holds the row `index` of all."""
-    start = 0
     for source, count in parts:
-        if count is None or index < start + count:
-            return source, start
-        start += count
+        if count is None or index < count:
+            raise data_error(source, [_at(f"{source}, row {index + 1}", taken)])
+        index -= count
     raise AssertionError(index)
 
 
 def literal(files: Iterable[Path]) -> list[str]:
     """Paths for `load_dataset`, which reads them as patterns."""
     return [glob.escape(str(path.absolute())) for path in files]
+
+
+def fingerprint_of_rows(rows: Any) -> str | None:
+    """The number of rows and 16 hexadecimal digits of their values, columns and order.
+
+    The same for a file, a saved data set and the hub, on every machine; None for a stream, whose rows nobody has seen.
+
+    Args:
+        rows: `datasets.Dataset`, or a stream.
+    """
+    if not hasattr(rows, "__len__"):
+        return None
+    count = len(rows)
+    digest = hashlib.blake2b(str(count).encode(), digest_size=8)
+    step = max(1, -(-rows.data.nbytes // _READ_BYTES))
+    chosen = rows if step == 1 else rows.select(range(0, count, step))
+    # Arrow gives the stored values: an image stays the bytes or the path that it is in the file.
+    for table in chosen.with_format("arrow").iter(batch_size=_BATCH):
+        digest.update(json.dumps(table.to_pylist(), sort_keys=True, default=repr).encode())
+    return f"{count:,} rows, {digest.hexdigest()}"

@@ -1,11 +1,14 @@
-"""What a cell of each column may hold, and what is wrong with one that does not."""
+"""The values that cells of each column may hold, who speaks in a chat, and the words for those that are wrong."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from isotype.core.errors import Problem
 
 Row = dict[str, Any]
 
@@ -44,38 +47,35 @@ def _content_fault(message: Row) -> str | None:
     return "holds a message whose 'content' has a part without 'type'"
 
 
-def messages_fault(value: object) -> str | None:
-    """What is wrong with a list of {role, content} messages."""
+def _message_fault(message: Row) -> str | None:
+    role = message.get("role")
+    if role is None:
+        return "holds a message without 'role'"
+    if not isinstance(role, str) or not role:
+        return f"holds a message whose 'role' is {describe(role)}"
+    return _content_fault(message)
+
+
+def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
+    """How a list of {role, content} messages, or of other objects that `judge` knows, is wrong."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
         if not isinstance(message, dict):
             return f"holds {describe(message)} where a message belongs"
-        role = message.get("role")
-        if role is None:
-            return "holds a message without 'role'"
-        if not isinstance(role, str) or not role:
-            return f"holds a message whose 'role' is {describe(role)}"
-        if fault := _content_fault(message):
+        if fault := judge(message):
             return fault
     return None
 
 
 def conversation_fault(value: object) -> str | None:
-    """What is wrong with a list of {from, value} messages."""
-    if not isinstance(value, list) or not value:
-        return f"is {describe(value)}"
-    for message in value:
-        if not isinstance(message, dict):
-            return f"holds {describe(message)} where a message belongs"
-        for key in ("from", "value"):
-            if not isinstance(message.get(key), str):
-                return f"holds a message without '{key}'"
-    return None
+    """How a list of {from, value} messages is wrong."""
 
+    def judge(message: Row) -> str | None:
+        lacking = next((key for key in ("from", "value") if not isinstance(message.get(key), str)), None)
+        return lacking and f"holds a message without '{lacking}'"
 
-def _text_or_messages_fault(value: object) -> str | None:
-    return messages_fault(value) if isinstance(value, list) else _text_fault(value)
+    return messages_fault(value, judge)
 
 
 def _ids_fault(value: object) -> str | None:
@@ -87,14 +87,9 @@ def _ids_fault(value: object) -> str | None:
     return f"holds {describe(next(item for item in value if type(item) in wrong))} where a token id belongs"
 
 
-def _label_fault(value: object) -> str | None:
-    return None if isinstance(value, bool) else f"is {describe(value)}"
-
-
-def _number_fault(value: object) -> str | None:
-    return (
-        None if isinstance(value, (int, float)) and not isinstance(value, bool) else f"is {describe(value)}"
-    )
+def _no(*kinds: type) -> Callable[[object], str | None]:
+    """The fault of values that are of none of these types; true and false are no numbers."""
+    return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
 def _tools_fault(value: object) -> str | None:
@@ -108,10 +103,6 @@ def _tools_fault(value: object) -> str | None:
         return "is text that is not JSON"
 
 
-def _object_fault(value: object) -> str | None:
-    return None if isinstance(value, dict) else f"is {describe(value)}"
-
-
 @dataclass(frozen=True)
 class Column:
     """What a column must hold: the words for it, the test, and what to do when it does not."""
@@ -122,52 +113,77 @@ class Column:
 
 
 _MESSAGES_FIX = 'write [{"role": "user", "content": "…"}, …]; a CSV cell cannot hold a list, a JSON line can'
-
-
 _TURNS = Column(
     "text, or a list of {role, content} messages",
-    _text_or_messages_fault,
+    lambda value: messages_fault(value) if isinstance(value, list) else _text_fault(value),
     'write "…", or [{"role": "user", "content": "…"}, …]',
 )
-
-
 TEXT = Column("text", _text_fault, 'write it as text: "…"')
-
-
 _IDS = Column("a list of token ids", _ids_fault, "write whole numbers from 0 on, as a tokenizer returns them")
-
-
-_NUMBER = Column("a number", _number_fault, "write a number without quotes")
-
+_NUMBER = Column("a number", _no(int, float), "write a number without quotes")
+_LABEL_FIX = "write true for a good completion and false for a bad one"
+TURN_COLUMNS = ("prompt", "completion", "chosen", "rejected")
+_NUMBERS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
 
 COLUMNS: Mapping[str, Column] = {
     "text": TEXT,
-    "prompt": _TURNS,
-    "completion": _TURNS,
-    "chosen": _TURNS,
-    "rejected": _TURNS,
+    **dict.fromkeys(TURN_COLUMNS, _TURNS),
     "messages": Column("a list of {role, content} messages", messages_fault, _MESSAGES_FIX),
     "conversations": Column(
         "a list of {from, value} messages",
         conversation_fault,
         "write {role, content} messages in a column 'messages'",
     ),
-    "label": Column(
-        "true or false", _label_fault, "write true for a good completion and false for a bad one"
-    ),
-    "margin": _NUMBER,
-    "ref_chosen_logps": _NUMBER,
-    "ref_rejected_logps": _NUMBER,
+    "label": Column("true or false", _no(bool), _LABEL_FIX),
+    **dict.fromkeys(_NUMBERS, _NUMBER),
     "tools": Column(
         "null, or a list of tool schemas", _tools_fault, "write JSON schemas, or JSON text of them"
     ),
-    "chat_template_kwargs": Column("an object", _object_fault, "write {} where a row sets nothing"),
+    "chat_template_kwargs": Column("an object", _no(dict), "write {} where a row sets nothing"),
     **dict.fromkeys(("input_ids", "chosen_ids", "rejected_ids"), _IDS),
 }
 
 
 # A CSV cell of any other column may be read as a number or as true/false.
-TEXT_COLUMNS = frozenset(COLUMNS) - {"label", "margin", "ref_chosen_logps", "ref_rejected_logps"}
+TEXT_COLUMNS = frozenset(COLUMNS) - {"label", *_NUMBERS}
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+"""The roles that chat templates write."""
+
+ANSWERS = frozenset({"messages", "conversations", "completion", "chosen", "rejected"})
+"""Columns that hold what is learned, if they hold a chat."""
+
+CHATS = ANSWERS | {"prompt"}
+
+_MEANT = {"human": "user", **dict.fromkeys(("gpt", "ai", "bot", "chatbot", "model"), "assistant")}
 
 
-TURN_COLUMNS = ("prompt", "completion", "chosen", "rejected")
+def chat_problems(column: str, value: object) -> Iterator[Problem]:
+    """Wrong roles of one chat, whose messages are sound otherwise; nothing for plain text."""
+    if not isinstance(value, list):
+        return
+    roles = [str(message["role"]) for message in value]
+    for role in dict.fromkeys(roles):
+        # What is like no role may be one of the model's own template.
+        near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.75)
+        meant = near[0] if near else _MEANT.get(role.lower())
+        if meant is not None and role not in ROLES:
+            what = f"column '{column}' holds a message of the role '{role}'"
+            yield Problem(what, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
+    # Of a role of the template's own nobody knows whether it answers.
+    if column in ANSWERS and "assistant" not in roles and set(ROLES).issuperset(roles):
+        what = f"column '{column}' holds no message of the assistant"
+        yield Problem(what, "at least one, which is what is learned", "add the answer, or remove the example")
+
+
+def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | None:
+    """The problem of a row whose turns are text in one column and messages in another."""
+    plain = [name for name in names if isinstance(row[name], str)]
+    if not plain or len(plain) == len(names):
+        return None
+    spoken = next(name for name in names if name not in plain)
+    return Problem(
+        f"'{plain[0]}' is text but '{spoken}' is a list of messages",
+        f"one kind of value in {', '.join(map(repr, names))}",
+        "write all of them as text, or all as messages",
+    )

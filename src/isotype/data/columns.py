@@ -10,15 +10,25 @@ import difflib
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
-from isotype.data.cells import COLUMNS, REFILL, TEXT, TURN_COLUMNS, Column, Row, describe
+from isotype.data.cells import (
+    CHATS,
+    COLUMNS,
+    REFILL,
+    TEXT,
+    TURN_COLUMNS,
+    Column,
+    Row,
+    chat_problems,
+    describe,
+    mixed_turns,
+)
 from isotype.data.methods import METHODS, Format
 from isotype.data.parts import count_keys, message_problems, picture_problem
-from isotype.data.roles import CHATS, chat_problems, mixed_turns
 from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
 
 NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -32,9 +42,6 @@ NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "chosen_ids": ("chosen_input_ids",),
     "rejected_ids": ("rejected_input_ids",),
 }
-
-
-# Each fault function returns None for a good value, else how a sentence goes on that begins "column 'prompt' …".
 
 
 def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
@@ -147,21 +154,18 @@ class Survey:
 
 
 def _places(word: str, lines: Sequence[int]) -> str:
-    if not lines:
-        return ""
-    if len(lines) == 1:
-        return f", {word} {lines[0]}"
-    if len(lines) <= 3:
-        return f", {word}s {', '.join(map(str, lines[:-1]))} and {lines[-1]}"
-    return f", {word}s {', '.join(map(str, lines[:3]))} and {len(lines) - 3} more"
+    if len(lines) <= 1:
+        return f", {word} {lines[0]}" if lines else ""
+    shown = lines[:3] if len(lines) > 3 else lines[:-1]
+    last = f"{len(lines) - 3} more" if len(lines) > 3 else lines[-1]
+    return f", {word}s {', '.join(map(str, shown))} and {last}"
 
 
 @dataclass(frozen=True)
 class _Plan:
     """How to judge every further row, drawn from the first one."""
 
-    columns: tuple[str, ...]
-    names: frozenset[str]
+    columns: Row
     place: str
     checks: tuple[tuple[str, Column], ...]
     turns: tuple[str, ...]
@@ -208,12 +212,8 @@ class _Plan:
         names = [name for name in ("image", "images") if name in METHODS[self.method].optional]
         if self.unseen & set(names):
             return None
-        found = [
-            row[name] if isinstance(row[name], list) else [row[name]]
-            for name in names
-            if row.get(name) is not None
-        ]
-        return [each for some in found for each in some]
+        cells = [row[name] for name in names if row.get(name) is not None]
+        return [each for cell in cells for each in (cell if isinstance(cell, list) else [cell])]
 
 
 def _plan(row: Row, place: str, method: str, text_field: str, unseen: Collection[str] = ()) -> _Plan:
@@ -222,8 +222,7 @@ def _plan(row: Row, place: str, method: str, text_field: str, unseen: Collection
     known = {**COLUMNS, text_field: TEXT} if method == "sft" else COLUMNS
     turns = tuple(name for name in TURN_COLUMNS if chosen and name in chosen.required)
     return _Plan(
-        columns=tuple(row),
-        names=frozenset(row),
+        columns=row,
         place=place,
         checks=tuple((name, known[name]) for name in judged if name in row and name in known),
         turns=turns,
@@ -235,17 +234,6 @@ def _plan(row: Row, place: str, method: str, text_field: str, unseen: Collection
         if chosen is None or METHODS[method].loss == "policy"
         else tuple(name for name in row if name not in judged),
         unseen=frozenset(unseen),
-    )
-
-
-def _difference(row: Row, plan: _Plan) -> Problem:
-    lacking = [name for name in plan.columns if name not in row]
-    added = [name for name in row if name not in plan.columns]
-    differs = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
-    return Problem(
-        f"the row {' and '.join(differs)}",
-        f"the columns of {plan.place}: {quoted(plan.columns)}",
-        "give every row the same columns; write null where an optional one has no value",
     )
 
 
@@ -282,11 +270,21 @@ def survey(
         if plan is None:
             result.first = row
             plan = _plan(row, f"{word} {line}", method, text_field, unseen)
-            wrong = columns_problem(plan.columns, method, text_field)
+            wrong = columns_problem(tuple(row), method, text_field)
+            usual = {*COLUMNS, *NEAR_NAMES, *(name for names in NEAR_NAMES.values() for name in names)}
+            if wrong and cells and usual.isdisjoint(name.lower() for name in plan.columns):
+                # The first line is an example.
+                fix = "the first line must name the columns: add one, such as prompt,completion"
+                wrong = replace(wrong, fix=fix)
             if wrong:
-                result.note(source, None, _headerless(wrong, plan.columns) if cells else wrong)
-        if row.keys() != plan.names:
-            result.note(source, line, _difference(row, plan))
+                result.note(source, None, wrong)
+        if row.keys() != plan.columns.keys():
+            lacking = [name for name in plan.columns if name not in row]
+            added = [name for name in row if name not in plan.columns]
+            differs = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
+            expected = f"the columns of {plan.place}: {quoted(plan.columns)}"
+            fix = "give every row the same columns; write null where an optional one has no value"
+            result.note(source, line, Problem(f"the row {' and '.join(differs)}", expected, fix))
             continue
         faults = list(plan.faults(row))
         for fault in faults:
@@ -298,21 +296,9 @@ def survey(
     return result
 
 
-def _headerless(problem: Problem, columns: Sequence[str]) -> Problem:
-    """The same problem, with the cure for a CSV file whose first line is an example instead of column names."""
-    usual = {*COLUMNS, *NEAR_NAMES, *(name for names in NEAR_NAMES.values() for name in names)}
-    if usual.isdisjoint(name.lower() for name in columns):
-        fix = "the first line must name the columns: add one, such as prompt,completion"
-        return Problem(problem.given, problem.expected, fix)
-    return problem
-
-
+_ALL_ALIKE = "write all of them as text, or as numbers"
 _UNFIT = {
-    MIXED: (
-        "changes its kind of value",
-        "one kind of value in a column",
-        "write all of them as text, or as numbers",
-    ),
+    MIXED: ("changes its kind of value", "one kind of value in a column", _ALL_ALIKE),
     HUGE: ("holds a whole number beyond 64 bits", "whole numbers of at most 64 bits", "write it as text"),
     DEEP: ("is nested too deeply", f"at most {DEEPEST} lists and objects in one another", "write it as text"),
 }

@@ -69,12 +69,9 @@ def load_training_data(
         return load_mixture(dataset_args, job)
     name = script_args.dataset_name
     if not name:
-        raise DataError.of(
-            "No training data is named",
-            "neither --dataset_name nor `datasets` in a configuration file",
-            "a local file or directory, a hub id, or embedded:NAME",
-            "--dataset_name train.jsonl",
-        )
+        what = "neither --dataset_name nor `datasets` in a configuration file"
+        expected = "a local file or directory, a hub id, or embedded:NAME"
+        raise DataError.of("No training data is named", what, expected, "--dataset_name train.jsonl")
     local = find_local(name, test_split=script_args.dataset_test_split)
     if local is None:
         return _load_hub(name, script_args.dataset_config, script_args.dataset_streaming, job)

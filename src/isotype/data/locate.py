@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from isotype.core.errors import DataError, Problem
+from isotype.core.grouping import grouped
 from isotype.core.names import plural
 from isotype.data.columns import quoted
 from isotype.data.rows import READERS
@@ -119,17 +120,13 @@ def _mode(path: Path) -> tuple[int | None, Problem | None]:
 
 def _missing(path: Path) -> Problem:
     missing, expected = f"there is no file or directory '{path}'", "a file or directory that exists"
-    if not path.parent.is_dir():
-        return Problem(
-            missing, expected, f"'{path.parent}' does not exist either: see from where the path starts"
-        )
-    names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
-    close = difflib.get_close_matches(path.name, names, n=3)
-    if close:
-        return Problem(
-            missing, expected, f"did you mean {' or '.join(repr(str(path.with_name(n))) for n in close)}?"
-        )
-    return Problem(missing, expected, f"'{path.parent}' holds {quoted(names)}")
+    fix = f"'{path.parent}' does not exist either: see from where the path starts"
+    if path.parent.is_dir():
+        names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
+        fix = f"'{path.parent}' holds {quoted(names)}"
+        if close := difflib.get_close_matches(path.name, names, n=3):
+            fix = f"did you mean {' or '.join(repr(str(path.with_name(n))) for n in close)}?"
+    return Problem(missing, expected, fix)
 
 
 def _find_embedded(name: str) -> LocalData:
@@ -140,9 +137,8 @@ def _find_embedded(name: str) -> LocalData:
         return _find_in_directory(name, root / inner)
     close = difflib.get_close_matches(inner, names, n=1) or names
     fix = f"--dataset_name {EMBEDDED}{close[0]}" if close else "name a local file instead"
-    raise data_error(
-        name, [Problem(f"no embedded data set is called '{inner}'", f"one of {quoted(names)}", fix)]
-    )
+    what = f"no embedded data set is called '{inner}'"
+    raise data_error(name, [Problem(what, f"one of {quoted(names)}", fix)])
 
 
 def _find_file(name: str, path: Path, test_split: str) -> LocalData:
@@ -181,23 +177,15 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
     if not files:
         held = sorted(item.name for item in folder.iterdir())
         expected = f"files ending in {', '.join(_SUFFIXES)}, or what save_to_disk wrote"
-        fix = (
-            f"name a directory with such files; this one holds {quoted(held)}"
-            if held
-            else "the directory is empty"
-        )
+        fix = f"name a directory with such files; this one holds {quoted(held)}"
+        fix = fix if held else "the directory is empty"
         raise data_error(name, [Problem(f"the directory '{folder}' holds no data", expected, fix)])
-    words = {
-        path: _split_word(path.stem) or (_split_word(path.parent.name) if path.parent != folder else None)
-        for path in files
-    }
+    inside = {path: _split_word(path.parent.name) if path.parent != folder else None for path in files}
+    words = {path: _split_word(path.stem) or inside[path] for path in files}
     if not any(words.values()):
         return LocalData(name, {"train": tuple(files)})
-    splits: dict[str, tuple[Path, ...]] = {}
-    for path, word in words.items():
-        split = word or path.stem
-        splits[split] = (*splits.get(split, ()), path)
-    return LocalData(name, splits)
+    splits = grouped(files, lambda path: words[path] or path.stem)
+    return LocalData(name, {split: tuple(paths) for split, paths in splits.items()})
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
@@ -228,10 +216,10 @@ def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> 
         if split in have:
             continue
         what = f"'{name}' has no split '{split}'; its splits are {quoted(have)}"
+        expected = "a split to evaluate on, since evaluation is on"
+        fix = "--dataset_test_split NAME with one of its splits, or --eval_strategy no"
         if position == 0:
+            expected = "the split to train on"
             fix = f"--dataset_train_split {(difflib.get_close_matches(split, have, n=1) or have)[0]}"
-            problems.append(Problem(what, "the split to train on", fix))
-        else:
-            fix = "--dataset_test_split NAME with one of its splits, or --eval_strategy no"
-            problems.append(Problem(what, "a split to evaluate on, since evaluation is on", fix))
+        problems.append(Problem(what, expected, fix))
     return problems

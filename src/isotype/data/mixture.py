@@ -58,7 +58,14 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
     """
     import datasets
 
-    _check_split(args, job)
+    if args.streaming and args.test_split_size is not None:
+        conflict = f"--test_split_size {args.test_split_size} with a streamed mixture"
+        fix = "leave --streaming or --test_split_size away"
+        raise data_error("datasets", [Problem(conflict, "a mixture whose size is known, to be split", fix)])
+    if len(job.wanted) > 1 and args.test_split_size is None:
+        conflict = "evaluation is on and the mixture has no test split"
+        fix = "--test_split_size 0.1, or --eval_strategy no"
+        raise data_error("datasets", [Problem(conflict, "a share of the mixture to evaluate on", fix)])
     parts: list[_Part] = []
     problems: list[Problem] = []
     for entry in args.datasets:
@@ -89,17 +96,6 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
     return type(splits)({name: splits[name] for name in job.wanted})
 
 
-def _check_split(args: Any, job: Job) -> None:
-    if args.streaming and args.test_split_size is not None:
-        conflict = f"--test_split_size {args.test_split_size} with a streamed mixture"
-        fix = "leave --streaming or --test_split_size away"
-        raise data_error("datasets", [Problem(conflict, "a mixture whose size is known, to be split", fix)])
-    if len(job.wanted) > 1 and args.test_split_size is None:
-        conflict = "evaluation is on and the mixture has no test split"
-        fix = "--test_split_size 0.1, or --eval_strategy no"
-        raise data_error("datasets", [Problem(conflict, "a share of the mixture to evaluate on", fix)])
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # One data set
 
@@ -107,28 +103,22 @@ def _check_split(args: Any, job: Job) -> None:
 def _part(entry: Any, job: Job, streaming: bool) -> tuple[_Part | None, Sequence[Problem]]:
     only = entry.columns if isinstance(entry.columns, (list, tuple)) else None
     reading = job.reading
-    if entry.columns is not None and only is None:
-        reading = dataclasses.replace(
-            reading, columns=column_map(entry.columns, f"`columns` of {entry.path}")
-        )
-    elif only is not None:
-        reading = dataclasses.replace(reading, columns=None)
+    if entry.columns is not None:
+        columns = None if only is not None else column_map(entry.columns, f"`columns` of {entry.path}")
+        reading = dataclasses.replace(reading, columns=columns)
     local = None if entry.data_files or entry.data_dir else find_local(entry.path)
-    if local is None:
-        splits, problems = _from_hub(entry, dataclasses.replace(job, reading=reading), only, streaming)
-    else:
-        splits, problems = _from_here(entry, local, dataclasses.replace(job, reading=reading), only)
+
+    def read(reading: Reading) -> tuple[list[tuple[str, Prepared]], list[Problem]]:
+        by_reading = dataclasses.replace(job, reading=reading)
+        if local is not None:
+            return _from_here(entry, local, by_reading, only)
+        return _from_hub(entry, by_reading, only, streaming)
+
+    splits, problems = read(reading)
     problems = [*problems, *(problem for _, item in splits for problem in item.problems)]
     if problems:
         return None, problems
-
-    def again(other: Reading) -> Sequence[tuple[str, Prepared]]:
-        changed = dataclasses.replace(job, reading=other)
-        if local is not None:
-            return _from_here(entry, local, changed, only)[0]
-        return _from_hub(entry, changed, only, streaming)[0]
-
-    return _Part(entry.path, reading, splits, again), ()
+    return _Part(entry.path, reading, splits, lambda other: read(other)[0]), ()
 
 
 def _from_here(
@@ -180,7 +170,8 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
     if len(set(required)) == 1 and len(set(plain)) == 1:
         return list(parts)
     if len(set(required)) == 1 and "prompt" in required[0]:
-        job.say(_spoken_line(part.name for part, text in zip(parts, plain, strict=True) if text))
+        named = quoted(part.name for part, text in zip(parts, plain, strict=True) if text)
+        job.say(f"{named}: plain prompts and answers become messages, as the rest of the mixture has them")
         return [_again(part, chat=True) if text else part for part, text in zip(parts, plain, strict=True)]
     if job.method == "sft" and set(required) <= {("messages",), ("prompt", "completion")}:
         turned = [part.name for part, names in zip(parts, required, strict=True) if "prompt" in names]
@@ -196,10 +187,6 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
     expected = "data sets of one form; for sft, conversations with prompts and completions, too"
     fix = "train on them one after the other, or give an entry `columns` of its own: {prompt: question, completion: answer}"
     raise data_error("datasets", [Problem(held, expected, fix)])
-
-
-def _spoken_line(names: Any) -> str:
-    return f"{quoted(names)}: plain prompts and answers become messages, as the rest of the mixture has them"
 
 
 def _again(part: _Part, **changes: Any) -> _Part:
@@ -225,10 +212,7 @@ def _aligned(parts: Sequence[_Part], job: Job, streaming: bool) -> list[Any]:
                 shapes[name] = shape if name not in shapes else merge(shapes[name], shape)
     built = []
     for part in parts:
-        pieces = []
-        for name, item in part.splits:
-            dataset = _piece(name, item, shapes, used, streaming)
-            pieces.append(dataset)
+        pieces = [_piece(name, item, shapes, used, streaming) for name, item in part.splits]
         built.append(pieces[0] if len(pieces) == 1 else datasets.concatenate_datasets(pieces))
     return built
 

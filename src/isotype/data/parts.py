@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,39 +16,20 @@ from isotype.core.names import listed, plural
 from isotype.data.cells import Row, describe
 
 LEARNED_MARKS = (
-    "weight",  # OpenAI
-    "loss_weight",
-    "train",  # axolotl
-    "training",
-    "trainable",
-    "train_on_turn",
-    "loss",  # ms-swift, xtuner
-    "loss_mask",
-    "step_loss_mask",  # slime
+    *("weight", "loss_weight"),  # OpenAI
+    *("train", "training", "trainable", "train_on_turn"),  # axolotl
+    *("loss", "loss_mask", "step_loss_mask"),  # ms-swift, xtuner; slime
 )
 _LEFT_OUT_MARKS = ("mask", "masked")  # torchtune
 _PARTLY = ("train_detail", "training_detail")  # axolotl
 MARKS = (*LEARNED_MARKS, *_LEFT_OUT_MARKS)
 """Keys of a message that say whether it is learned."""
 
-_YES, _NO = (
-    (True, "true", "True", "1"),
-    (False, "false", "False", "0"),
-)  # 1, 1.0, 0 and 0.0 are equal to these
+# 1, 1.0, 0 and 0.0 are equal to these.
+_YES, _NO = (True, "true", "True", "1"), (False, "false", "False", "0")
 
-MESSAGE_KEYS = frozenset(
-    {
-        "role",
-        "content",
-        "name",
-        "tool_calls",
-        "tool_call_id",
-        "reasoning_content",
-        "reasoning",
-        "thinking",
-        *MARKS,
-    }
-)
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *_THOUGHTS, *MARKS})
 PART_KEYS = frozenset({"type", "text", "thinking"})
 _PAYLOADS = ("image", "image_url", "url", "path", "base64")
 
@@ -83,9 +63,8 @@ def message_problems(row: Row, chats: Sequence[str], method: str, pictures: int 
                 yield from dict.fromkeys(problems)
             if isinstance(parts, list) and message["role"] != "tool":
                 places += sum(part["type"] == "image" for part in parts)
-            open_turns += (
-                isinstance(parts, str) and message["role"] == "user" and name in ("messages", "prompt")
-            )
+            asked = message["role"] == "user" and name in ("messages", "prompt")
+            open_turns += asked and isinstance(parts, str)
     if open_turns and pictures:
         places += pictures  # TRL puts them before the first turn of the user that is plain text
     spoken = any(isinstance(row[name], list) for name in chats)
@@ -102,15 +81,13 @@ def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iter
             continue
         what = f"column '{column}' holds a message with '{key}': {value!r}"[:200]
         if key in _PARTLY:
-            yield Problem(
-                what, "turns that are learned whole or not at all", "split the turn, or remove the key"
-            )
+            expected = "turns that are learned whole or not at all"
+            yield Problem(what, expected, "split the turn, or remove the key")
         elif value not in _YES and value not in _NO:
             yield Problem(what, "1 or true, 0 or false", "round it, or remove the key")
         elif method != "sft" and column != "prompt" and left_out(message):
-            yield Problem(
-                what, f"answers that are learned whole: {method} leaves no turn out", "remove the key"
-            )
+            expected = f"answers that are learned whole: {method} leaves no turn out"
+            yield Problem(what, expected, "remove the key")
 
 
 def _part_problem(column: str, part: Mapping[str, Any]) -> Problem | None:
@@ -122,11 +99,8 @@ def _part_problem(column: str, part: Mapping[str, Any]) -> Problem | None:
         text = part.get(kind) if kind == "text" or "thinking" in part else part.get("text")
         if isinstance(text, str) or (kind == "thinking" and text is not None):
             return None
-        return Problem(
-            f"{given} a part whose '{kind}' is {describe(text)}",
-            "text",
-            "write it as text, or remove the part",
-        )
+        what = f"{given} a part whose '{kind}' is {describe(text)}"
+        return Problem(what, "text", "write it as text, or remove the part")
     if kind == "image":
         return None
     fix = "write it as text, or remove it; nothing of it would be trained"
@@ -135,22 +109,18 @@ def _part_problem(column: str, part: Mapping[str, Any]) -> Problem | None:
 
 def picture_problem(value: Any) -> Problem | None:
     """What is wrong with a picture that is named by its path, or written in base64; None for one that can be read."""
-    if not isinstance(value, str):
-        return (
-            None
-            if isinstance(value, dict)
-            else Problem(f"a picture is {describe(value)}", "a path", "write its path")
-        )
-    return None if value.startswith(("http://", "https://")) else _unreadable(value)
+    if isinstance(value, str):
+        return None if value.startswith(("http://", "https://")) else _unreadable(value)
+    read = isinstance(value, dict)
+    return None if read else Problem(f"a picture is {describe(value)}", "a path", "write its path")
 
 
 @lru_cache(maxsize=1 << 16)
 def _unreadable(value: str) -> Problem | None:
     if find_spec("PIL") is None:
-        return Problem(
-            "pictures, without the package pillow", "pillow, which reads them", "pip install pillow"
-        )
-    from PIL import Image, UnidentifiedImageError
+        what = "pictures, without the package pillow"
+        return Problem(what, "pillow, which reads them", "pip install pillow")
+    from PIL import Image
 
     shown = value if len(value) <= 80 else f"{value[:77]}…"
     expected, fix = "a picture that can be read", "correct the path, or write the file again"
@@ -163,14 +133,7 @@ def _unreadable(value: str) -> Problem | None:
                 return Problem(f"there is no picture '{shown}', seen from here", expected, fix)
         with Image.open(source) as picture:
             picture.load()
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        binascii.Error,
-        UnidentifiedImageError,
-        Image.DecompressionBombError,
-    ) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return Problem(f"the picture '{shown}' cannot be read: {first_line(error)}", expected, fix)
     return None
 

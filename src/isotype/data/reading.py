@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from isotype.core.errors import DataError, Problem
-from isotype.data.cells import TURN_COLUMNS, Row
+from isotype.data.cells import CHATS, TURN_COLUMNS, Row
 from isotype.data.methods import CHAT_COLUMNS
-from isotype.data.roles import CHATS
 from isotype.data.sharegpt import standard_chats
 from isotype.data.tokens import TOKEN_COLUMNS, with_labels
 
@@ -49,13 +48,11 @@ class ColumnMap:
                 f"correct {self.origin}",
             )
         return {name: value for name, value in row.items() if name not in self.sources} | {
-            target: row[names[0]] if len(names) == 1 else _as_text(row.get(name) for name in names)
+            target: row[names[0]]
+            if len(names) == 1
+            else "\n\n".join(str(row[name]) for name in names if row.get(name) not in (None, ""))
             for target, names in self.targets
         }
-
-
-def _as_text(values: Any) -> str:
-    return "\n\n".join(str(value) for value in values if value not in (None, ""))
 
 
 def column_map(value: object, origin: str) -> ColumnMap | None:
@@ -89,12 +86,9 @@ def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | No
         return ColumnMap(tuple(PRESETS[text].items()), origin)
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(target.strip() and source.strip() for target, _, source in pairs):
-        raise DataError.of(
-            "the columns are not understood",
-            f"{origin} {text}",
-            f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs",
-            "--columns prompt=question,completion=answer",
-        )
+        expected = f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs"
+        fix = "--columns prompt=question,completion=answer"
+        raise DataError.of("the columns are not understood", f"{origin} {text}", expected, fix)
     return ColumnMap(tuple((target.strip(), (source.strip(),)) for target, _, source in pairs), origin)
 
 

@@ -29,6 +29,7 @@ LONGEST_LINE = 1 << 28
 """Bytes of a line at most: a tokenizer takes about a hundred times as much memory."""
 _CHUNK = 1 << 20
 _WHOLE = (".json",)  # whose lines are no examples
+_NO_TEXT_FIX = "write it as text; UTF-16 without a mark is converted by: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
 _UNPACK = "unpack it first, for example: {} OLD > NEW"
 _KINDS = (
     (b"\x1f\x8b", "a gzip archive", _UNPACK.format("gunzip -c")),
@@ -57,14 +58,18 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
                 if offset == 0 and (other := _other_kind(raw)):
                     return "", other
                 if (offset == 0 and b"\0" in raw[:2]) or 2 * raw.count(b"\0") > max(len(raw), _CHUNK // 256):
-                    return "", _no_text(offset + raw.index(b"\0"))
+                    what = f"NUL bytes from offset {offset + raw.index(bytes(1))} on"
+                    return "", Problem(what, "a text file in UTF-8", _NO_TEXT_FIX)
                 pending = len(decoder.getstate()[0])
                 decoder.decode(raw)
                 digest.update(raw)
                 offset += len(raw)
-                lines, length = lines + raw.count(b"\n"), _line_length(length, raw)
+                last = raw.rpartition(b"\n")[2]
+                lines, length = lines + raw.count(b"\n"), len(last) + (length if len(last) == len(raw) else 0)
                 if length > LONGEST_LINE and path.suffix.lower() not in _WHOLE:
-                    return "", _long(lines + 1)
+                    what = f"line {lines + 1} is longer than {LONGEST_LINE >> 20} MiB"
+                    expected = "examples that can be tokenized at once"
+                    return "", Problem(what, expected, "split it into several examples")
             pending = len(decoder.getstate()[0])
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
@@ -72,22 +77,6 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
     except OSError as error:
         return "", unreadable(error)
     return digest.hexdigest(), None
-
-
-def _line_length(before: int, raw: bytes) -> int:
-    """Bytes of the line that `raw` ends in, of which `before` came earlier."""
-    return before + len(raw) if b"\n" not in raw else len(raw) - raw.rindex(b"\n") - 1
-
-
-def _long(line: int) -> Problem:
-    what = f"line {line} is longer than {LONGEST_LINE >> 20} MiB"
-    return Problem(what, "examples that can be tokenized at once", "split it into several examples")
-
-
-def _no_text(offset: int) -> Problem:
-    what = f"NUL bytes from offset {offset} on"
-    fix = "write it as text; UTF-16 without a mark is converted by: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
-    return Problem(what, "a text file in UTF-8", fix)
 
 
 def _other_kind(raw: bytes) -> Problem | None:
@@ -107,9 +96,8 @@ def unreadable(error: OSError) -> Problem:
 
 def _not_utf8(offset: int, byte: int, guess: str) -> Problem:
     position = f"byte 0x{byte:02x} at offset {offset} is not UTF-8"
-    return Problem(
-        position, "a text file in UTF-8", f"convert it, for example: iconv -f {guess} -t UTF-8 OLD > NEW"
-    )
+    fix = f"convert it, for example: iconv -f {guess} -t UTF-8 OLD > NEW"
+    return Problem(position, "a text file in UTF-8", fix)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -129,11 +117,10 @@ def _excerpt(text: str, at: int) -> str:
 
 def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> Problem:
     fix = "fix the line, or write the file with a JSON library"
+    if isinstance(error, RecursionError):
+        return Problem("not JSON: its lists or objects are nested too deeply", expected, fix)
     if not isinstance(error, json.JSONDecodeError):
-        message = (
-            "its lists or objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
-        )
-        return Problem(f"not JSON: {message}", expected, fix)
+        return Problem(f"not JSON: {error}", expected, fix)
     position = f"not JSON at column {error.colno}: {_excerpt(text, error.pos)}"
     return Problem(position, f"{expected} (the parser says: {error.msg})", fix)
 
@@ -145,10 +132,8 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        return Problem(
-            f"{half} is half of a character", "whole characters", "remove it, or write both halves"
-        )
+        what = f"\\u{ord(error.object[error.start]):04x} is half of a character"
+        return Problem(what, "whole characters", "remove it, or write both halves")
     return None
 
 
@@ -243,10 +228,8 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                     repeated = sorted({name for name in header if header.count(name) > 1})
                     if repeated:
                         what = f"the header names {', '.join(map(repr, repeated))} more than once"
-                        yield (
-                            line,
-                            Problem(what, "one name a column", "rename or remove the repeated columns"),
-                        )
+                        fix = "rename or remove the repeated columns"
+                        yield line, Problem(what, "one name a column", fix)
                         return
                 elif len(cells) == len(header):
                     yield line, dict(zip(header, cells, strict=True))

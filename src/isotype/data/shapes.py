@@ -31,7 +31,9 @@ def shape_of(value: object, depth: int = 0) -> Shape:
     if depth > DEEPEST:
         return DEEP
     if isinstance(value, dict):
-        return _struct_of(value, depth)
+        if set(map(type, value.values())) == {str}:
+            return _string_struct(tuple(value))
+        return _struct(tuple((key, shape_of(item, depth + 1)) for key, item in value.items()))
     if isinstance(value, list):
         return _list_of(value, depth)
     if type(value) is int and not -(2**63) <= value < 2**63:
@@ -50,12 +52,6 @@ def _list_of(value: list[Any], depth: int) -> Shape:
 
 def _list(item: Shape) -> Shape:
     return item if item in (MIXED, HUGE, DEEP) else ("list", item)
-
-
-def _struct_of(value: dict[str, Any], depth: int) -> Shape:
-    if set(map(type, value.values())) == {str}:
-        return _string_struct(tuple(value))
-    return _struct(tuple((key, shape_of(item, depth + 1)) for key, item in value.items()))
 
 
 @lru_cache(maxsize=4096)

@@ -13,8 +13,7 @@ from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
-from isotype.data.cells import Row, conversation_fault, messages_fault
-from isotype.data.roles import CHATS, chat_problems
+from isotype.data.cells import CHATS, Row, chat_problems, conversation_fault, messages_fault
 
 CALL = "assistant, with a tool call"
 SPEAKERS: Mapping[str, str] = {

@@ -19,11 +19,10 @@ TOKEN_COLUMNS = ("labels", *_MASKS, "attention_mask", *_UNREAD)
 ID_COLUMNS = ("input_ids", "labels", "chosen_ids", "rejected_ids")
 
 _LABEL_FIX = f"write {IGNORED} where no loss is computed, and the token's id elsewhere"
+_MASK_FIX = "write 1 for a token that counts and 0 for one that does not"
 _FIXES = {
     "labels": _LABEL_FIX,
-    **dict.fromkeys(
-        (*_MASKS, "attention_mask"), "write 1 for a token that counts and 0 for one that does not"
-    ),
+    **dict.fromkeys((*_MASKS, "attention_mask"), _MASK_FIX),
     **dict.fromkeys(_UNREAD, "leave the column out; what is not to be learned has the label -100"),
 }
 
@@ -38,14 +37,14 @@ def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
     ids = row["input_ids"]
     if not isinstance(ids, list) or not ids or not any(name in row for name in TOKEN_COLUMNS):
         return row  # the check of the column itself speaks of the ids
-    if fault := next(_faults(row, ids), None):
-        return fault
+    for name in TOKEN_COLUMNS:
+        if name in row and (fault := _fault(name, row[name], len(ids))):
+            return Problem(f"column '{name}' {fault[0]}", fault[1], _FIXES[name])
     masks = [name for name in _MASKS if name in row and not (prompts and name == "completion_mask")]
     shown = row.get("attention_mask", [1] * len(ids))
-    learned = list(map(all, zip(shown, *(row[name] for name in masks), strict=True)))
-    labels = [
-        label if counts else IGNORED for label, counts in zip(row.get("labels", ids), learned, strict=True)
-    ]
+    learned = map(all, zip(shown, *(row[name] for name in masks), strict=True))
+    pairs = zip(row.get("labels", ids), learned, strict=True)
+    labels = [label if counts else IGNORED for label, counts in pairs]
     if set(labels) == {IGNORED}:
         what = f"no token of the row is learned: each label is {IGNORED}, or masked"
         return Problem(what, "a label that is a token's id", "write one, or remove the example")
@@ -64,25 +63,20 @@ def _ends(shown: Sequence[int]) -> tuple[int, int]:
     return (counted[0], counted[-1] + 1) if counted else (0, 0)
 
 
-def _faults(row: Row, ids: Sequence[Any]) -> Iterator[Problem]:
-    for name in TOKEN_COLUMNS:
-        if name in row and (fault := _fault(name, row[name], len(ids))):
-            yield Problem(f"column '{name}' {fault[0]}", fault[1], _FIXES[name])
-
-
 def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
     """(what is wrong, what is expected) of one column beside `count` token ids."""
     mask = name not in ("labels", *_UNREAD)
     kinds = (int, bool) if mask else (int,)
-    if not isinstance(values, list) or any(type(value) not in kinds for value in values):
-        wrong = values if not isinstance(values, list) else next(v for v in values if type(v) not in kinds)
-        return f"{'holds' if isinstance(values, list) else 'is'} {describe(wrong)}", "a list of whole numbers"
+    if not isinstance(values, list):
+        return f"is {describe(values)}", "a list of whole numbers"
+    if wrong := [value for value in values if type(value) not in kinds][:1]:
+        return f"holds {describe(wrong[0])}", "a list of whole numbers"
     if len(values) != count:
         return f"has {plural(len(values), 'value')} beside {plural(count, 'token id')}", "one for each token"
     if mask and not {0, 1}.issuperset(values):
         return f"holds {next(value for value in values if value not in (0, 1))}", "0 and 1"
-    if name == "labels" and (wrong := next((v for v in values if v < 0 and v != IGNORED), None)):
-        return f"holds {wrong}", f"token ids, or {IGNORED} where no loss is computed"
+    if name == "labels" and (below := next((v for v in values if v < 0 and v != IGNORED), None)):
+        return f"holds {below}", f"token ids, or {IGNORED} where no loss is computed"
     if name == "attention_mask" and not all(values[slice(*_ends(values))] or [0]):
         return "is 0 for more than the ends", "0 at the ends alone, where padding is"
     if (name == "token_type_ids" and any(values)) or (
@@ -127,10 +121,8 @@ def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
             at = pc.index(bad, True).as_py()
             what = f"column '{name}' holds {values[at].as_py()}"
             expected = "0 or more" if size is None else f"0 to {size - 1}, the ids that the model has"
-            more, fix = (
-                (f"; or {IGNORED}", _LABEL_FIX)
-                if name == "labels"
-                else ("", "make the ids with the tokenizer of this model")
-            )
-            yield start + pc.list_parent_indices(column)[at].as_py(), Problem(what, expected + more, fix)
+            fix = "make the ids with the tokenizer of this model"
+            if name == "labels":
+                expected, fix = f"{expected}; or {IGNORED}", _LABEL_FIX
+            yield start + pc.list_parent_indices(column)[at].as_py(), Problem(what, expected, fix)
         start += table.num_rows

@@ -56,12 +56,9 @@ def add_lora(
     import peft
 
     if policy.trainable == "full":
-        raise PrecisionError.of(
-            "no adapter under a policy that trains every weight",
-            "trainable='full'",
-            "trainable='lora'",
-            "resolve the policy with trainable='lora'",
-        )
+        headline = "no adapter under a policy that trains every weight"
+        fix = "resolve the policy with trainable='lora'"
+        raise PrecisionError.of(headline, "trainable='full'", "trainable='lora'", fix)
     config = _config(model, config, lora_kwargs)
     remember_base(model, config)
     notes = (*getattr(model, "adapter_notes", ()), *save_drawn(model, config))
@@ -147,14 +144,10 @@ def adapter_words(model: Any) -> tuple[str, ...]:
         rank = f" r {config.r}" if hasattr(config, "r") else ""
         scale = f" alpha {config.lora_alpha:g}" if hasattr(config, "lora_alpha") else ""
         targets = getattr(config, "target_modules", None) or ()
-        names = (
-            []
-            if isinstance(targets, str)
-            else [*targets, *(getattr(config, "target_parameters", None) or ())]
-        )
-        named = (
-            targets if isinstance(targets, str) else ", ".join(sorted({n.rpartition(".")[2] for n in names}))
-        )
+        named = targets
+        if not isinstance(targets, str):
+            names = [*targets, *(getattr(config, "target_parameters", None) or ())]
+            named = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
         words.append(f"{kind}{rank}{scale}" + (f" on {named}" if named else ""))
     return tuple(words)
 

@@ -74,7 +74,12 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
     """Give `module` a boundary, change it, or take it away (None). Returns whether it changed."""
     before = type(module)
     if hasattr(module, "set_reshard_after_forward"):
-        _check_same_when_sharded(module, settings)
+        # FSDP2's class lies over the module's own: nothing can be put under it any more.
+        if boundary_of(module) != settings:
+            what = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
+            expected = "the policy that it was sharded under"
+            fix = "isotype.enforce(model, policy) before it is sharded"
+            raise PrecisionError.of("a sharded module cannot get another boundary", what, expected, fix)
         return False
     base: Any = original_class(module)
     cls = base if settings is None else _boundary_class(base, settings)
@@ -82,19 +87,6 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
         return False
     swap(module, cls)
     return True
-
-
-def _check_same_when_sharded(module: nn.Module, settings: BoundarySettings | None) -> None:
-    """FSDP2's class lies over the module's own: nothing can be put under it any more."""
-    if boundary_of(module) != settings:
-        what = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
-        fix = "isotype.enforce(model, policy) before it is sharded"
-        raise PrecisionError.of(
-            "a sharded module cannot get another boundary",
-            what,
-            "the policy that it was sharded under",
-            fix,
-        )
 
 
 def boundary_of(module: nn.Module) -> BoundarySettings | None:

@@ -102,27 +102,19 @@ def _of_exceptions(
     of_place = exceptions.get(name)
     if of_place is not None and of_place.how != "adapters":
         if place.kind in LINEAR_KINDS:
-            return _of_linear(place, of_place, compute)
+            scalable = place.kind != "linear" or isinstance(place.module, nn.Linear)
+            if place.kind == "linear8bit" or (of_place.how == "scale" and scalable):
+                return BoundarySettings("scale", compute, wide, of_place.exponent)
+            return BoundarySettings("float32" if place.kind == "linear4bit" else "compute", wide)
         # Its parameters are cast with its inputs; autocast is off inside.
         return BoundarySettings("compute", wide)
-    inside = any(
-        exception.how == "float32" and name.startswith(f"{outer}.")
-        for outer, exception in exceptions.items()
-        if outer
-    )
+    outer = tuple(f"{module}." for module, each in exceptions.items() if module and each.how == "float32")
+    inside = name.startswith(outer)
     if inside and place.kind == "linear":
         return BoundarySettings("compute", compute, wide)
     if inside and place.kind == "linear8bit":
         return BoundarySettings("int8", compute, wide)
     return None
-
-
-def _of_linear(place: Place, exception: ModuleException, compute: torch.dtype) -> BoundarySettings:
-    wide = torch.float32
-    scalable = place.kind != "linear" or isinstance(place.module, nn.Linear)
-    if place.kind == "linear8bit" or (exception.how == "scale" and scalable):
-        return BoundarySettings("scale", compute, wide, exception.exponent)
-    return BoundarySettings("float32" if place.kind == "linear4bit" else "compute", wide)
 
 
 # ------------------------------------------------------------------------------------------------------ a module's own dtypes

@@ -82,11 +82,9 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
     }
     other = sorted(form for form in formats if form is not None)
     # A model that was loaded with a quantization config and has no quantized layer had all of them skipped.
-    left_dense = policy.quantized and not quantized and not _quantization_configured(model)
-    dense = (
-        [place for place in all_places if place.kind == "linear" and not place.adapter] if left_dense else []
-    )
-    if not other and not dense:
+    configured = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    dense = any(place.kind == "linear" and not place.adapter for place in all_places)
+    if not other and not (dense and policy.quantized and not quantized and not configured):
         return
     lies = f"{other[0]} weights" if other else "float weights in every linear layer"
     raise contradiction(f"{type(model).__name__} with {lies}", policy)
@@ -103,21 +101,11 @@ def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
     )
 
 
-def _format_4bit(layer: Any) -> str | None:
-    """The 4-bit format; None where the weight has lost it, which `align_4bit` has its own error for."""
-    state = quantization_state(layer)
-    form: str | None = getattr(layer.weight if state is None else state, "quant_type", None)
-    return form
-
-
 _FORMATS: dict[str, Callable[[Any], str | None]] = {
-    "linear4bit": _format_4bit,
+    # None where the weight has lost it, which `align_4bit` has its own error for.
+    "linear4bit": lambda layer: getattr(quantization_state(layer) or layer.weight, "quant_type", None),
     "linear8bit": lambda layer: "int8",
 }
-
-
-def _quantization_configured(model: Any) -> bool:
-    return getattr(getattr(model, "config", None), "quantization_config", None) is not None
 
 
 def policy_of(model: Any) -> PrecisionPolicy | None:
@@ -183,9 +171,8 @@ def _own_dtypes(
             wanted[parameter] = policy.plain
     # A norm's kernel takes its weight and bias in one dtype only; a pinned linear layer computes in float32.
     alike = place.kind == "norm" or (place.kind == "linear" and pinned)
-    if (alike and torch.float32 in wanted.values()) or (
-        computes_float32(by_ranges) and not policy.keep_frozen
-    ):
+    by_range = computes_float32(by_ranges) and not policy.keep_frozen
+    if by_range or (alike and torch.float32 in wanted.values()):
         return dict.fromkeys(wanted, torch.float32)
     return wanted
 
@@ -242,12 +229,9 @@ def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
     """The rotary module `module`, called `name` in its model, built again from its config."""
     config = getattr(module, "config", None)
     if config is None:
-        raise PrecisionError.of(
-            "rotary frequencies were rounded",
-            f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute it from",
-            "float32 frequencies",
-            "do not cast the whole model with .to(dtype); load it with isotype.load",
-        )
+        what = f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute it from"
+        fix = "do not cast the whole model with .to(dtype); load it with isotype.load"
+        raise PrecisionError.of("rotary frequencies were rounded", what, "float32 frequencies", fix)
     return type(module)(config=config)
 
 

@@ -38,18 +38,11 @@ def refuse(source: object, broken: Mapping[str, str]) -> None:
     if not broken:
         return
     which = listed((f"{name} ({words})" for name, words in broken.items()), _MOST)
-    overflowed = (
-        "; if the file itself is sound, float16 is too small for it: give --dtype bfloat16 or float32"
-    )
-    half = any(words.endswith("float16") for words in broken.values())
-    fix = f"copy, download or train them again: nothing repairs them{overflowed if half else ''}"
-    count = plural(len(broken), "tensor")
-    raise CheckpointError.of(
-        "weights that are not finite",
-        f"{source}: {count} with NaN or infinity: {which}",
-        "finite numbers",
-        fix,
-    )
+    fix = "copy, download or train them again: nothing repairs them"
+    if any(words.endswith("float16") for words in broken.values()):
+        fix += "; if the file itself is sound, float16 is too small for it: give --dtype bfloat16 or float32"
+    what = f"{source}: {plural(len(broken), 'tensor')} with NaN or infinity: {which}"
+    raise CheckpointError.of("weights that are not finite", what, "finite numbers", fix)
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:

@@ -103,7 +103,9 @@ def _blocks(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
     """(number of the first one, values in float32, their channels' moments) `[blocks, blocksize]`, some at a time, zeros where the last is not full."""
     columns = 1 if moments is None else moments.numel()
-    repeated = None if moments is None else _repeated(moments.to(flat.device, torch.float32), _PIECE)
+    repeated = None
+    if moments is not None:  # one row after the other: a piece can begin at any column
+        repeated = moments.to(flat.device, torch.float32).repeat(math.ceil(_PIECE / columns) + 1)
     step = _PIECE // blocksize * blocksize
     for begin in range(0, flat.numel(), step):
         values = flat[begin : begin + step].float()
@@ -113,16 +115,8 @@ def _blocks(
         if padding:
             values = torch.nn.functional.pad(values, (0, padding))
             weights = None if weights is None else torch.nn.functional.pad(weights, (0, padding))
-        yield (
-            begin // blocksize,
-            values.view(-1, blocksize),
-            None if weights is None else weights.view(-1, blocksize),
-        )
-
-
-def _repeated(moments: torch.Tensor, length: int) -> torch.Tensor:
-    """The moments one row after the other, from which `length` can be taken beginning at any column."""
-    return moments.repeat(math.ceil(length / moments.numel()) + 1)
+        weights = None if weights is None else weights.view(-1, blocksize)
+        yield begin // blocksize, values.view(-1, blocksize), weights
 
 
 def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) -> torch.Tensor:

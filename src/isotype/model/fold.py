@@ -17,6 +17,7 @@ from torch import nn
 
 from isotype.compat.swapped import swap
 from isotype.compat.torch import forward_hooks, forward_pre_hooks, own_buffers, own_parameters
+from isotype.core.grouping import grouped
 from isotype.model.walk import FoldedList, lists_of_blocks
 
 STANDS_FOR = "_stands_for"
@@ -65,12 +66,15 @@ def fold(model: nn.Module) -> nn.Module:
         config = _config_of(model, owner)
         if isinstance(layers, FoldedList):
             continue  # its layers stand for others already
-        if len(plan.kept) < len(plan.represents) and not any(
-            getattr(config, name, 0) for name in _NOT_FOLDED
-        ):
+        cut = any(getattr(config, name, 0) for name in _NOT_FOLDED)
+        if len(plan.kept) < len(plan.represents) and not cut:
             folded.append((owner, layers, plan))
-    if folded:
-        _own_configs(model)
+    memo: dict[
+        int, Any
+    ] = {}  # configs of its own: one copy for each, shared among the modules as the originals were
+    for module in model.modules() if folded else ():
+        configs = {name: value for name, value in vars(module).items() if _is_config(value)}
+        vars(module).update({name: copy.deepcopy(value, memo) for name, value in configs.items()})
     patched: dict[int, _Fold] = {}
     for owner, layers, plan in folded:
         _drop(layers, plan)
@@ -84,11 +88,7 @@ def fold(model: nn.Module) -> nn.Module:
 
 def stands_for(model: nn.Module) -> dict[str, int]:
     """Fully qualified name of each kept layer of a folded model -> how many layers it stands for."""
-    return {
-        name: getattr(module, STANDS_FOR)
-        for name, module in model.named_modules()
-        if hasattr(module, STANDS_FOR)
-    }
+    return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
@@ -101,28 +101,16 @@ def repeats_of(model: nn.Module) -> dict[str, int]:
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
     """Whatever tells one layer from another in a trace, apart from its number."""
-    parts: list[Any] = []
-    for name, module in layer.named_modules():
-        parts.append((name, type(module), _tensors(module), _attributes(module), _hooks(module)))
-    return tuple(parts)
+    return tuple((n, type(m), _tensors(m), _attributes(m), _hooks(m)) for n, m in layer.named_modules())
 
 
 def _tensors(module: nn.Module) -> tuple[Any, ...]:
+    def facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+        state = _state(getattr(tensor, "quant_state", None))
+        return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, state
+
     own = (*own_parameters(module).items(), *own_buffers(module).items())
-    return tuple(
-        (name, None)
-        if tensor is None
-        else (
-            name,
-            type(tensor),
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-            tensor.requires_grad,
-            _state(getattr(tensor, "quant_state", None)),
-        )
-        for name, tensor in own
-    )
+    return tuple((name, None if tensor is None else facts(tensor)) for name, tensor in own)
 
 
 def _state(state: Any) -> tuple[Any, ...] | None:
@@ -168,10 +156,7 @@ def _plan(signatures: Sequence[Any]) -> _Fold:
     cuts = sorted({0, count, *first.values(), *(number + 1 for number in last.values())})
     groups: list[list[int]] = []
     for start, end in pairwise(cuts):
-        kinds: dict[Any, list[int]] = {}
-        for number in range(start, end):
-            kinds.setdefault(signatures[number], []).append(number)
-        groups += kinds.values()
+        groups += grouped(range(start, end), lambda number: signatures[number]).values()
     counts: dict[int, int] = {}
     keeper: dict[int, int] = {}
     for group in groups:
@@ -180,9 +165,8 @@ def _plan(signatures: Sequence[Any]) -> _Fold:
         keeper |= dict.fromkeys(group[1:], group[-1]) | {group[0]: group[0]}
     kept = tuple(sorted(counts))
     position = {number: place for place, number in enumerate(kept)}
-    return _Fold(
-        kept, tuple(counts[number] for number in kept), tuple(position[keeper[n]] for n in range(count))
-    )
+    represents = tuple(position[keeper[number]] for number in range(count))
+    return _Fold(kept, tuple(counts[number] for number in kept), represents)
 
 
 def _drop(layers: nn.Module, plan: _Fold) -> None:
@@ -202,15 +186,6 @@ def _drop(layers: nn.Module, plan: _Fold) -> None:
 
 def _is_config(value: object) -> bool:
     return hasattr(value, "to_dict") and hasattr(value, "model_type")
-
-
-def _own_configs(model: nn.Module) -> None:
-    """Give `model` configs of its own: one copy for each, shared among the modules as the originals were."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if _is_config(value):
-                vars(module)[name] = copy.deepcopy(value, memo)
 
 
 def _config_of(model: nn.Module, owner: nn.Module) -> Any:
@@ -241,9 +216,7 @@ def _renumber(holder: object, plan: _Fold) -> None:
     for name, value in list(vars(holder).items()):
         if not isinstance(value, (list, tuple)) or not _NUMBERS_OF_LAYERS.search(name):
             continue
-        if (
-            all(_is_number(each) and 0 <= each < count for each in value)
-            and len(set(value)) == len(value) < count
-        ):
+        numbers = all(_is_number(each) and 0 <= each < count for each in value)
+        if numbers and len(set(value)) == len(value) < count:
             left = (place for place, number in enumerate(plan.kept) if number in value)
             setattr(holder, name, type(value)(left))

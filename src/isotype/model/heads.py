@@ -73,12 +73,10 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
         else:
             stuck.append(name)
     if stuck:
-        raise UsageError.of(
-            "weights that are in no file would be lost",
-            f"{listed(stuck)}: drawn when the model was loaded, and no module that the adapter can save",
-            "weights that are in the checkpoint or in the adapter",
-            "model.save_pretrained(DIRECTORY) before add_lora, and load the model from there",
-        )
+        what = f"{listed(stuck)}: drawn when the model was loaded, and no module that the adapter can save"
+        expected = "weights that are in the checkpoint or in the adapter"
+        fix = "model.save_pretrained(DIRECTORY) before add_lora, and load the model from there"
+        raise UsageError.of("weights that are in no file would be lost", what, expected, fix)
     if not new:
         return ()
     config.modules_to_save = [*(getattr(config, "modules_to_save", None) or ()), *new]

@@ -15,6 +15,7 @@ from isotype.compat.torch import own_parameters
 from isotype.core.errors import PrecisionError
 from isotype.core.formats import FORMATS
 from isotype.core.names import listed
+from isotype.model.quantized import holds_turned
 from isotype.model.walk import kind_of
 from isotype.precision.policy import PrecisionPolicy
 
@@ -39,16 +40,15 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     modules = dict(model.named_modules())
     unknown = [each.module for each in policy.layers if kind_of(modules.get(each.module, model)) not in _BITS]
     if unknown:
-        layers = f"{listed(unknown)} under a policy that stores them otherwise"
+        what = f"{listed(unknown)} under a policy that stores them otherwise"
+        expected = "quantized linear layers of this model"
         fix = "resolve the policy for this model: isotype.resolve_precision(model, quantization='mixed')"
-        raise PrecisionError.of(
-            "the policy is for other layers", layers, "quantized linear layers of this model", fix
-        )
+        raise PrecisionError.of("the policy is for other layers", what, expected, fix)
     for each in policy.layers:
         layer: Any = modules[each.module]
         form = FORMATS.get(each.storage)
         if form is None:
-            model.set_submodule(each.module, _plain(layer, policy.plain))
+            model.set_submodule(each.module, dense_layer(layer, policy.plain))
         elif form.bits != _BITS[kind_of(layer)]:
             model.set_submodule(each.module, _int8(layer))
         elif form.block:
@@ -61,7 +61,7 @@ def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) ->
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:
-            model.set_submodule(name, _plain(modules[name], dtype))
+            model.set_submodule(name, dense_layer(modules[name], dtype))
 
 
 def _int8(layer: Any) -> nn.Module:
@@ -69,23 +69,17 @@ def _int8(layer: Any) -> nn.Module:
     from bitsandbytes.nn import Linear8bitLt
 
     with torch.device("meta"):
-        linear = Linear8bitLt(
-            layer.in_features,
-            layer.out_features,
-            layer.bias is not None,
-            has_fp16_weights=False,
-            threshold=_OUTLIERS,
-        )
+        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        linear = Linear8bitLt(*sizes, bias, has_fp16_weights=False, threshold=_OUTLIERS)
     linear.source_cls = getattr(layer, "source_cls", nn.Linear)
     return _with_bias(linear.requires_grad_(False), layer)
 
 
-def _plain(layer: Any, dtype: torch.dtype) -> nn.Module:
-    """The layer that was there before it was quantized, on the meta device."""
-    source = getattr(layer, "source_cls", nn.Linear)
+def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
+    """The layer that was there before one was quantized, with its bias; its weight on the meta device, `[in, out]` of transformers' Conv1D."""
     with torch.device("meta"):
-        if any(cls.__name__ == "Conv1D" for cls in source.__mro__):
-            linear = source(layer.out_features, layer.in_features)
+        if holds_turned(layer):
+            linear = layer.source_cls(layer.out_features, layer.in_features)
         else:
             linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     return _with_bias(linear.to(dtype).requires_grad_(False), layer)

@@ -20,6 +20,7 @@ from isotype.compat.torch import (
     operator_schema,
     tree_iter,
 )
+from isotype.core.operators import schema_of
 from isotype.core.random_states import random_states_kept
 
 _CONTAINERS = (dict, OrderedDict, list, set)
@@ -38,7 +39,10 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     keep the capacity of the first batch they see, positions the longest length, caches the last keys, and PEFT's Arrow changes adapters
     in its first forward. Of a model on the meta device, what code branches on (`if mask.all():`) is true, and a number is one.
     """
-    restorers = [restore for module in model.modules() for restore in _restorers(module)]
+    attributes = [vars(module) for module in model.modules()]
+    held = (item for each in attributes for item in each.items())
+    containers = [value for name, value in held if type(value) in _CONTAINERS and name not in _PLACED]
+    restorers = [_restorer(each) for each in (*containers, *attributes)]
     writes = _Writes(model)
     try:
         with torch.no_grad(), random_states_kept(), writes:
@@ -69,16 +73,8 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _number(args[0]) if func is _ITEM else True
         schema = operator_schema(func)  # operators of higher order have none
         if schema is not None and schema.is_mutable:
-            arguments = {
-                **dict(zip((each.name for each in schema.arguments), args, strict=False)),
-                **(kwargs or {}),
-            }
-            written = (
-                arguments.get(each.name)
-                for each in schema.arguments
-                if each.alias_info and each.alias_info.is_write
-            )
-            for tensor in tree_iter(list(written)):
+            arguments = dict(zip(schema_of(func).roles, args, strict=False)) | (kwargs or {})
+            for tensor in tree_iter([arguments.get(name) for name in schema_of(func).written]):
                 if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
                     self._keep(tensor.untyped_storage().data_ptr())
         return func(*args, **(kwargs or {}))
@@ -99,14 +95,6 @@ def _number(tensor: torch.Tensor) -> bool | float:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
-
-
-def _restorers(module: nn.Module) -> Iterator[Callable[[], None]]:
-    attributes = vars(module)
-    for name, value in attributes.items():
-        if type(value) in _CONTAINERS and name not in _PLACED:
-            yield _restorer(value)
-    yield _restorer(attributes)
 
 
 def _restorer(container: Any) -> Callable[[], None]:

@@ -199,12 +199,7 @@ def _format(name: str) -> _Format:
 
 
 def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
-    """Quantize the weight of a bitsandbytes layer without values: the library's own operators, on the meta device.
-
-    Args:
-        layer: whose weight lies on the meta device.
-        dtype: that a dense weight of it would have.
-    """
+    """Quantize a bitsandbytes layer's weight without values, of a dense one in `dtype`: by the library's own operators, on the meta device."""
     dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     old = layer.weight
     settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}

@@ -57,24 +57,20 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     dequantize_by_blocks()
     if quantization_state(layer) is None:
         raise _lost(name, layer, "packed 4-bit weight", "the absmax constants that its 4-bit codes")
-    storage = getattr(
-        layer.weight, "quant_storage", layer.quant_storage
-    )  # a sharded weight has no attributes
+    # A sharded weight has no attributes.
+    storage = getattr(layer.weight, "quant_storage", layer.quant_storage)
     if layer.weight.dtype != storage:
-        raise PrecisionError.of(
-            "packed 4-bit codes were cast",
-            f"{name}: codes packed as {dtype_name(storage)} are now {dtype_name(layer.weight.dtype)}",
-            "the bytes as they were packed: casting them changes the codes",
-            "load the model again and do not cast it with .to(dtype), .half() or .bfloat16()",
-        )
+        what = f"{name}: codes packed as {dtype_name(storage)} are now {dtype_name(layer.weight.dtype)}"
+        expected = "the bytes as they were packed: casting them changes the codes"
+        fix = "load the model again and do not cast it with .to(dtype), .half() or .bfloat16()"
+        raise PrecisionError.of("packed 4-bit codes were cast", what, expected, fix)
     if layer.compute_dtype != compute or not layer.compute_type_is_set:
         changes.append(f"compute dtype {_name(layer.compute_dtype)} -> {dtype_name(compute)}")
         layer.compute_dtype = compute
         layer.compute_type_is_set = True
     # The layer keeps the state a second time, for FSDP, which loses the weight's attributes.
-    states = {
-        id(s): s for s in (getattr(layer.weight, "quant_state", None), layer.quant_state) if s is not None
-    }
+    held = (getattr(layer.weight, "quant_state", None), layer.quant_state)
+    states = {id(state): state for state in held if state is not None}
     changes += [change for state in states.values() for change in _align_state(state, compute)]
     keep_training_layout(layer)
     return changes

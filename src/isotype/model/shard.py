@@ -98,26 +98,17 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
         PrecisionError: parameters of different dtypes are trained in one module, which FSDP2 cannot reduce together.
         UsageError: there is no process group, or the mesh has more than one dimension.
     """
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = mesh_over_all(device_of(policy)) if mesh is None else mesh
     if mesh.ndim != 1:
         mesh_text, fix = f"a mesh of {mesh.ndim} dimensions", "give mesh['the dimension to shard over']"
         raise UsageError.of("a mesh that cannot be sharded over", mesh_text, "one dimension", fix)
-    arguments: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None, reduce_dtype=policy.reduce, cast_forward_inputs=False
-        ),
-    }
+    mixed = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=policy.reduce, cast_forward_inputs=False)
     _plain_codes(model)
     for group in groups_of(model, reshard=reshard):
         with integers_named():
-            fully_shard(group.module, reshard_after_forward=group.reshard, **arguments)
+            fully_shard(group.module, mesh=mesh, mp_policy=mixed, reshard_after_forward=group.reshard)
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     return model
@@ -151,7 +142,9 @@ def groups_of(
     Raises:
         PrecisionError: parameters of different dtypes are trained in one module.
     """
-    blocks = _outermost([*blocks_in(model), *more_blocks])
+    known = {id(block): block for block in (*blocks_in(model), *more_blocks)}
+    inner = {id(part) for block in known.values() for part in block.modules() if part is not block}
+    blocks = [block for number, block in known.items() if number not in inner]
     pairs: list[tuple[nn.Module, bool]] = []
     for block in blocks:
         pairs += [*((module, reshard) for module in _of_another_dtype(block)), (block, reshard)]
@@ -180,14 +173,10 @@ def integers_named() -> Iterator[None]:
     except RuntimeError as error:
         if "floating point" not in str(error):
             raise
-        fix = "torch 2.13 shards integers; 4-bit codes can be stored as floats: --bnb_4bit_quant_storage bfloat16"
         what = f"weights stored as integers under torch {torch.__version__}"
-        raise PrecisionError.of(
-            "this torch cannot shard quantized weights",
-            what,
-            "weights stored in a float dtype, or a newer torch",
-            fix,
-        ) from error
+        expected = "weights stored in a float dtype, or a newer torch"
+        fix = "torch 2.13 shards integers; 4-bit codes can be stored as floats: --bnb_4bit_quant_storage bfloat16"
+        raise PrecisionError.of("this torch cannot shard quantized weights", what, expected, fix) from error
 
 
 def _plain_codes(model: nn.Module) -> None:
@@ -206,16 +195,16 @@ def _plain_codes(model: nn.Module) -> None:
         layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
 
 
-def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
-    inner = {id(part) for block in blocks for part in block.modules() if part is not block}
-    return list({id(block): block for block in blocks if id(block) not in inner}.values())
-
-
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
     """The modules whose trained parameters are of another dtype than most of the group's."""
     apart = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in apart]
-    trained = {id(module): _trained_dtypes(module) for module in owners}
+    trained = {
+        id(module): {
+            p.dtype for p in module.parameters(recurse=False) if p.requires_grad and not is_sharded(p)
+        }
+        for module in owners
+    }
     dtypes = Counter(dtype for names in trained.values() for dtype in names)
     if len(dtypes) < 2:
         return []
@@ -224,15 +213,10 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
         if len(trained[id(module)]) > 1:
             names = " and ".join(sorted(map(dtype_name, trained[id(module)])))
             what = f"{type(module).__name__} with trained parameters in {names}"
+            expected = "trained parameters of one dtype"
             fix = "train it in one dtype: isotype.enforce(model, policy) before it is sharded"
-            raise PrecisionError.of(
-                "a module that FSDP2 cannot shard", what, "trained parameters of one dtype", fix
-            )
+            raise PrecisionError.of("a module that FSDP2 cannot shard", what, expected, fix)
     return [module for module in owners if trained[id(module)] - {most}]
-
-
-def _trained_dtypes(module: nn.Module) -> set[torch.dtype]:
-    return {p.dtype for p in module.parameters(recurse=False) if p.requires_grad and not is_sharded(p)}
 
 
 def _lone_embedding(model: Any) -> nn.Module | None:
@@ -240,9 +224,10 @@ def _lone_embedding(model: Any) -> nn.Module | None:
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None
-    sharing = [
+    holders = (
         module
         for module in model.modules()
-        if any(p is embedding.weight for p in module.parameters(recurse=False))
-    ]
-    return embedding if sharing == [embedding] else None
+        for p in module.parameters(recurse=False)
+        if p is embedding.weight
+    )
+    return embedding if list(holders) == [embedding] else None

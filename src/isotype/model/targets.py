@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from isotype.compat.peft import all_linear
+from isotype.core.grouping import grouped
 from isotype.core.names import EXPERT, plain_name, plural
 from isotype.model.fold import repeats_of
 from isotype.model.heads import TRAINED_WHOLE, task_of
@@ -55,9 +56,8 @@ def choose_targets(model: Any, config: Any) -> Targets:
     wide = str(config.target_modules).lower() == "all-linear"
     converted = copy.deepcopy(config)
     convert_peft_config_for_transformers(converted, base, None)
-    experts = set(getattr(converted, "target_parameters", None) or ()) - set(
-        getattr(config, "target_parameters", None) or ()
-    )
+    before, after = (set(getattr(each, "target_parameters", None) or ()) for each in (config, converted))
+    experts = after - before
     unable = tuple(name for name in _UNABLE if experts and getattr(config, name, None))
     if unable:
         config.target_modules = converted.target_modules or config.target_modules
@@ -100,18 +100,14 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
     """What has adapters and what has none, with numbers, where that is not all that the config asked for."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
-    left: dict[tuple[str, str], list[_Weight]] = {}
-    for weight in weights:
-        if not weight.adapted and (targets.wide or weight.kind == _STACKED):
-            left.setdefault((weight.kind, _reason(weight, targets, config)), []).append(weight)
+    without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
+    left = grouped(without, lambda weight: (weight.kind, _reason(weight, targets, config)))
     if not left:
         return ()
-    on = [
-        _counted([w for w in weights if w.adapted and w.kind == kind], total)
-        for kind in (_LINEAR, _STACKED, _ROUTER)
-    ]
+    adapted = grouped([w for w in weights if w.adapted], lambda weight: weight.kind)
+    on = [_counted(adapted[kind], total) for kind in (_LINEAR, _STACKED, _ROUTER) if kind in adapted]
     off = [f"{_counted(rows, total)}: {reason}" for (_, reason), rows in left.items()]
-    return (f"{ADAPTED}{' and '.join(filter(None, on)) or 'nothing'}; not on {'; not on '.join(off)}",)
+    return (f"{ADAPTED}{' and '.join(on) or 'nothing'}; not on {'; not on '.join(off)}",)
 
 
 def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
@@ -128,9 +124,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
 
 
 def _counted(weights: list[_Weight], total: int) -> str:
-    """`4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`; "" for none."""
-    if not weights:
-        return ""
+    """`4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`."""
     size = sum(weight.size * weight.count for weight in weights)
     names = ", ".join(sorted({weight.name.rpartition(".")[2] for weight in weights}))
     noun = plural(sum(weight.count for weight in weights), weights[0].kind)
@@ -140,10 +134,8 @@ def _counted(weights: list[_Weight], total: int) -> str:
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
     """The weights of a PEFT model's base that multiply activations, but for the embeddings, the head and what is trained whole."""
     base, adapted = model.get_base_model(), set()
-    repeats, head = (
-        repeats_of(base),
-        base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None,
-    )
+    repeats = repeats_of(base)
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     for place in places(base):
         module: Any = place.module
         name = plain_name(place.name)
@@ -158,14 +150,8 @@ def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
                 state = getattr(value, "quant_state", None)
                 size = value.numel() if state is None else state.shape.numel()
                 full = name if own == "weight" else f"{name}.{own}"
-                yield _Weight(
-                    kind,
-                    full,
-                    size,
-                    repeats[place.name],
-                    (id(module), own) in adapted,
-                    targets.reads.get(name),
-                )
+                has_adapter, reader = (id(module), own) in adapted, targets.reads.get(name)
+                yield _Weight(kind, full, size, repeats[place.name], has_adapter, reader)
 
 
 def _kind(base: Any, name: str, module: Any, own: str, value: Any) -> str | None:
@@ -184,27 +170,18 @@ def _routes(base: Any, name: str) -> bool:
     """Whether a layer chooses among experts: by the names of it and of what is around it, or by one output an expert."""
     parts = name.split(".")
     around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
-    experts = [
-        each for each in around[1:4] for child, _ in each.named_children() if "expert" in child.lower()
-    ]
+    experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]
     named = [type(each).__name__ for each in around] + parts
     if any("router" in each.lower() for each in named):
         return bool(experts) or any(EXPERT.search(each) for each in named)
-    return any(
-        getattr(around[0], "out_features", None) == count for each in experts[:1] for count in _counts(each)
-    )
+    return bool(experts) and getattr(around[0], "out_features", None) in _counts(experts[0])
 
 
 def _counts(block: Any) -> set[int]:
     """The numbers of experts that a module holds."""
-    lists = {
-        len(child)
-        for child in block.children()
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len(child) > 1
-    }
-    return lists | {
-        p.shape[0] for child in block.children() for p in child.parameters(recurse=False) if p.ndim == 3
-    }
+    lists = [child for child in block.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+    stacked = (p for child in block.children() for p in child.parameters(recurse=False) if p.ndim == 3)
+    return {len(each) for each in lists if len(each) > 1} | {p.shape[0] for p in stacked}
 
 
 # ------------------------------------------------------------------------------------------------------ read past an adapter
@@ -217,16 +194,13 @@ _ASKS = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_ti
 
 def _reads(base: Any) -> dict[str, str]:
     """Name of each linear layer whose weight a module around it reads in one of its methods -> that module's class."""
-    reads = {}
+    reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)
         for path in _read_by(cls):
             full = f"{name}.{path}".lstrip(".")
-            try:
-                layer = base.get_submodule(full)
-            except AttributeError:
-                continue
-            if isinstance(layer, nn.Linear) or is_tuner_layer(layer):
+            layer = modules.get(full)
+            if isinstance(layer, nn.Linear) or (layer is not None and is_tuner_layer(layer)):
                 reads[full] = cls.__name__
     return reads
 
@@ -254,13 +228,10 @@ def _paths(tree: ast.AST) -> Iterator[str]:
     for node, parent in parents.items():
         text = ast.unparse(node) if isinstance(node, ast.Attribute) and node.attr == "weight" else ""
         path = re.fullmatch(r"self\.([\w.]+)\.weight", text)
-        if path and (
-            isinstance(parent, (ast.keyword, ast.BinOp, ast.List))
-            or (isinstance(parent, ast.Attribute) and parent.attr in _MAKES)
-            or (
-                isinstance(parent, ast.Call)
-                and node in parent.args
-                and not _ASKS.search(ast.unparse(parent.func))
-            )
-        ):
+        computes = isinstance(parent, (ast.keyword, ast.BinOp, ast.List))
+        if isinstance(parent, ast.Attribute):
+            computes = parent.attr in _MAKES
+        elif isinstance(parent, ast.Call):
+            computes = node in parent.args and not _ASKS.search(ast.unparse(parent.func))
+        if path and computes:
             yield path[1]

@@ -117,9 +117,8 @@ def _is_block(layer: nn.Module) -> bool:
 
 def places(model: nn.Module) -> Iterator[Place]:
     """Every module of `model`, itself included, parents before children; a shared module comes once."""
-    tuners: list[
-        str
-    ] = []  # the tuner layers around the current module, innermost last; modules come depth first
+    # The tuner layers around the current module, innermost last; modules come depth first.
+    tuners: list[str] = []
     for name, module in model.named_modules():
         while tuners and not name.startswith(f"{tuners[-1]}."):
             tuners.pop()
@@ -178,18 +177,10 @@ def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str
     """What a container holds, or a module has registered, by name."""
     if isinstance(holder, list):
         yield from ((str(position), held) for position, held in enumerate(holder))
-        return
-    dicts = (
-        (own_parameters(holder), own_buffers(holder), own_modules(holder))
-        if isinstance(holder, nn.Module)
-        else (holder,)
-    )
-    for each in dicts:
+    elif isinstance(holder, nn.Module):
+        for registered in (own_parameters(holder), own_buffers(holder), own_modules(holder)):
+            yield from registered.items()
+    else:  # keys that can be a part of a dotted name
         yield from (
-            (key, held) for key, held in each.items() if isinstance(key, str) and _is_part(key, holder)
+            (key, held) for key, held in holder.items() if isinstance(key, str) and key.isidentifier()
         )
-
-
-def _is_part(key: str, holder: Any) -> bool:
-    """Whether a key can be a part of a dotted name: modules are registered by such only."""
-    return isinstance(holder, nn.Module) or key.isidentifier()

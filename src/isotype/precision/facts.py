@@ -69,14 +69,19 @@ class ModelFacts:
     parameter_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def saved_format(self) -> str | None:
+        """The quantization that the weights are stored in and keep when they are loaded."""
+        quantization = self.quantization
+        return None if quantization is None or quantization.dequantized else quantization.format
+
 
 def unreadable(facts: ModelFacts) -> Problem | None:
     """Why a model that is saved quantized is not read; None if it is."""
-    quantization = facts.quantization
-    if quantization is None or quantization.dequantized or quantization.format in QUANTIZATIONS:
+    if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
     return Problem(
-        f"{facts.source} is quantized with {quantization.format}",
+        f"{facts.source} is quantized with {facts.saved_format}",
         "float weights, mxfp4, fp8, compressed-tensors, modelopt, or bitsandbytes nf4, fp4 or int8",
         f"give the unquantized original and a quantization of {', '.join(QUANTIZATIONS)}",
     )

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from isotype.checkpoint.adapter import load_for_inference
+from isotype.checkpoint.load_named import load_for_inference
 from isotype.compat.interrupt import Terminated, interrupts_kept
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, UsageError

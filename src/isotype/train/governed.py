@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.written import require_readable
+from isotype.checkpoint.opened import require_readable
 from isotype.compat.torch import loss_scale
 from isotype.core.errors import PrecisionError, SaveError
 from isotype.core.files import (

@@ -17,11 +17,11 @@ import torch
 from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.load import load_checkpoint, tokenizer_source
+from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
-from isotype.checkpoint.shard import load_rows
+from isotype.checkpoint.shard import load_sharded
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import skeleton, skipped_modules, store
 from isotype.compat.templates import limit_templates
@@ -76,7 +76,7 @@ def adapted_model(
         if settings.sharding is not None:
             model = _sharded(settings.sharding, checkpoint, policy, adapt, kwargs)
         else:
-            model = load_checkpoint(checkpoint, policy, **kwargs)
+            model = load(checkpoint, policy, **kwargs)
             model = model if adapt is None else adapt(model)
     except TypeError as error:
         if not given or "unexpected keyword argument" not in str(error):
@@ -153,7 +153,7 @@ def _sharded(
     adapt: Callable[[Any], Any] | None,
     kwargs: Any,
 ) -> Any:
-    model = load_rows(checkpoint, policy, adapt, reshard=sharding.reshard, **kwargs)
+    model = load_sharded(checkpoint, policy, adapt, reshard=sharding.reshard, **kwargs)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     mark_as_sharded(base)  # `generate` then goes on until every process has its end
     # TRL casts the masters of a model with these to bfloat16, which no assignment to `.data` undoes where they are sharded.

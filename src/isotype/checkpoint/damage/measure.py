@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.damage.layers import EmbeddedRows, Layers, PlainWeights
-from isotype.checkpoint.kept import kept_or_noted
 from isotype.checkpoint.load_plan import quantized_weights
-from isotype.checkpoint.measure_ranges import TOKENS, module_to_measure, to_measure
-from isotype.checkpoint.opened import Checkpoint, downloaded, open_checkpoint
+from isotype.checkpoint.measure_ranges import TOKENS, measured_and_kept
+from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.core.bar import Bar
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import UsageError
@@ -61,20 +61,15 @@ def measure_quality(
         CheckpointError: there is no checkpoint, or it cannot be loaded.
         UsageError: no batch can be made up for the model, or the one given is none; the model returns no logits.
     """
-    options: dict[str, Any] = {"exact": exact, "device": device, "progress": progress}
-    if isinstance(model, nn.Module):
-        return _measured(*module_to_measure(model, data, tokens), **options)
-    return measure_damages(open_checkpoint(model, revision), data, tokens=tokens, **options)
+    source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
+    return measure_damages(source, data, tokens=tokens, exact=exact, device=device, progress=progress)
 
 
 def measure_damages(
-    checkpoint: Checkpoint, data: Any = None, *, tokens: int = TOKENS, **options: Any
+    source: Checkpoint | nn.Module, data: Any = None, *, tokens: int = TOKENS, **options: Any
 ) -> Damages:
-    """`measure_quality` of a checkpoint that is open."""
-    checkpoint = downloaded(checkpoint)
-    damages = _measured(*to_measure(checkpoint, data, tokens), **options)
-    damages = replace(damages, key=checkpoint.fingerprint or "")
-    return kept_or_noted(damages) if damages.key and data is None and tokens >= TOKENS else damages
+    """`measure_quality` of a checkpoint that is open, or of a model in memory."""
+    return measured_and_kept(_measured, source, data, tokens, **options)
 
 
 def _measured(
@@ -85,18 +80,15 @@ def _measured(
     progress: bool = True,
 ) -> Damages:
     session = session_of(model, run, device, 3 + len(exact), progress)
-    try:
+    with closing(session.bar):
         count = session.backward()
         measured = {form: session.divergence(form) for form in exact}
-    finally:
-        session.bar.close()
     sums = session.layers.sums
     missing = [name for name in session.layers.wanted if name not in sums]
     notes = [*session.measured.notes, *session.run.notes]
     if missing:
-        notes.append(
-            f"{plural(len(missing), 'layer')} not measured, which the text has not reached: {listed(missing)}"
-        )
+        layers = plural(len(missing), "layer")
+        notes.append(f"{layers} not measured, which the text has not reached: {listed(missing)}")
     return Damages(
         source=session.measured.source,
         key="",
@@ -106,15 +98,10 @@ def _measured(
         tokens=count,
         layers=tuple(
             LayerDamage(
-                name,
-                sums[name].rows,
-                sums[name].columns,
-                {form: nats / count for form, nats in sums[name].damage.items()},
-                sums[name].error,
-                sums[name].moments,
+                name, s.rows, s.columns, {f: x / count for f, x in s.damage.items()}, s.error, s.moments
             )
             for name in session.layers.wanted
-            if name in sums
+            if (s := sums.get(name)) is not None
         ),
         measured=measured,
         notes=tuple(notes),
@@ -178,38 +165,29 @@ class Session:
         output = self.twin.model(**inputs)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
-            raise UsageError.of(
-                "the damage of quantization cannot be measured",
-                f"{self.measured.source}, which returns {type(output).__name__} without logits",
-                "a model with a distribution of the next token (or of classes)",
-                "give the model with its head",
-            )
+            what = f"{self.measured.source}, which returns {type(output).__name__} without logits"
+            expected = "a model with a distribution of the next token (or of classes)"
+            fix = "give the model with its head"
+            raise UsageError.of("the damage of quantization cannot be measured", what, expected, fix)
         return logits
 
 
 def session_of(
-    measured: Measured,
-    run: Batches,
-    device: str | torch.device | None,
-    passes: int,
-    progress: bool,
+    measured: Measured, run: Batches, device: str | torch.device | None, passes: int, progress: bool
 ) -> Session:
     """A model, what it is called with and where, ready to run so many times."""
     where = real_device(device) if device is not None else measured.device
-    wanted = [base_name(name.removesuffix(".weight")) for name in _linear_weights(measured.model)]
+    base: Any = measured.model
+    base = base.get_base_model() if hasattr(base, "peft_config") else base
+    chosen = quantized_weights(base)
+    named = base.named_parameters(remove_duplicate=False)
+    wanted = [base_name(name.removesuffix(".weight")) for name, _ in named if name in chosen]
     layers, weights = Layers(wanted), PlainWeights(torch.float32, where)
     bar = Bar("measuring what quantization does", progress)
     twin = twin_of(measured.model, weights, layers, bar.advance, measured.read)
     bar.total = passes * len(run.batches) * sum(map(len, twin.blocks))
     rows = EmbeddedRows()  # type: ignore[no-untyped-call]
     return Session(measured, run, layers, twin, where, bar, [], rows)
-
-
-def _linear_weights(model: Any) -> list[str]:
-    """Names of the weights that quantization reaches, in the model's order."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    chosen = quantized_weights(base)
-    return [name for name, _ in base.named_parameters(remove_duplicate=False) if name in chosen]
 
 
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +15,10 @@ import numpy as np
 import torch
 
 from isotype.checkpoint.export.gguf_tokenizer import add_tokenizer
-from isotype.core.dtypes import GGUF_BLOCKS
-from isotype.core.errors import PrecisionError, UsageError
+from isotype.checkpoint.formats.headers import read_headers
+from isotype.core.dtypes import GGUF_BLOCKS, LLAMA_CPP_TYPES
+from isotype.core.errors import PrecisionError, SaveError, UsageError
+from isotype.core.names import listed
 
 Change = Callable[[str, torch.Tensor, Any], torch.Tensor]
 
@@ -50,21 +56,13 @@ def _norms_from_zero(name: str, values: torch.Tensor, config: Any) -> torch.Tens
 
 _GEMMA = (("attention.key_length", "head_dim"), ("attention.value_length", "head_dim"))
 _WINDOW = (("attention.sliding_window", "sliding_window"),)
+_CAPS = tuple((name, name) for name in ("attn_logit_softcapping", "final_logit_softcapping"))
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _rotary_pairs_together),
     "mistral": Architecture("llama", _rotary_pairs_together),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", more=_GEMMA),
-    "gemma2": Architecture(
-        "gemma2",
-        _norms_from_zero,
-        more=(
-            *_GEMMA,
-            *_WINDOW,
-            ("attn_logit_softcapping", "attn_logit_softcapping"),
-            ("final_logit_softcapping", "final_logit_softcapping"),
-        ),
-    ),
+    "gemma2": Architecture("gemma2", _norms_from_zero, more=(*_GEMMA, *_WINDOW, *_CAPS)),
     "gemma3_text": Architecture("gemma3", _norms_from_zero, more=(*_GEMMA, *_WINDOW)),
     "phi3": Architecture("phi3", more=_WINDOW),
     "starcoder2": Architecture("starcoder2", epsilon=("attention.layer_norm_epsilon", "norm_epsilon")),
@@ -93,25 +91,20 @@ def check_exportable(config: Any) -> Architecture:
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
-        known = ", ".join(ARCHITECTURES)
-        kind_of_model = f"a model of the type {config.model_type}"
-        raise UsageError.of("this model cannot be exported to GGUF", kind_of_model, f"one of {known}", _FIX)
+        raise _refused(f"a model of the type {config.model_type}", f"one of {', '.join(ARCHITECTURES)}")
     kind = _rope(text).get("rope_type", "default")
     if kind not in ("default", "linear", "llama3"):
-        kind_of_model = f"rotary positions of the kind {kind}"
-        raise UsageError.of(
-            "this model cannot be exported to GGUF", kind_of_model, "default, linear or llama3", _FIX
-        )
+        raise _refused(f"rotary positions of the kind {kind}", "default, linear or llama3")
     scalar, head = getattr(text, "query_pre_attn_scalar", None), _head(text)
     # llama.cpp knows Gemma's scale of attention by the size alone: these are the layers of its 27B models.
-    scales = {
-        head,
-        text.hidden_size // text.num_attention_heads if text.num_hidden_layers in (46, 62) else head,
-    }
-    if scalar is not None and scalar not in scales:
-        kind_of_model, expected = f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head"
-        raise UsageError.of("this model cannot be exported to GGUF", kind_of_model, expected, _FIX)
+    large = text.num_hidden_layers in (46, 62)
+    if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
+        raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
     return architecture
+
+
+def _refused(what: str, expected: str) -> UsageError:
+    return UsageError.of("this model cannot be exported to GGUF", what, expected, _FIX)
 
 
 @dataclass(frozen=True)
@@ -185,11 +178,8 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     finally:
         writer.close()
     wide = [each for each, stored in kinds.items() if kind in GGUF_BLOCKS and stored == "F16"]
-    if wide:
-        return [
-            f"{len(wide)} weights are in f16: their rows are no multiple of {kind}'s blocks of 32 ({wide[0]}, …)"
-        ]
-    return []
+    why = f"their rows are no multiple of {kind}'s blocks of 32"
+    return [f"{len(wide)} weights are in f16: {why} ({wide[0]}, …)"] if wide else []
 
 
 def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, str]:
@@ -201,10 +191,8 @@ def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dic
     called_names = {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
     unnamed = [name for name, called in called_names.items() if called is None]
     if unnamed:
-        more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
-        unnamed_text = f"parameters that GGUF has no name for: {', '.join(unnamed[:3])}{more}"
-        expected = f"those of a plain {architecture.name}"
-        raise UsageError.of("this model cannot be exported to GGUF", unnamed_text, expected, _FIX)
+        what = f"parameters that GGUF has no name for: {listed(unnamed)}"
+        raise _refused(what, f"those of a plain {architecture.name}")
     return called_names
 
 
@@ -286,3 +274,52 @@ def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
     if kind == "F32":
         return wide.numpy()
     return gguf.quantize(wide.numpy(), gguf.GGMLQuantizationType[kind])
+
+
+# ------------------------------------------------------------------------------------ types that only llama.cpp writes
+
+
+PROGRAM = "llama-quantize"
+
+
+def require_program(kind: str, adapter: Path, output: Path) -> None:
+    """Whether `kind` can be written here.
+
+    Raises:
+        UsageError: it takes llama.cpp's program, which is not on the PATH.
+    """
+    if kind not in LLAMA_CPP_TYPES or shutil.which(PROGRAM):
+        return
+    final = output if output.suffix == ".gguf" else output / f"model-{kind}.gguf"
+    dense = final.with_name(f"{final.stem}-f32.gguf")
+    commands = (
+        ("isotype", "merge", str(adapter), "-o", str(dense), "--gguf", "f32"),
+        (PROGRAM, str(dense), str(final), kind.upper()),
+    )
+    what = f"--gguf {kind}, and no {PROGRAM} on the PATH"
+    expected = f"{PROGRAM} of https://github.com/ggml-org/llama.cpp, or a type that is written without it (--gguf q8_0, q4_0)"
+    fix = f"put it on the PATH; or, where it is: {' && '.join(map(shlex.join, commands))}"
+    raise UsageError.of(f"{kind} is written by llama.cpp alone", what, expected, fix)
+
+
+def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
+    """Let `llama-quantize` store a dense GGUF file in `kind`, and say which types it took.
+
+    Args:
+        dense: a GGUF file.
+        output: the file to write.
+        kind: one of `isotype.core.dtypes.LLAMA_CPP_TYPES`.
+
+    Raises:
+        SaveError: the program failed; what it wrote last is in the message.
+    """
+    command = [shutil.which(PROGRAM) or PROGRAM, str(dense), str(output), kind.upper()]
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if result.returncode or not output.is_file():
+        lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+        failure = f"{shlex.join(command)}: exit status {result.returncode}; {' / '.join(lines[-3:])}"
+        fix = "look at its message; --gguf f32 writes the file that it was given"
+        raise SaveError.of(f"{PROGRAM} has failed", failure, "exit status 0", fix)
+    counts = Counter(tensor.dtype_name.lower() for tensor in read_headers(output).tensors)
+    types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
+    return [f"{kind} is a mixture of {PROGRAM}'s: {types}"]

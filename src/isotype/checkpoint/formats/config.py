@@ -71,12 +71,9 @@ def read_config(directory: Path) -> Any:
     try:
         config = pretrained(AutoConfig, directory)
     except (*BUILD_ERRORS, OSError, StrictDataclassError) as error:
-        raise CheckpointError.of(
-            "config.json cannot be read",
-            f"{path}: {error}",
-            f"a config of a {model_type} model",
-            "copy or download it again",
-        ) from error
+        what, expected = f"{path}: {error}", f"a config of a {model_type} model"
+        fix = "copy or download it again"
+        raise CheckpointError.of("config.json cannot be read", what, expected, fix) from error
     if quantization.get("quant_method") == "modelopt":  # which may write it into a file of its own
         config.quantization_config = dict(quantization)
     return config
@@ -143,12 +140,10 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
     """
     cls = model_class(config)
     if cls is None:
-        raise CheckpointError.of(
-            "no model class for this config",
-            f"{source}: model_type {config.model_type!r}, architectures {config.architectures}",
-            "a model class that transformers has",
-            "update transformers, or give the model itself (an nn.Module)",
-        )
+        what = f"{source}: model_type {config.model_type!r}, architectures {config.architectures}"
+        expected = "a model class that transformers has"
+        fix = "update transformers, or give the model itself (an nn.Module)"
+        raise CheckpointError.of("no model class for this config", what, expected, fix)
     with building(cls, source), torch.device("meta"):
         # A copy: building a model writes its choices (attention implementation, dtype) into the config.
         model: nn.Module = cls(copy.deepcopy(config))
@@ -194,12 +189,10 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
     def one_more(*_: Any) -> None:
         if next(modules) > _MAX_MODULES:
-            raise CheckpointError.of(
-                "the config describes a model that is too large to be built",
-                f"{source or cls.__name__}: more than {_MAX_MODULES:,} modules",
-                "the config of a model",
-                "correct the numbers in config.json",
-            )
+            headline = "the config describes a model that is too large to be built"
+            what = f"{source or cls.__name__}: more than {_MAX_MODULES:,} modules"
+            fix = "correct the numbers in config.json"
+            raise CheckpointError.of(headline, what, "the config of a model", fix)
 
     counting = register_module_module_registration_hook(one_more)
     try:
@@ -224,15 +217,11 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
     """
     import transformers
 
-    mappings: tuple[Any, ...] = (
-        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        transformers.MODEL_FOR_MASKED_LM_MAPPING,
-        transformers.MODEL_MAPPING,
-    )
+    heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
+    mappings = [getattr(transformers, f"MODEL_{head}_MAPPING") for head in heads]
+    mappings.append(transformers.MODEL_MAPPING)
     if auto_class is not None:
-        mappings = (mapping_of(auto_class),)
+        mappings = [mapping_of(auto_class)]
     else:
         for name in config.architectures or ():
             cls = getattr(transformers, name, None)
@@ -269,12 +258,8 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError.of(
-            "unknown dtype in the config",
-            f"{what} is {value!r}",
-            "a torch dtype such as 'bfloat16'",
-            "correct it in config.json",
-        )
+        given, expected = f"{what} is {value!r}", "a torch dtype such as 'bfloat16'"
+        raise CheckpointError.of("unknown dtype in the config", given, expected, "correct it in config.json")
     return dtype
 
 
@@ -285,38 +270,23 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
         CheckpointError: it is of an architecture that transformers does not read from GGUF.
     """
     from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, integrations
 
     path = headers.path
     try:
-        if not _size_is_read(headers.architecture):
-            return _config(path)
+        # transformers takes the size of the vocabulary from its own key, not from the vocabulary; those that 5.23 has a reader of
+        # its own for skip the vocabulary, too.
+        own = getattr(getattr(integrations, "gguf", None), "GGUF_CONFIG_ARCHS", ())
+        keys = integrations.GGUF_CONFIG_MAPPING.get(headers.architecture, ("vocab_size",))
+        if headers.architecture in own or "vocab_size" not in keys:
+            return pretrained(AutoConfig, path.parent, gguf_file=path.name)
         with tempfile.TemporaryDirectory(prefix="isotype-") as scratch:
             copy = Path(scratch) / path.name
             copy.write_bytes(without_vocabulary(path, headers.tensors))
-            config = _config(copy)
+            config = pretrained(AutoConfig, scratch, gguf_file=copy.name)
     except (*BUILD_ERRORS, StrictDataclassError) as error:
+        what, expected = f"{path}: {error}", "an architecture that transformers reads from GGUF"
         fix = "use the config.json of the model it was made from"
-        raise CheckpointError.of(
-            "transformers cannot read this GGUF file",
-            f"{path}: {error}",
-            "an architecture that transformers reads from GGUF",
-            fix,
-        ) from error
+        raise CheckpointError.of("transformers cannot read this GGUF file", what, expected, fix) from error
     config.name_or_path = str(path.parent)
     return config
-
-
-def _config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    return pretrained(AutoConfig, path.parent, gguf_file=path.name)
-
-
-def _size_is_read(architecture: str) -> bool:
-    """Whether transformers takes the size of the vocabulary from its own key, not from the vocabulary."""
-    from transformers import integrations
-
-    # Those that transformers 5.23 has a reader of its own for, which skips the vocabulary, too.
-    own = getattr(getattr(integrations, "gguf", None), "GGUF_CONFIG_ARCHS", ())
-    keys = integrations.GGUF_CONFIG_MAPPING.get(architecture, ("vocab_size",))
-    return architecture not in own and "vocab_size" in keys

@@ -13,6 +13,7 @@ from pathlib import Path
 from isotype.checkpoint.formats.tensor import (
     DAMAGED,
     TensorHeader,
+    broken,
     by_name,
     damaged,
     file_size,
@@ -25,19 +26,7 @@ _MAX_DIMENSIONS = 4
 # Bytes that the data of a tensor begin at a multiple of, where a file names no other.
 _ALIGNMENT = 32
 # Fixed-size value types of GGUF metadata, as struct formats: u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64.
-_SCALARS: Mapping[int, str] = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 
 
@@ -51,33 +40,33 @@ def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
         CheckpointError: the file is missing, truncated, damaged or of an unknown version or tensor type.
     """
     if file_size(path) == 0:
-        raise damaged(path, [Problem("an empty file", "a GGUF file", DAMAGED)])
+        raise broken(path, "an empty file", "a GGUF file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _parse(data, path)
         except (struct.error, OverflowError) as error:  # OverflowError: an offset that no file has
             what = f"the header goes on after the last byte, {len(data)}"
-            raise damaged(path, [Problem(what, "a complete file", DAMAGED)]) from error
+            raise broken(path, what, "a complete file") from error
         except UnicodeDecodeError as error:
-            raise damaged(path, [Problem(f"a name that is not UTF-8 ({error})", "UTF-8", DAMAGED)]) from error
+            raise broken(path, f"a name that is not UTF-8 ({error})", "UTF-8") from error
 
 
 def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     if data[:4] != b"GGUF":
-        raise damaged(path, [Problem(f"the first bytes {data[:4]!r}", "b'GGUF'", "give a GGUF file")])
+        raise broken(path, f"the first bytes {data[:4]!r}", "b'GGUF'", "give a GGUF file")
     version, tensor_count, entry_count = struct.unpack_from("<IQQ", data, 4)
     if version not in (2, 3):
         fix = "convert it again with a current llama.cpp (little-endian)"
-        raise damaged(path, [Problem(f"GGUF version {version}", "version 2 or 3", fix)])
+        raise broken(path, f"GGUF version {version}", "version 2 or 3", fix)
     metadata: dict[str, object] = {}
     *_, (_, _, at) = (("", 0, 24), *_entries(data, entry_count, metadata, path))
     if not isinstance(architecture := metadata.get("general.architecture", ""), str):
         what = f"general.architecture {architecture!r}"
-        raise damaged(path, [Problem(what, "the name of an architecture", DAMAGED)])
+        raise broken(path, what, "the name of an architecture")
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         fix = "join them with llama.cpp: llama-gguf-split --merge"
-        raise damaged(path, [Problem(f"one of {parts} parts of a split GGUF", "a whole GGUF file", fix)])
+        raise broken(path, f"one of {parts} parts of a split GGUF", "a whole GGUF file", fix)
     limit_tensors(path, tensor_count)
     entries = []
     for _ in range(tensor_count):
@@ -85,14 +74,14 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
         (dimensions,) = struct.unpack_from("<I", data, at)
         if dimensions > _MAX_DIMENSIONS:
             tensor = f"tensor {name!r} of {dimensions} dimensions"
-            raise damaged(path, [Problem(tensor, f"at most {_MAX_DIMENSIONS}", DAMAGED)])
+            raise broken(path, tensor, f"at most {_MAX_DIMENSIONS}")
         *sizes, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", data, at + 4)
         at += 4 + 8 * dimensions + 12
         # ggml lists the fastest dimension first, torch last.
         entries.append((name, tuple(reversed(sizes)), kind, offset))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):  # as ggml has it
-        raise damaged(path, [Problem(f"general.alignment {alignment!r}", "a power of two", DAMAGED)])
+        raise broken(path, f"general.alignment {alignment!r}", "a power of two")
     start = -(-at // alignment) * alignment
     tensors = _tensors(entries, start, len(data), path)
     return by_name(tensors), metadata
@@ -108,7 +97,7 @@ def _entries(
         key, at = _string(data, at)
         (kind,) = struct.unpack_from("<I", data, at)
         if key in metadata:
-            raise damaged(path, [Problem(f"metadata {key!r} twice", "each key once", DAMAGED)])
+            raise broken(path, f"metadata {key!r} twice", "each key once")
         at = _value(data, at + 4, kind, key, metadata, path)
         if at > len(data):  # transformers reads the arrays that are stepped over here
             raise struct.error("an array goes on after the last byte")
@@ -146,13 +135,9 @@ def _text(value: str) -> bytes:
 
 def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
     (length,) = struct.unpack_from("<Q", data, at)
-    (text,) = struct.unpack_from(f"{_within(data, length)}s", data, at + 8)
-    return text.decode("utf-8"), at + 8 + length
-
-
-def _within(data: mmap.mmap, length: int) -> int:
     # struct cannot even write down a format of absurd length; one byte past the end fails the same way.
-    return min(length, len(data) + 1)
+    (text,) = struct.unpack_from(f"{min(length, len(data) + 1)}s", data, at + 8)
+    return text.decode("utf-8"), at + 8 + length
 
 
 def _value(data: mmap.mmap, at: int, kind: int, key: str, metadata: dict[str, object], path: Path) -> int:
@@ -176,7 +161,7 @@ def _value(data: mmap.mmap, at: int, kind: int, key: str, metadata: dict[str, ob
                 at += 8 + length
             return at
         kind = element
-    raise damaged(path, [Problem(f"metadata {key!r} of type {kind}", "a GGUF value type", DAMAGED)])
+    raise broken(path, f"metadata {key!r} of type {kind}", "a GGUF value type")
 
 
 def _tensors(

@@ -6,14 +6,13 @@ import hashlib
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.compat.transformers import gguf_bar_hidden
+from isotype.compat.transformers import gguf_bar_hidden, without_bars
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, SaveError
 from isotype.core.files import fsync_tree, write_failure
@@ -68,13 +67,9 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
         failure = write_failure(error, root)
         if failure is None:
             raise
+        what, expected = f"{target}: {failure[1]}", "a directory that can be written, with room"
         fix = "free some room, or set ISOTYPE_CACHE to another directory"
-        raise SaveError.of(
-            "the tokenizer of a GGUF file cannot be written",
-            f"{target}: {failure[1]}",
-            "a directory that can be written, with room",
-            fix,
-        ) from error
+        raise SaveError.of("the tokenizer of a GGUF file cannot be written", what, expected, fix) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -95,35 +90,26 @@ def _check_room(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(root).free
     except OSError as error:
-        raise SaveError.of(
-            "no cache directory",
-            f"{root}: {error}",
-            "a directory that can be written",
-            "set ISOTYPE_CACHE to another one",
-        ) from error
+        what, fix = f"{root}: {error}", "set ISOTYPE_CACHE to another one"
+        raise SaveError.of("no cache directory", what, "a directory that can be written", fix) from error
     if free < _MIB:
-        raise SaveError.of(
-            "not enough disk space",
-            f"{root} has {free / _MIB:.1f} MiB left",
-            "room for the tokenizer of a GGUF file",
-            "free some space, or set ISOTYPE_CACHE to another disk",
-        )
+        what, expected = f"{root} has {free / _MIB:.1f} MiB left", "room for the tokenizer of a GGUF file"
+        fix = "free some space, or set ISOTYPE_CACHE to another disk"
+        raise SaveError.of("not enough disk space", what, expected, fix)
 
 
 def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    with _quiet_bars():
+    with without_bars(), gguf_bar_hidden():
         try:
             config = pretrained(AutoConfig, path.parent, gguf_file=path.name)
             tokenizer = pretrained(AutoTokenizer, path.parent, gguf_file=path.name)
         except (ValueError, KeyError, NotImplementedError) as error:
-            raise CheckpointError.of(
-                "transformers cannot read this GGUF file",
-                f"{path}: {error}",
-                f"an architecture that transformers reads from GGUF (this one: {metadata.get('general.architecture')})",
-                "use the model's safetensors checkpoint instead",
-            ) from error
+            headline = "transformers cannot read this GGUF file"
+            expected = f"an architecture that transformers reads from GGUF (this one: {metadata.get('general.architecture')})"
+            fix = "use the model's safetensors checkpoint instead"
+            raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
         _mend_tokenizer(tokenizer, metadata)
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
@@ -147,26 +133,3 @@ def _mend_tokenizer(tokenizer: Any, metadata: Mapping[str, object]) -> None:
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if isinstance(length, int):
         tokenizer.model_max_length = length
-
-
-@contextmanager
-def _quiet_bars() -> Iterator[None]:
-    """No progress bars of transformers inside; outside they are as they were."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-    from transformers.utils import logging
-
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is False:  # the user's word: always show them
-        yield
-        return
-    shown, hub_shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    if shown:
-        logging.disable_progress_bar()
-    try:
-        with gguf_bar_hidden():
-            yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-            if not hub_shown:
-                disable_progress_bars()

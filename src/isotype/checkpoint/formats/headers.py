@@ -6,6 +6,7 @@ by an index, and GGUF. Of torch's files tensors are read and nothing else is unp
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from typing import Any, Literal
 
 from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.json_file import parse_unique, read_json
-from isotype.checkpoint.formats.safetensors import read_safetensors, read_safetensors_header
+from isotype.checkpoint.formats.safetensors import read_safetensors
 from isotype.checkpoint.formats.tensor import (
     DAMAGED,
     TensorHeader,
+    broken,
     by_name,
     damaged,
     file_size,
@@ -40,7 +42,10 @@ _LAYOUTS: tuple[tuple[str, Kind], ...] = (
     ("pytorch_model.bin.index.json", "model"),
     ("adapter_model.safetensors", "adapter"),
 )
-_INDEX_SUFFIXES = {".safetensors.index.json": "safetensors", ".bin.index.json": "torch"}
+_INDEX_SUFFIXES: Mapping[str, Format] = {
+    ".safetensors.index.json": "safetensors",
+    ".bin.index.json": "torch",
+}
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -93,15 +98,12 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
     file = directory / "config.json"
     config = read_json(file) if file.is_file() else {}
     holders = [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
-    for options in (each.get("quantization_config") for each in holders):
-        if options:
-            what, expected = (
-                f"{file}: quantization_config is {options!r:.80}",
-                "an object, with a quant_method",
-            )
-            if not isinstance(options, dict):
-                raise CheckpointError.of("config.json cannot be read", what, expected, DAMAGED)
+    for options in filter(None, (each.get("quantization_config") for each in holders)):
+        if isinstance(options, dict):
             return options
+        what = f"{file}: quantization_config is {options!r:.80}"
+        expected = "an object, with a quant_method"
+        raise CheckpointError.of("config.json cannot be read", what, expected, DAMAGED)
     file = directory / "hf_quant_config.json"
     options = read_json(file).get("quantization") if file.is_file() else None
     if isinstance(options, dict):
@@ -113,22 +115,17 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
 def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
     for suffix, form in _INDEX_SUFFIXES.items():
         if file.name.endswith(suffix):
-            tensors, metadata = read_sharded_headers(file)
-            return CheckpointHeaders(
-                path, "safetensors" if form == "safetensors" else "torch", kind, tensors, metadata
-            )
+            return CheckpointHeaders(path, form, kind, *read_sharded_headers(file))
     if file.suffix == ".gguf":
-        tensors, metadata = read_gguf_header(file)
-        return CheckpointHeaders(path, "gguf", kind, tensors, metadata)
+        return CheckpointHeaders(path, "gguf", kind, *read_gguf_header(file))
     if file.name.endswith(_TORCH_SUFFIXES):
         return CheckpointHeaders(path, "torch", kind, by_name(read_torch_header(file)), {})
     if file.suffix != ".safetensors" and file.exists():
-        raise CheckpointError.of(
-            "not a checkpoint",
-            f"the file {file}",
-            f"a directory, or a file ending in .safetensors, .gguf, .bin, .pt, {' or '.join(_INDEX_SUFFIXES)}",
-            "give the directory or file that holds the weights",
+        expected = (
+            f"a directory, or a file ending in .safetensors, .gguf, .bin, .pt, {' or '.join(_INDEX_SUFFIXES)}"
         )
+        fix = "give the directory or file that holds the weights"
+        raise CheckpointError.of("not a checkpoint", f"the file {file}", expected, fix)
     tensors, metadata = read_safetensors(file)
     return CheckpointHeaders(path, "safetensors", kind, by_name(tensors), metadata)
 
@@ -141,7 +138,7 @@ def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
     """
     if file.name.endswith(_TORCH_SUFFIXES):
         return read_torch_header(file)
-    return read_safetensors_header(file)
+    return read_safetensors(file)[0]
 
 
 def _file_of(path: Path) -> tuple[Path, Kind]:
@@ -153,12 +150,9 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
     weights = find_weights(path)
     if weights is not None:
         return weights
-    raise CheckpointError.of(
-        "not a checkpoint",
-        f"the directory {path} holds {contents(path)}",
-        f"one of {', '.join(name for name, _ in _LAYOUTS)} or a .gguf file",
-        "give the directory that holds the weights",
-    )
+    what = f"the directory {path} holds {contents(path)}"
+    expected = f"one of {', '.join(name for name, _ in _LAYOUTS)} or a .gguf file"
+    raise CheckpointError.of("not a checkpoint", what, expected, "give the directory that holds the weights")
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
@@ -176,20 +170,14 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
     if len(ggufs) == 1:
         return ggufs[0], "model"
     if ggufs:
-        raise CheckpointError.of(
-            "more than one GGUF file",
-            f"the directory {directory} holds {_listed(ggufs)}",
-            "one GGUF file",
-            f"give one: {ggufs[0]}",
-        )
+        what = f"the directory {directory} holds {_listed(ggufs)}"
+        raise CheckpointError.of("more than one GGUF file", what, "one GGUF file", f"give one: {ggufs[0]}")
     stray = sorted(directory.glob("*.safetensors"))
     if stray:
-        raise CheckpointError.of(
-            "which safetensors files belong to the model cannot be told",
-            f"the directory {directory} holds {_listed(stray)}",
-            "model.safetensors, or shards listed in model.safetensors.index.json",
-            "copy the index along with the shards, or name a single file model.safetensors",
-        )
+        headline = "which safetensors files belong to the model cannot be told"
+        expected = "model.safetensors, or shards listed in model.safetensors.index.json"
+        fix = "copy the index along with the shards, or name a single file model.safetensors"
+        raise CheckpointError.of(headline, f"the directory {directory} holds {_listed(stray)}", expected, fix)
     pickles = sorted(
         file
         for file in directory.iterdir()
@@ -211,26 +199,22 @@ def _listed(files: Sequence[Path]) -> str:
 
 
 def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
-    path = files[0]
+    path, what = files[0], f"{_listed(files)} in {files[0].parent}"
     if path.name != "adapter_model.bin":
-        problem = Problem(
-            f"{_listed(files)} in {path.parent}",
+        return CheckpointError.of(
+            "which files belong to the model cannot be told",
+            what,
             "model.safetensors, pytorch_model.bin, or the index of shards of either",
             "copy the index along with the shards, or give one file itself",
         )
-        return CheckpointError("which files belong to the model cannot be told", [problem])
     # Plain tensors: torch reads them without running code.
     fix = (
         f'cd {shlex.quote(str(path.parent))} && python -c "import torch; from safetensors.torch import save_file; '
         "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', weights_only=True).items()}, "
         "'adapter_model.safetensors')\""
     )
-    problem = Problem(
-        f"{_listed(files)} in {path.parent}",
-        "safetensors: reading a pickle runs whatever code its author put in it",
-        fix,
-    )
-    return CheckpointError("the weights are pickled", [problem])
+    expected = "safetensors: reading a pickle runs whatever code its author put in it"
+    return CheckpointError.of("the weights are pickled", what, expected, fix)
 
 
 # ------------------------------------------------------------------------------------------------------ shards and their index
@@ -272,7 +256,14 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
             ]
             continue
         tensors += held
-        problems += _disagreements(index, shard, names, {tensor.name for tensor in held})
+        present, fix = (
+            {tensor.name for tensor in held},
+            "take index and shards from the same save of the model",
+        )
+        for some, what in ((names - present, "lacks"), (present - names, "holds, against the index,")):
+            if some:
+                given = f"{shard} {what} {listed(sorted(some))}"
+                problems.append(Problem(given, f"what {index.name} says", fix))
     if problems:
         raise damaged(index, problems)
     return by_name(tensors), metadata
@@ -299,15 +290,6 @@ def _some(names: set[str]) -> str:
     return f"{len(names)} tensors ({listed(sorted(names), 1)})" if len(names) > 1 else listed(names)
 
 
-def _disagreements(index: Path, shard: str, expected: set[str], present: set[str]) -> list[Problem]:
-    fix = "take index and shards from the same save of the model"
-    return [
-        Problem(f"{shard} {what} {listed(sorted(some))}", f"what {index.name} says", fix)
-        for some, what in ((expected - present, "lacks"), (present - expected, "holds, against the index,"))
-        if some
-    ]
-
-
 def missing_shards(index: Path) -> list[str]:
     """The shards that an index lists and its directory lacks.
 
@@ -324,33 +306,29 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
     try:
         content, twice = parse_unique(index.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise damaged(index, [Problem(f"not JSON ({error})", "a JSON object", DAMAGED)]) from error
+        raise broken(index, f"not JSON ({error})", "a JSON object") from error
     if twice:
         raise damaged(index, [Problem(f"{name!r} twice", "each name once", DAMAGED) for name in twice])
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise damaged(index, [Problem("no weight_map", "a weight_map: the shard of every tensor", DAMAGED)])
+        raise broken(index, "no weight_map", "a weight_map: the shard of every tensor")
     limit_tensors(index, len(weight_map))
-    good: set[object] = set()
     for name, shard in weight_map.items():
-        if isinstance(shard, str) and shard in good and printable(name):
-            continue
-        if not _is_file_name(shard) or not printable(name):
+        if not isinstance(shard, str) or not _is_file_name(shard) or not printable(name):
             shard_of = f"shard {shard!r} of tensor {name!r}"
-            raise damaged(index, [Problem(shard_of, "the name of a file in the same directory", DAMAGED)])
-        good.add(shard)
+            raise broken(index, shard_of, "the name of a file in the same directory")
     metadata = content.get("metadata")
     if not isinstance(metadata, dict):
         fix = 'add "metadata": {} to it: transformers does not load a checkpoint without it'
-        raise damaged(index, [Problem("no metadata", "an object of that name, which may be empty", fix)])
+        raise broken(index, "no metadata", "an object of that name, which may be empty", fix)
     return weight_map, metadata
 
 
-def _is_file_name(shard: object) -> bool:
+@functools.lru_cache(maxsize=64)
+def _is_file_name(shard: str) -> bool:
     """Whether it is a plain name: an index must not reach outside of its directory.
 
     A link of that name is followed: indices come from elsewhere, links do not, and the hub's cache is made of them.
     """
-    if not isinstance(shard, str) or not shard or not printable(shard) or "\0" in shard:
-        return False
-    return Path(shard).name == shard != ".." and len(shard.encode()) <= _LONGEST
+    plain = printable(shard) and "\0" not in shard and Path(shard).name == shard != ".."
+    return bool(shard) and plain and len(shard.encode()) <= _LONGEST

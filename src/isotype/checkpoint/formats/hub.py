@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, missing_shards, read_headers
+from isotype.checkpoint.formats.headers import CheckpointHeaders, find_weights, missing_shards
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import CheckpointError, first_line
@@ -20,36 +22,36 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
     Raises:
         CheckpointError: the hub does not have it, or cannot be reached and the local cache does not have it.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
+
+    at = f" at revision {revision}" if revision else ""
+    with _asking(
+        "the model cannot be read from the hub",
+        f"hub id {model_id}{at}",
+        "a model on the hub (or in its local cache); no local path has this name either",
+        "check the spelling and the network; for a private or gated model log in with `hf auth login`; "
+        "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache at once",
+    ):
+        return pretrained(AutoConfig, model_id, revision=revision or "main")
+
+
+@contextmanager
+def _asking(headline: str, given: str, expected: str, fix: str) -> Iterator[None]:
+    """Within it, what the hub or its library fails with becomes a CheckpointError of these words and the reason."""
+    from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""
     try:
         with offline_if_unreachable() as why:
-            return pretrained(AutoConfig, model_id, revision=revision or "main")
-    except (OSError, ValueError, StrictDataclassError) as error:
-        reason = why or first_line(error)
-        raise CheckpointError.of(
-            "the model cannot be read from the hub",
-            f"hub id {model_id}{f' at revision {revision}' if revision else ''}: {reason}",
-            "a model on the hub (or in its local cache); no local path has this name either",
-            "check the spelling and the network; for a private or gated model log in with `hf auth login`; "
-            "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache at once",
-        ) from error
-
-
-def cached_headers(model_id: str, revision: str | None = None) -> CheckpointHeaders | None:
-    """Headers from the hub's local cache, if all of the weights are there."""
-    directory = local_snapshot(model_id, revision)
-    return None if directory is None else read_headers(directory)
+            yield
+    except (OSError, HTTPError, ValueError, StrictDataclassError) as error:
+        raise CheckpointError.of(headline, f"{given}: {why or first_line(error)}", expected, fix) from error
 
 
 def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
     """The directory of the hub's local cache that holds a model, if all of its weights are there, in safetensors."""
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(model_id, "config.json", revision=revision)
-    weights = find_weights(Path(config).parent) if isinstance(config, str) else None
+    snapshot = _cached(model_id, revision)
+    weights = find_weights(snapshot) if snapshot is not None else None
     if weights is None or weights[1] != "model" or weights[0].suffix == ".gguf":
         return None
     if weights[0].suffix == ".json" and missing_shards(weights[0]):
@@ -59,10 +61,15 @@ def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
 
 def commit_of(model_id: str, revision: str | None = None) -> str | None:
     """The commit that a revision of a hub id is in the local cache; None where it is not there."""
+    snapshot = _cached(model_id, revision)
+    return None if snapshot is None else snapshot.name
+
+
+def _cached(model_id: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model_id, "config.json", revision=revision)
-    return Path(config).parent.name if isinstance(config, str) else None
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def download(model_id: str, revision: str | None = None) -> Path:
@@ -72,23 +79,17 @@ def download(model_id: str, revision: str | None = None) -> Path:
         CheckpointError: the hub does not have it, or cannot be reached.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError
 
     snapshot = local_snapshot(model_id, revision)
     if snapshot is not None:
         return snapshot
-    why = ""
-    try:
-        with offline_if_unreachable() as why:
-            return Path(snapshot_download(model_id, revision=revision, allow_patterns=_OF_A_MODEL))
-    except (OSError, HTTPError, ValueError) as error:
-        reason = why or first_line(error)
-        raise CheckpointError.of(
-            "the model cannot be downloaded",
-            f"hub id {model_id}: {reason}",
-            "a model on the hub, or in its local cache",
-            "check the spelling and the network, or give a local directory",
-        ) from error
+    with _asking(
+        "the model cannot be downloaded",
+        f"hub id {model_id}",
+        "a model on the hub, or in its local cache",
+        "check the spelling and the network, or give a local directory",
+    ):
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=_OF_A_MODEL))
 
 
 def remote_headers(
@@ -103,25 +104,18 @@ def remote_headers(
         with offline_if_unreachable() as why:
             repository = get_safetensors_metadata(model_id, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        raise CheckpointError.of(
-            "no readable safetensors on the hub",
-            f"hub id {model_id}: {error}",
-            "weights in safetensors",
-            "give a revision or conversion of it in safetensors; pickled weights are not read",
-        ) from error
+        what, expected = f"hub id {model_id}: {error}", "weights in safetensors"
+        fix = "give a revision or conversion of it in safetensors; pickled weights are not read"
+        raise CheckpointError.of("no readable safetensors on the hub", what, expected, fix) from error
     except (OSError, HTTPError) as error:
+        reason = why or error
         return None, (
-            f"the headers on the hub could not be read ({why or error}): the dtypes are those of the config",
+            f"the headers on the hub could not be read ({reason}): the dtypes are those of the config",
         )
     tensors = tuple(
-        TensorHeader(
-            name,
-            info.dtype,
-            tuple(info.shape),
-            info.data_offsets[1] - info.data_offsets[0],
-            Path(file),
-        )
+        TensorHeader(name, info.dtype, tuple(info.shape), end - begin, Path(file))
         for file, content in repository.files_metadata.items()
         for name, info in content.tensors.items()
+        for begin, end in (info.data_offsets,)
     )
     return CheckpointHeaders(Path(model_id), "safetensors", "model", tensors, {}), ()

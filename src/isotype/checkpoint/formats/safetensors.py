@@ -17,6 +17,7 @@ from isotype.checkpoint.formats.json_file import parse_unique
 from isotype.checkpoint.formats.tensor import (
     DAMAGED,
     TensorHeader,
+    broken,
     damaged,
     file_size,
     limit_tensors,
@@ -37,30 +38,21 @@ _SIGNATURES = (
 )
 
 
-def read_safetensors_header(path: Path) -> tuple[TensorHeader, ...]:
-    """The tensors of one safetensors file, in the order of their data. Reads the header only.
+def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
+    """The tensors of one safetensors file, in the order of their data, and its metadata. Reads the header only.
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged; lists every problem.
     """
-    return read_safetensors(path)[0]
-
-
-def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     header, data_bytes = _safetensors_json(path)
-    problems: list[Problem] = []
     limit_tensors(path, len(header))
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        problems.append(Problem(f"__metadata__ {metadata!r}", "an object of text", DAMAGED))
     start = path.stat().st_size - data_bytes
-    tensors: list[TensorHeader] = []
-    for name, entry in header.items():
-        parsed = _safetensors_entry(name, entry, path, start)
-        if isinstance(parsed, Problem):
-            problems.append(parsed)
-        else:
-            tensors.append(parsed)
+    parsed = [_safetensors_entry(name, entry, path, start) for name, entry in header.items()]
+    problems = [each for each in parsed if isinstance(each, Problem)]
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        problems.insert(0, Problem(f"__metadata__ {metadata!r}", "an object of text", DAMAGED))
+    tensors = [each for each in parsed if isinstance(each, TensorHeader)]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
     problems = problems or _check_spans(tensors, start, data_bytes)
     if problems:
@@ -74,29 +66,23 @@ def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         start = file.read(32)
         if size < 8:
-            raise damaged(
-                path, [Problem(f"{size} bytes", "at least the 8 bytes of the header's length", DAMAGED)]
-            )
+            raise broken(path, f"{size} bytes", "at least the 8 bytes of the header's length")
         (length,) = struct.unpack("<Q", start[:8])
         if length > _MAX_HEADER or length < 2:
             kinds = [text for signature, text in _SIGNATURES if start.startswith(signature)]
             fix = kinds[0] if kinds else "it is not a safetensors file, or damaged: download or save it again"
-            raise damaged(path, [Problem(f"a header of {length} bytes", f"2 to {_MAX_HEADER}", fix)])
+            raise broken(path, f"a header of {length} bytes", f"2 to {_MAX_HEADER}", fix)
         if 8 + length > size:
             what = f"the header ends at byte {8 + length}, the file at byte {size}"
-            raise damaged(path, [Problem(what, "a complete file", DAMAGED)])
+            raise broken(path, what, "a complete file")
         file.seek(8)
         text = file.read(length)
     try:
         header, twice = parse_unique(text)
     except (ValueError, RecursionError) as error:
-        raise damaged(
-            path, [Problem(f"a header that is not JSON ({error})", "a JSON object", DAMAGED)]
-        ) from error
+        raise broken(path, f"a header that is not JSON ({error})", "a JSON object") from error
     if not isinstance(header, dict):
-        raise damaged(
-            path, [Problem(f"a header that is a JSON {type(header).__name__}", "a JSON object", DAMAGED)]
-        )
+        raise broken(path, f"a header that is a JSON {type(header).__name__}", "a JSON object")
     if twice:
         raise damaged(path, [Problem(f"tensor {name!r} twice", "each name once", DAMAGED) for name in twice])
     return header, size - 8 - length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +35,7 @@ class Shards:
         self._entries: dict[str, dict[str, Any]] = {}
         self._files: list[dict[str, dict[str, Any]]] = []
         self._odd: dict[str, torch.Tensor] = {}
-        self._at = 0
+        self._at = self._total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor.
@@ -52,10 +52,8 @@ class Shards:
 
     def close(self) -> None:
         """Write what is left, and the index where there are several files."""
-        wide_first = sorted(
-            self._odd.items(), key=lambda each: -each[1].itemsize
-        )  # each at a multiple of its size
-        for name, tensor in wide_first:
+        # The widest first: each begins at a multiple of its size.
+        for name, tensor in sorted(self._odd.items(), key=lambda each: -each[1].itemsize):
             self._write(name, tensor)
         if self._entries or not self._files:
             self._end()
@@ -64,9 +62,8 @@ class Shards:
         for number, name in enumerate(names):
             self._path(number).rename(self._directory / ("model.safetensors" if count == 1 else name))
         if count > 1:
-            size = sum(_size(entry) for entries in self._files for entry in entries.values())
             where = {each: name for name, entries in zip(names, self._files, strict=True) for each in entries}
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+            index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(where.items()))}
             text = json.dumps(index, indent=2) + "\n"
             (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
@@ -92,6 +89,7 @@ class Shards:
             "data_offsets": [self._at, self._at + tensor.nbytes],
         }
         self._at += tensor.nbytes
+        self._total += tensor.nbytes
 
     def _end(self) -> None:
         """The header of the file that is whole now."""
@@ -111,8 +109,3 @@ class Shards:
 def header_room(names: Iterable[str]) -> int:
     """Bytes that a header with tensors of these names takes at most."""
     return 64 + sum(len(json.dumps(name)) + _ENTRY for name in names)
-
-
-def _size(entry: Mapping[str, Any]) -> int:
-    begin, end = entry["data_offsets"]
-    return int(end - begin)

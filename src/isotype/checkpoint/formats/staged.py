@@ -6,18 +6,19 @@ A GPU copies out of pinned memory at the speed of its bus, and out of mapped fil
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 
-from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, damaged
-from isotype.core.errors import Problem, first_line
+from isotype.checkpoint.formats.tensor import TensorHeader, broken
+from isotype.core.errors import first_line
 
 logger = logging.getLogger("isotype")
 
@@ -44,12 +45,6 @@ class StagedTensors:
         return raw if header.dtype is None else raw.view(header.dtype).view(header.shape)
 
 
-@dataclass
-class _Filled:
-    work: list[tuple[object, StagedTensors | None]]
-    failure: BaseException | None = None
-
-
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
@@ -70,29 +65,24 @@ def staged(
     """
     groups = list(_groups(work, size))
     free: SimpleQueue[torch.Tensor | None] = SimpleQueue()
-    ready: SimpleQueue[_Filled] = SimpleQueue()
     for _ in range(min(2, len(groups))):
         free.put(_buffer(size, pinned))
-    stop = threading.Event()
-    reader = threading.Thread(
-        target=_read, args=(groups, free, ready, stop), name="isotype-reader", daemon=True
-    )
-    reader.start()
+    stop, files = threading.Event(), _Files()
+    reader = ThreadPoolExecutor(1, "isotype-reader")
     try:
-        for _ in groups:
-            filled = ready.get()
-            if filled.failure is not None:
-                raise filled.failure
+        for filled in [reader.submit(_fill, group, free, files, stop) for group in groups]:
             buffer = None
-            for each, tensors in filled.work:
+            for each, tensors in filled.result():
                 buffer = tensors.buffer if tensors is not None else buffer
-                yield each, tensors  # type: ignore[misc]  # as it was given
+                yield each, tensors
             if buffer is not None:
                 free.put(buffer)
     finally:
         stop.set()
         free.put(None)
-        reader.join()
+        reader.shutdown(cancel_futures=True)
+        for file in files.values():
+            file.close()
 
 
 def _groups(
@@ -119,34 +109,17 @@ def _space(header: TensorHeader) -> int:
     return -(-header.bytes // _ALIGNED) * _ALIGNED
 
 
-def _read(
-    groups: Sequence[list[tuple[object, Sequence[TensorHeader] | None]]],
-    free: SimpleQueue[torch.Tensor | None],
-    ready: SimpleQueue[_Filled],
-    stop: threading.Event,
-) -> None:
-    """The thread: fill a buffer with each group; what goes wrong is handed over in its place."""
-    with _Files() as files:
-        for group in groups:
-            try:
-                ready.put(_Filled(_fill(group, free, files, stop)))
-            except _StoppedError:
-                return
-            except BaseException as error:  # noqa: BLE001 - it is raised where the tensors are waited for
-                ready.put(_Filled([], error))
-                return
-
-
 class _StoppedError(Exception):
     """Nobody waits for more."""
 
 
 def _fill(
-    group: list[tuple[object, Sequence[TensorHeader] | None]],
+    group: Sequence[tuple[Work, Sequence[TensorHeader] | None]],
     free: SimpleQueue[torch.Tensor | None],
     files: _Files,
     stop: threading.Event,
-) -> list[tuple[object, StagedTensors | None]]:
+) -> list[tuple[Work, StagedTensors | None]]:
+    """In the thread: read the tensors of a group into the next free buffer; without any, nothing is waited for."""
     if all(headers is None for _, headers in group):
         return [(each, None) for each, _ in group]
     buffer = free.get()
@@ -157,47 +130,29 @@ def _fill(
     for header in (header for _, headers in group for header in headers or ()):
         if stop.is_set():
             raise _StoppedError
-        files.read(header, memory[end : end + header.bytes])
+        _read(files[header.file], header, memory[end : end + header.bytes])
         tensors.at[header] = end
         end += _space(header)
     return [(each, None if headers is None else tensors) for each, headers in group]
 
 
-class _Files:
+class _Files(dict[Path, FileIO]):
     """Files that are open for reading, each once."""
 
-    def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        for number in self._open.values():
-            os.close(number)
-
-    def read(self, header: TensorHeader, into: memoryview) -> None:
-        """The bytes of a tensor."""
-        number = self._open.get(header.file)
-        if number is None:
-            number = self._open[header.file] = os.open(header.file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        done = 0
-        while done < header.bytes:
-            part = into[done : done + _LARGEST_READ]
-            count = _read_at(number, part, header.begin + done)
-            if not count:
-                what = f"{header.name}: {done} of its {header.bytes} bytes"
-                raise damaged(header.file, [Problem(what, "the whole tensor", DAMAGED)])
-            done += count
+    def __missing__(self, path: Path) -> FileIO:
+        return self.setdefault(path, FileIO(path))
 
 
-def _read_at(number: int, into: memoryview, position: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(number, [into], position)
-    os.lseek(number, position, os.SEEK_SET)  # Windows and macOS; nobody else reads by this number
-    data = os.read(number, len(into))
-    into[: len(data)] = data
-    return len(data)
+def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
+    """Read the bytes of a tensor."""
+    file.seek(header.begin)
+    done = 0
+    while done < header.bytes:
+        count = file.readinto(into[done : done + _LARGEST_READ])
+        if not count:
+            what = f"{header.name}: {done} of its {header.bytes} bytes"
+            raise broken(header.file, what, "the whole tensor")
+        done += count
 
 
 def _buffer(size: int, pinned: bool) -> torch.Tensor:

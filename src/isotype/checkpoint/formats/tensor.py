@@ -54,8 +54,7 @@ class TensorHeader:
 def limit_tensors(path: Path, count: int) -> None:
     """Raise `CheckpointError` if a file describes more tensors than any model has: each costs memory and time."""
     if count > MAX_TENSORS:
-        fix = "give a checkpoint of a model"
-        raise damaged(path, [Problem(f"{count:,} tensors", f"at most {MAX_TENSORS:,}", fix)])
+        raise broken(path, f"{count:,} tensors", f"at most {MAX_TENSORS:,}", "give a checkpoint of a model")
 
 
 def printable(name: str) -> bool:
@@ -79,6 +78,11 @@ def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
     return CheckpointError(f"cannot read {path}", problems[:_MAX_PROBLEMS], hint)
 
 
+def broken(path: Path, given: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
+    """`damaged` for one problem."""
+    return damaged(path, [Problem(given, expected, fix)])
+
+
 def file_size(path: Path) -> int:
     """Bytes of a file.
 
@@ -86,7 +90,6 @@ def file_size(path: Path) -> int:
         CheckpointError: there is no such file.
     """
     if not path.is_file():
-        raise CheckpointError.of(
-            "no such file", str(path), "an existing file", "check the path, or download the file"
-        )
+        fix = "check the path, or download the file"
+        raise CheckpointError.of("no such file", str(path), "an existing file", fix)
     return path.stat().st_size

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isotype.checkpoint.formats.tensor import TensorHeader, damaged, file_size, printable
+from isotype.checkpoint.formats.tensor import TensorHeader, broken, damaged, file_size, printable
 from isotype.compat.torch import file_offset
 from isotype.core.errors import Problem
 
@@ -63,9 +63,11 @@ def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]
     if isinstance(tensors, Problem):
         raise damaged(path, [tensors])
     for name, value in tensors.items():
-        if _end(value) > size:
-            what = f"tensor {name!r} ends at byte {_end(value)}, the file at byte {size}"
-            raise damaged(path, [Problem(what, "a complete file", f"the file is damaged: {_AGAIN}")])
+        begin = file_offset(value.untyped_storage())
+        end = 0 if begin is None else begin + value.untyped_storage().nbytes()
+        if end > size:
+            what = f"tensor {name!r} ends at byte {end}, the file at byte {size}"
+            raise broken(path, what, "a complete file", f"the file is damaged: {_AGAIN}")
     return tensors
 
 
@@ -76,9 +78,8 @@ def _weights(content: Any) -> Mapping[str, torch.Tensor] | Problem:
         nested = [content[key] for key in _NESTED if isinstance(content.get(key), Mapping)]
         content = nested[0] if len(nested) == 1 else content
     if not isinstance(content, Mapping) or not content:
-        return Problem(
-            f"a {type(content).__name__}", "tensors by their names", "give the file with the weights"
-        )
+        what = f"a {type(content).__name__}"
+        return Problem(what, "tensors by their names", "give the file with the weights")
     fix = "give the file with the weights: torch.save(model.state_dict(), …)"
     for name, value in content.items():
         if not isinstance(name, str) or not printable(name):
@@ -92,26 +93,11 @@ def _weights(content: Any) -> Mapping[str, torch.Tensor] | Problem:
 def _header(name: str, value: torch.Tensor, path: Path) -> TensorHeader:
     from isotype.core.dtypes import to_safetensors_name
 
-    begin = _offset(value) if value.is_contiguous() else 0
-    return TensorHeader(
-        name,
-        to_safetensors_name(value.dtype),
-        tuple(value.shape),
-        value.numel() * value.element_size(),
-        path,
-        begin,
-    )
-
-
-def _offset(value: torch.Tensor) -> int:
-    """The position of a tensor's first value in the file, by a note that torch leaves on storages of the meta device."""
-    begin = file_offset(value.untyped_storage())
-    return 0 if begin is None else begin + int(value.storage_offset()) * value.element_size()
-
-
-def _end(value: torch.Tensor) -> int:
-    begin = file_offset(value.untyped_storage())
-    return 0 if begin is None else begin + value.untyped_storage().nbytes()
+    # torch notes it on storages of the meta device.
+    begin = file_offset(value.untyped_storage()) if value.is_contiguous() else None
+    begin = 0 if begin is None else begin + int(value.storage_offset()) * value.element_size()
+    shape, dtype = tuple(value.shape), to_safetensors_name(value.dtype)
+    return TensorHeader(name, dtype, shape, value.numel() * value.element_size(), path, begin)
 
 
 def _not_an_archive(start: bytes, size: int) -> Problem:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
 from isotype.checkpoint.mapping.weight_map import WeightMap, weight_map
 from isotype.compat.transformers import may_be_missing, may_be_surplus
 from isotype.core.errors import CheckpointError, Problem
-from isotype.core.names import listed, plural, starred
+from isotype.core.grouping import grouped
+from isotype.core.names import distinct_names, listed, plural, starred
 from isotype.core.stored_dtypes import STORED
 from isotype.precision.facts import QuantizationFacts
 
@@ -29,16 +31,11 @@ _SAME_PLACE = "take config.json and the weights from the same save of the model"
 _COUNTERS = (".num_batches_tracked",)
 # Tensors that older files have and models compute now, and heads that predict several tokens ahead, which transformers leaves out.
 _KNOWN = (
-    *(r"rotary(_emb)?\.inv_freq$", r"(^|\.)position_ids$", r"^(\w+\.)?(en|de)coder\.version$"),
-    *(
-        r"^(\w+\.)?mtp(_layers|_block)?\.",
-        r"^rope_(freqs|factors_\w+)\.weight$",
-        r"\.(nextn|attn_rot_embd)\b",
-    ),
+    r"rotary(_emb)?\.inv_freq$|(^|\.)position_ids$|^(\w+\.)?(en|de)coder\.version$|"
+    r"^(\w+\.)?mtp(_layers|_block)?\.|^rope_(freqs|factors_\w+)\.weight$|\.(nextn|attn_rot_embd)\b"
 )
-_MASKS = re.compile(
-    r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$"
-)  # [1, 1, length, length] or one number
+# [1, 1, length, length] or one number
+_MASKS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$")
 # Scales of the keys and values in a cache: they belong to no weight.
 _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
@@ -99,7 +96,9 @@ class Match:
     def problems(self) -> tuple[Problem, ...]:
         """What keeps the checkpoint from being loaded: one problem for each pattern of names."""
         if self.missing and not self.weights.sources:
-            return (_of_another_model(self),)
+            held = listed([tensor.weight.name for tensor in self.surplus] or ["nothing"], 2)
+            expected = f"weights of {self.model}: {listed(self.missing, 2)}"
+            return (Problem(f"{self.path} holds {held}", expected, _SAME_PLACE),)
         return (
             *_unread_problems(self),
             *_missing_problems(self),
@@ -119,26 +118,21 @@ class Match:
         if problems:
             left_out = len(problems) - _SHOWN
             hint = f"and {plural(left_out, 'more problem')} like these" if left_out > 0 else None
-            what = f" does not hold the weights of {self.model}"
-            if len(problems) == len(list(_shape_problems(self))) and not self.gguf:
-                what = ": config.json contradicts the weights"
-            elif len(problems) == len(list(_unread_problems(self))):
-                what = ": quantized weights that cannot be read"
-            elif len(problems) == len(list(_unused_problems(self))):
-                what = f" holds more than {self.model} has"
-            headline = f"{self.path}{what}"
-            raise CheckpointError(headline, problems[:_SHOWN], hint)
+            kinds = [
+                (_unread_problems, ": quantized weights that cannot be read"),
+                (_unused_problems, f" holds more than {self.model} has"),
+                *([] if self.gguf else [(_shape_problems, ": config.json contradicts the weights")]),
+            ]
+            default = f" does not hold the weights of {self.model}"
+            what = next((words for kind, words in kinds if len(list(kind(self))) == len(problems)), default)
+            raise CheckpointError(f"{self.path}{what}", problems[:_SHOWN], hint)
 
 
 def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a model with a checkpoint by names and shapes.
 
     A missing tensor may be initialised where the model's author says so (`_keys_to_ignore_on_load_missing`), or where
-    it is part of the head of another class than the checkpoint was saved from.
-
-    Args:
-        model: dense; it may lie on the meta device.
-        headers: of the checkpoint.
+    it is part of the head of another class than the checkpoint was saved from. The model is dense, and may lie on the meta device.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -178,19 +172,14 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
 
 def _aliases(model: Any) -> dict[str, list[str]]:
     """The other names of tensors that have several."""
-    names: dict[int, set[str]] = {}
-    for each in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(id(each[1]), set()).add(each[0])
-    groups = [group for group in names.values() if len(group) > 1]
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    shared = grouped(named, lambda each: id(each[1])).values()
     # Those that transformers ties once they are loaded.
-    sources: dict[str, set[str]] = {}
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        sources.setdefault(source, {source}).add(target)
+    tied = grouped(getattr(model, "all_tied_weights_keys", {}).items(), lambda each: each[1])
+    groups = [{name for name, _ in pairs} for pairs in shared if len(pairs) > 1]
+    groups += [{source, *(target for target, _ in pairs)} for source, pairs in tied.items()]
     aliases: dict[str, set[str]] = {}
-    for group in (*groups, *sources.values()):
+    for group in groups:
         for name in group:
             aliases.setdefault(name, set()).update(group - {name})
     return {name: sorted(others) for name, others in aliases.items()}
@@ -210,10 +199,10 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
     """Whether a surplus tensor is known to mean nothing: by its name, or as a buffer that the model computes."""
-    patterns = [*may_be_surplus(model), *_KNOWN]
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()
+    patterns = [_KNOWN, *may_be_surplus(model)]
     return tensor.name in computed or any(re.search(pattern, tensor.name) for pattern in patterns)
 
 
@@ -279,13 +268,11 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
             values = sum(tensor.values for tensor in stored)
             if values != math.prod(wanted) and "packed" not in {tensor.form for tensor in stored}:
                 yield WrongShape(name, wanted, (values,), stored)
-        elif shape != wanted and not (_turned(stored) and shape == wanted[::-1]):
-            yield WrongShape(name, wanted, shape, stored)
-
-
-def _turned(stored: Sequence[StoredTensor]) -> bool:
-    """Whether bitsandbytes may have turned the weight, as it does with those of GPT-2's layers."""
-    return any(tensor.form == "int8" and tensor.scheme is None for tensor in stored)
+        elif shape != wanted:
+            # bitsandbytes turns the weights of GPT-2's layers.
+            turned = any(tensor.form == "int8" and tensor.scheme is None for tensor in stored)
+            if not (turned and shape == wanted[::-1]):
+                yield WrongShape(name, wanted, shape, stored)
 
 
 # In words
@@ -293,17 +280,18 @@ def _turned(stored: Sequence[StoredTensor]) -> bool:
 
 def _unread_problems(match: Match) -> Iterator[Problem]:
     """One for each reason: what quantized them did so with many."""
-    together: dict[tuple[str, str], list[str]] = {}
-    for tensor, problem in match.unread:
-        name = tensor.weight.name
-        module = name.rpartition(".")[0]
+
+    def reason(unread: tuple[StoredTensor, Problem]) -> tuple[str, str]:
+        tensor, problem = unread
+        module = tensor.weight.name.rpartition(".")[0]
         beside = [each.weight for each in match.unused if each.weight.name.rpartition(".")[0] == module]
         scales = ", ".join(f"{each.name.rpartition('.')[2]} {list(each.shape)}" for each in beside)
-        together.setdefault((problem.given.removeprefix(name), scales), []).append(name)
-    for (given, scales), names in together.items():
-        patterns = list(dict.fromkeys(map(starred, names)))
+        return problem.given.removeprefix(tensor.weight.name), scales
+
+    for (given, scales), tensors in grouped(match.unread, reason).items():
+        names = [tensor.weight.name for tensor, _ in tensors]
         count = f" ({plural(len(names), 'tensor')})" if len(names) > 1 else ""
-        some = names[0] if len(names) == 1 else listed(patterns, 2)
+        some = names[0] if len(names) == 1 else listed(distinct_names(names), 2)
         yield Problem(f"{some}{count}{given}{f'; beside it {scales}' if scales else ''}", *EXPECTED)
 
 
@@ -378,15 +366,6 @@ def _doubled_problems(match: Match) -> Iterator[Problem]:
         )
 
 
-def _of_another_model(match: Match) -> Problem:
-    names = [tensor.weight.name for tensor in match.surplus] or ["nothing"]
-    return Problem(
-        f"{match.path} holds {listed(names, 2)}",
-        f"weights of {match.model}: {listed(match.missing, 2)}",
-        _SAME_PLACE,
-    )
-
-
 def _some(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{starred(names[0])} ({len(names)} tensors)"
 
@@ -395,12 +374,9 @@ def _named(names: Sequence[str]) -> str:
     return f"{_some(names)} {'is' if len(names) == 1 else 'are'}"
 
 
-def _by_pattern(names: Iterable[str], alike: Any) -> Iterator[list[str]]:
+def _by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]:
     """Names that differ by the numbers of layers only and are `alike`."""
-    groups: dict[tuple[str, Any], list[str]] = {}
-    for name in names:
-        groups.setdefault((starred(name), alike(name)), []).append(name)
-    yield from groups.values()
+    return grouped(names, lambda name: (starred(name), alike(name))).values()
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:

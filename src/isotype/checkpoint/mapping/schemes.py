@@ -154,10 +154,8 @@ def scheme_of(
     shape = _shape(weight, kind, options, roles.pop("shape", None))
     scales = [roles.pop(name) for name in ("scale", "scale_inv", "qscale_weight") if name in roles]
     _require(len(scales) == 1, f"{weight.dtype_name} with {_names(constants)}: one scale is expected")
-    zero, seconds = (
-        roles.pop("zero_point", None),
-        [roles.pop(name) for name in ("global_scale", "scale_2") if name in roles],
-    )
+    zero = roles.pop("zero_point", None)
+    seconds = [roles.pop(name) for name in ("global_scale", "scale_2") if name in roles]
     roles |= {str(at): part for at, part in enumerate(seconds[1:] if kind == "pairs" else seconds)}
     _require(not roles, f"{_names(list(roles.values()))}, which is not used to read {kind}")
     second = seconds[0] if seconds else None
@@ -189,10 +187,8 @@ def _require_complete(
     _require(method_of(quantization) == "bitsandbytes", bare)
     said = "int8" if quantization.get("load_in_8bit") else quantization.get("bnb_4bit_quant_type", "fp4")
     _require(form == said, f"{form} with {_names(constants)}, where config.json says {said}")
-    ends = {
-        part.name.removeprefix(f"{weight.name}.").partition("__")[0].rpartition("weight.")[2]
-        for part in constants
-    }
+    names = (part.name.removeprefix(f"{weight.name}.").partition("__")[0] for part in constants)
+    ends = {name.rpartition("weight.")[2] for name in names}
     ends = {each.rpartition(".")[2] if each.endswith(("SCB", "weight_format")) else each for each in ends}
     nested = {"nested_absmax", "nested_quant_map"}
     needed = {"SCB"} if form == "int8" else {"absmax", "quant_map", "quant_state.bitsandbytes"}
@@ -258,9 +254,8 @@ def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, 
     allowed = _FLOATS | (_EXPONENTS if options.exponents else frozenset())
     if kind == "pairs":
         allowed = frozenset({"F8_E4M3"}) if second is not None else _EXPONENTS
-    _require(
-        scale.dtype_name in allowed, f"{scale.name} of {scale.dtype_name}, which {kind} are not scaled by"
-    )
+    what = f"{scale.name} of {scale.dtype_name}, which {kind} are not scaled by"
+    _require(scale.dtype_name in allowed, what)
     if second is not None:
         what = f"{second.name} of shape {list(second.shape)} {second.dtype_name}: one number is expected"
         _require(second.elements == 1 and second.dtype_name in _FLOATS, what)

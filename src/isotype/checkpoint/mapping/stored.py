@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.schemes import (
@@ -23,7 +23,11 @@ from isotype.checkpoint.mapping.schemes import (
 )
 from isotype.core.errors import Problem
 from isotype.core.formats import FOUR_BITS
+from isotype.core.grouping import grouped
 from isotype.core.stored_dtypes import STORED, is_float
+
+if TYPE_CHECKING:
+    import torch
 
 # What quantizers store beside a weight: how the names of constants end, how that of their weight does, and the format that
 # they show. The first line whose weight is in the checkpoint holds. Nothing else lists them.
@@ -33,11 +37,8 @@ _CONSTANTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     # bitsandbytes writes the row scales of an int8 layer beside its weight, not below it.
     ((".SCB", ".weight_format"), ".weight", "int8"),
     (("_scales",), "_blocks", "mxfp4"),  # gpt-oss
-    (
-        ("_scale", "_shape", "_zero_point", "_g_idx", "_global_scale"),
-        "_packed",
-        "packed",
-    ),  # compressed-tensors
+    # compressed-tensors
+    (("_scale", "_shape", "_zero_point", "_g_idx", "_global_scale"), "_packed", "packed"),
     ((".scales", ".qzeros", ".g_idx"), ".qweight", "packed"),  # GPTQ and AWQ
     (("_scale_2",), "", "nvfp4"),  # modelopt
     (("_scale", "_scale_inv", "_zero_point", "_g_idx", "_global_scale"), "", ""),  # FP8 and 8-bit integers
@@ -112,20 +113,16 @@ def stored_tensors(
         quantization: what the checkpoint's config says of it, see `CheckpointHeaders`.
     """
     names = {header.name: header for header in headers}
-    constants: dict[str, list[TensorHeader]] = defaultdict(list)
-    forms: dict[str, str] = {}
-    for name, header in names.items():
-        weight, form = _weight_of(name, names, quantization)
-        if weight:
-            constants[weight].append(header)
-            if form:
-                forms[weight] = form
-    owned = {header.name for some in constants.values() for header in some}
-    return tuple(
-        with_scheme(_stored(header, forms.get(name), tuple(constants.get(name, ()))), quantization)
-        for name, header in names.items()
-        if name not in owned
-    )
+    owners = {name: _weight_of(name, names, quantization) for name in names}
+    constants = grouped(names.values(), lambda header: owners[header.name][0])
+    forms = {weight: form for weight, form in owners.values() if form}
+    tensors = []
+    for header in constants.get("", ()):
+        form = forms.get(header.name) or STORED.get(header.dtype_name, header.dtype_name)
+        name = re.sub(*_NAMES[form], header.name) if form in _NAMES else header.name
+        stored = StoredTensor(name, form, header, tuple(constants.get(header.name, ())))
+        tensors.append(with_scheme(stored, quantization))
+    return tuple(tensors)
 
 
 def _weight_of(
@@ -145,12 +142,6 @@ def _weight_of(
             if method_of(quantization) == FP8 and names[weight].dtype_name in CODES:
                 return weight, ""
     return "", ""
-
-
-def _stored(header: TensorHeader, form: str | None, constants: tuple[TensorHeader, ...]) -> StoredTensor:
-    plain = STORED.get(header.dtype_name, header.dtype_name)
-    name = re.sub(*_NAMES[form], header.name) if form in _NAMES else header.name
-    return StoredTensor(name, form or plain, header, constants)
 
 
 def with_scheme(
@@ -180,11 +171,23 @@ def with_scheme(
 
 def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
     """The shape that a stored tensor has once it is dense; None if no header says it."""
-    shape = tensor.weight.shape
     if tensor.scheme is not None:
         return tensor.scheme.shape
     if tensor.form in FOUR_BITS:
         return None
-    if tensor.form == "packed":
-        return written_shape(tensor.constants)
-    return shape
+    return written_shape(tensor.constants) if tensor.form == "packed" else tensor.weight.shape
+
+
+def main_form(tensors: Iterable[StoredTensor]) -> str | None:
+    """The form that most of the tensors' values are stored in; None without any."""
+    counts: Counter[str] = Counter()
+    for tensor in tensors:
+        counts[tensor.form] += tensor.values
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def dense_dtype(tensor: StoredTensor) -> torch.dtype:
+    """The dtype of a stored tensor on the meta device once it is dense."""
+    import torch
+
+    return (None if tensor.quantized else tensor.weight.dtype) or torch.bfloat16

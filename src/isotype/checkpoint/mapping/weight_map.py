@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.checkpoint.mapping.gguf_names import gguf_names
-from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape, stored_tensors, with_scheme
+from isotype.checkpoint.mapping.stored import (
+    StoredTensor,
+    dense_dtype,
+    dense_shape,
+    stored_tensors,
+    with_scheme,
+)
 
 # How transformers' conversions fail on tensors of other shapes or numbers than they expect.
 TURNED = "as transformers' `TensorProcessor`s turn those of a GGUF file"
@@ -74,7 +79,10 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     for tensor in sorted(stored, key=lambda each: in_order(each.name)):
         target, pattern, conversion = rename(tensor.name)
         if tensor.quantized and target:
-            tensor = with_scheme(tensor, headers.quantization, target, _classes(model, target))
+            path, _, leaf = target.rpartition(".")
+            # Experts are stacked of linear layers.
+            classes = type(model.get_submodule(path)).__mro__ if leaf == "weight" else (nn.Linear,)
+            tensor = with_scheme(tensor, headers.quantization, target, [each.__name__ for each in classes])
         if not target:
             surplus.append(tensor)
         elif target not in gathered:
@@ -90,13 +98,6 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     return WeightMap(sources, tuple(surplus), tuple(doubled))
 
 
-def _classes(model: nn.Module, name: str) -> Sequence[str]:
-    """The names of the classes of the module that has a weight; experts are stacked of linear layers."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    return [each.__name__ for each in type(module).__mro__] if leaf == "weight" else ["Linear"]
-
-
 Renaming = Callable[[str], tuple[str, str, Any]]
 
 
@@ -106,8 +107,15 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
     from transformers import core_model_loading as loading
+    from transformers import integrations
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    if headers.format == "gguf" and not _converts_gguf(headers.architecture):
+    gguf: Any = getattr(integrations, "gguf", None)
+    if headers.format != "gguf":
+        mapping: Sequence[Any] = get_model_conversion_mapping(model)
+    elif headers.architecture in getattr(gguf, "GGUF_ARCHS", ()):
+        mapping = gguf.get_gguf_conversion_mapping(headers.architecture, model.config)
+    else:
         names = gguf_names(model, headers.architecture)
 
         def lookup(name: str) -> tuple[str, str, Any]:
@@ -115,7 +123,6 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
             return names.get(name) or names.get(name.removesuffix(".weight"), ""), name, TURNED
 
         return lookup, loading.dot_natural_key
-    mapping = _conversions(model, headers)
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -135,23 +142,43 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
     return rename, loading.dot_natural_key
 
 
-def _conversions(model: Any, headers: CheckpointHeaders) -> Sequence[Any]:
-    if headers.format == "gguf":
-        from transformers.integrations.gguf import get_gguf_conversion_mapping
+def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
+    """From a GGUF file's names, `.weight` and `.bias` included, to those of the model's state.
 
-        mapping: Sequence[Any] = get_gguf_conversion_mapping(headers.architecture, model.config)
-        return mapping
-    from transformers.conversion_mapping import get_model_conversion_mapping
+    What transformers' `get_gguf_hf_weights_map` gives, without its walk over all modules, each with a table of its own:
+    that takes seconds. gguf knows the names in base models and in parts of models too, so the first parts of a name are
+    left out until the rest is known; the fewest win.
 
-    conversions: Sequence[Any] = get_model_conversion_mapping(model)
-    return conversions
+    Args:
+        model: of transformers; it may lie on the meta device.
+        architecture: llama.cpp's name of it, `general.architecture` of the file.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    from transformers import modeling_gguf_pytorch_utils as gguf
 
-
-def _converts_gguf(architecture: str) -> bool:
-    """Whether transformers has conversions for a GGUF file of this architecture, as it has for other checkpoints."""
-    from transformers import integrations
-
-    return architecture in getattr(getattr(integrations, "gguf", None), "GGUF_ARCHS", ())
+    processor = gguf.TENSOR_PROCESSORS.get(architecture, gguf.TensorProcessor)(config=model.config.to_dict())
+    arch = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if arch is None:
+        return {}
+    known = get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
+    names: dict[str, tuple[int, str]] = {}
+    for name in model.state_dict():
+        parts = name.split(".")
+        for skipped in range(len(parts)):
+            outer = "".join(f"{part}." for part in parts[:skipped])
+            inner = processor.preprocess_name(".".join(parts[skipped:]))
+            stem, dot, last = inner.rpartition(".")
+            suffix = dot + last if last in ("weight", "bias") else ""
+            own = known.get_name(stem if suffix else inner)
+            into: dict[str, str] = {}
+            if own is not None:
+                into[own + suffix] = outer + inner
+            else:
+                processor.perform_fallback_tensor_mapping(into, suffix, outer, inner)
+            for each, target in into.items():
+                if each not in names or skipped < names[each][0]:
+                    names[each] = (skipped, target)
+    return {each: target for each, (_, target) in names.items()}
 
 
 def _shaped(model: nn.Module, source: Source) -> Source:
@@ -163,7 +190,7 @@ def _shaped(model: nn.Module, source: Source) -> Source:
         return replace(source, shapes={source.target: shapes[0]})
     try:
         blank = {
-            tensor.name: torch.empty(shape, dtype=_dense_dtype(tensor), device="meta")
+            tensor.name: torch.empty(shape, dtype=dense_dtype(tensor), device="meta")
             for (tensor, _), shape in zip(source.tensors, shapes, strict=True)
             if shape is not None
         }
@@ -173,19 +200,8 @@ def _shaped(model: nn.Module, source: Source) -> Source:
     return replace(source, shapes={name: tuple(value.shape) for name, value in tensors.items()})
 
 
-def _dense_dtype(tensor: StoredTensor) -> torch.dtype:
-    dtype = tensor.weight.dtype
-    return torch.bfloat16 if tensor.quantized or dtype is None else dtype
-
-
 def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of the model that a source makes.
-
-    Args:
-        model: whose conversion it is.
-        source: of the model's `weight_map`.
-        values: dense tensors by the names of `source.tensors`.
-    """
+    """The tensors of the model that a source of its `weight_map` makes of dense `values`, by the names of `source.tensors`."""
     if source.conversion is None:  # at most another name
         (value,) = values.values()
         return {source.target: value}

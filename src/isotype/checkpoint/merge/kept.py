@@ -11,7 +11,6 @@ training's own data the loss says it, too: of its fall, (loss of the base - loss
 from __future__ import annotations
 
 import gc
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ TOKENS, _LENGTH = 512, 256  # tokens that are compared, about, and those of a ro
 _HELD = 1 << 28  # bytes of logits that are held: of a large vocabulary every n-th token's
 _AT_ONCE = 1 << 29  # bytes of logits of a forward
 _CHUNK = 64  # tokens whose divergence is computed at a time
-_IGNORED = -100
+_IGNORED = -100  # as of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
@@ -81,10 +80,9 @@ class Learned:
             held.append(logits[:: self.step].clone())
             if self.rows.source is not None and len(logits) == len(labels) > 1:
                 wanted = torch.tensor(labels[1:])
-                every = nn.functional.cross_entropy(
-                    logits[:-1], wanted, ignore_index=_IGNORED, reduction="none"
+                losses.append(
+                    nn.functional.cross_entropy(logits[:-1], wanted, reduction="none")[wanted != _IGNORED]
                 )
-                losses.append(every[wanted != _IGNORED])
         every = torch.cat(losses) if losses else torch.zeros(0)
         return held, float(every.double().mean()) if len(every) else None
 
@@ -102,9 +100,8 @@ class Learned:
             for row, (text, _) in enumerate(group):
                 ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
             more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-            yield from zip(
-                group, model(input_ids=ids, attention_mask=mask, **more).logits.float(), strict=True
-            )
+            logits = model(input_ids=ids, attention_mask=mask, **more).logits.float()
+            yield from zip(group, logits, strict=True)
 
     def kept(self, model: Any) -> LogitsDifference:
         """What another model keeps."""
@@ -132,15 +129,12 @@ def learned(
     revision: str | None,
     tokens: int = TOKENS,
 ) -> Learned:
-    """What an adapter on the base that it was trained on computes, without any merge.
+    """Run an adapter on the base that it was trained on, without any merge.
 
     Args:
-        adapter: whose base is there.
+        adapter: whose base is there, at `revision` or the one that it names.
         policy: that the base was trained under.
-        rows: of the training's data; None for texts that come with isotype.
-        tokenizer: of the model.
-        revision: of the base, instead of the one that the adapter names.
-        tokens: of the rows that are run, about.
+        rows: of the training's data, about `tokens` tokens of them; None for texts that come with isotype.
     """
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
@@ -205,28 +199,6 @@ class Candidate:
     form: str
     bits: float
     policy: PrecisionPolicy
-
-
-def candidates(
-    adapter: Adapter, policy: PrecisionPolicy, original: PrecisionPolicy | None, sixteen: str, gguf: bool
-) -> tuple[Candidate, ...]:
-    """The forms that are tried, the fewest bits first.
-
-    Args:
-        adapter: that is merged.
-        policy: that its base was trained under.
-        original: that of the same base as its files store it, where training has quantized it.
-        sixteen: the dtype of 16 bits that it would be written in.
-        gguf: whether it could be a GGUF file.
-    """
-    elsewhere = original is not None and policy.storage != "nf4"  # else a merge takes that base by itself
-    base = f"--base {shlex.quote(str(adapter.base))} " if elsewhere else ""
-    return (
-        Candidate(f"{base}--quantization nf4", "nf4", 4.5, original or policy),
-        Candidate("--quantization int8", "int8", 8, policy),
-        *([Candidate("--gguf q8_0", "q8_0", 8.5, policy)] if gguf else []),
-        Candidate(f"--dtype {sixteen}", sixteen, 16, policy),
-    )
 
 
 def cheapest(known: Learned, adapter: Adapter, tried: Sequence[Candidate], revision: str | None) -> Form:

@@ -13,8 +13,7 @@ from torch import nn
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
 from isotype.checkpoint.deferred import Block, outermost_blocks
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
-from isotype.checkpoint.merge.rounding import codes, unbiased
-from isotype.checkpoint.merge.written_model import WrittenModel
+from isotype.checkpoint.merge.rounding import WrittenModel, codes, unbiased
 from isotype.compat.transformers import never_saved
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, Problem, UsageError
@@ -77,17 +76,9 @@ class Rounding:
             if wanted == torch.float16 != value.dtype and not torch.isfinite(result[name]).all():
                 outside.append((name, float(value.float().abs().max())))
         if outside:
-            raise PrecisionError(
-                "float16 cannot hold the merged weights",
-                [
-                    Problem(
-                        f"{name}: values up to {largest:.4g}",
-                        "at most 65504",
-                        f"give {self.instead}",
-                    )
-                    for name, largest in outside
-                ],
-            )
+            fix = f"give {self.instead}"
+            problems = [Problem(f"{n}: values up to {most:.4g}", "at most 65504", fix) for n, most in outside]
+            raise PrecisionError("float16 cannot hold the merged weights", problems)
         return result
 
 
@@ -128,9 +119,8 @@ class Merging:
         self._tied = _embedding_names(self.model, self._names) if tied else None
         self._peft = inject(self.model, adapter, dense)
         if not hasattr(self._peft.base_model, "merge_and_unload"):
-            what = (
-                f"{adapter.directory}: a {type(self._peft.base_model).__name__}, which PEFT has no merge for"
-            )
+            kind = type(self._peft.base_model).__name__
+            what = f"{adapter.directory}: a {kind}, which PEFT has no merge for"
             raise UsageError.of("this adapter cannot be merged", what, _MERGEABLE, _BESIDE)
         own = _own_trained(self._peft)
         fill(self._peft, adapter)
@@ -152,14 +142,12 @@ class Merging:
     def shapes(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer of the merged model, in the order of `parts`: its shape and dtype, without values."""
         order = sorted(self._names, key=lambda name: name not in self._outside)
-        return {
-            name: torch.empty(value.shape, dtype=self._dtype(name, value), device="meta")
-            for name in order
-            for value in (self._names[name],)
-        }
-
-    def _dtype(self, name: str, value: torch.Tensor) -> torch.dtype:
-        return self._rounding.wanted(name) if value.is_floating_point() else value.dtype
+        shapes = {}
+        for name in order:
+            value = self._names[name]
+            dtype = self._rounding.wanted(name) if value.is_floating_point() else value.dtype
+            shapes[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+        return shapes
 
     def parts(self) -> Iterator[dict[str, torch.Tensor]]:
         """The tensors of the merged model by their names, a part at a time: what is outside of its blocks, then each block.
@@ -299,8 +287,7 @@ def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """PEFT's layers in a module, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [(name, each) for name, each in module.named_modules() if isinstance(each, BaseTunerLayer)]
-    return iter(layers)
+    return ((name, each) for name, each in list(module.named_modules()) if isinstance(each, BaseTunerLayer))
 
 
 def merge_in_float32(name: str, layer: Any) -> None:

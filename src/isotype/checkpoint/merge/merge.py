@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,25 +12,19 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.adapter import (
-    Adapter,
-    base_policy,
-    inference_policy,
-    read_adapter,
-)
-from isotype.checkpoint.export.gguf_model import check_exportable
-from isotype.checkpoint.export.llama_cpp import require_program
+from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter
+from isotype.checkpoint.export.gguf_model import check_exportable, require_program
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.kept import (
     Candidate,
     Learned,
-    candidates,
     cheapest,
     learned,
     merged_in_float32,
 )
 from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.merge.report import ENOUGH, MergeReport, share, wider
+from isotype.checkpoint.merge.rounding import WrittenModel
 from isotype.checkpoint.merge.write import (
     FORMATS,
     check_output,
@@ -39,7 +34,6 @@ from isotype.checkpoint.merge.write import (
     write_merged,
     written_path,
 )
-from isotype.checkpoint.merge.written_model import WrittenModel
 from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint, open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.tokenizer import tokenizer_of
@@ -139,20 +133,15 @@ def merge_adapter(
         del merging
         gc.collect()  # what was merged refers to itself
         written = WrittenModel(model_class, path, stored)
-        if (
-            stored is not None
-        ):  # before the logits: on a CPU a forward may bring 4-bit weights into another order
+        # Before the logits: on a CPU a forward may bring 4-bit weights into another order.
+        if stored is not None:
             weights = begin(written=written).measured()
         del written
         difference = None if known is None else known.kept(merged_in_float32(path, model_class))
         cheap = None
         kept = None if difference is None else difference.kept
-        if (
-            known is not None
-            and trained is not None
-            and kept is not None
-            and (kept < ENOUGH or size < _CHEAP)
-        ):
+        wanted = kept is not None and (kept < ENOUGH or size < _CHEAP)
+        if known is not None and trained is not None and wanted:
             cheap = cheapest(known, saved, _forms(saved, trained, target), saved.revision)
         report = MergeReport(
             adapter=saved.directory,
@@ -188,12 +177,10 @@ def _check_mergeable(adapter: Adapter) -> None:
     elif getattr(config, "layer_replication", None):
         why = "it replicates layers of the base, which would have to be merged with different updates"
     if why:
-        raise UsageError.of(
-            "this adapter cannot be merged",
-            f"{adapter.directory}: a {kind} adapter; {why}",
-            "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …",
-            f"use it beside its base: isotype chat {adapter.directory}",
-        )
+        what = f"{adapter.directory}: a {kind} adapter; {why}"
+        expected = "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …"
+        fix = f"use it beside its base: isotype chat {adapter.directory}"
+        raise UsageError.of("this adapter cannot be merged", what, expected, fix)
 
 
 def _base(
@@ -208,12 +195,8 @@ def _base(
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
     if trained is not None:
-        saved = facts.quantization
-        if (
-            stored != trained.storage
-            or stored not in QUANTIZATIONS
-            or not (saved is None or saved.dequantized)
-        ):
+        back = stored in QUANTIZATIONS and stored == trained.storage
+        if not back or facts.saved_format is not None:
             return source, facts, trained, trained
         # The values of these codes are on the grid that they would be rounded to again: of an update below half a step nothing is left.
         # The weights of the files are between its points, and as many as is right on average pass to the next one.
@@ -234,12 +217,8 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
     if dtype != "auto":
         asked = parse_dtype(dtype)
         if asked not in COMPUTE_DTYPES:
-            raise PrecisionError.of(
-                "no dtype for a merged model",
-                f"--dtype {dtype_name(asked)}",
-                "float32, bfloat16 or float16",
-                "give one of these",
-            )
+            what, expected = f"--dtype {dtype_name(asked)}", "float32, bfloat16 or float16"
+            raise PrecisionError.of("no dtype for a merged model", what, expected, "give one of these")
         return asked, "as asked"
     stored = facts.trained_dtype if facts.trained_dtype in COMPUTE_DTYPES else None
     if adapter.policy is None:
@@ -248,24 +227,20 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
         return stored, "the base checkpoint's; the adapter has no precision_policy.json"
     compute = adapter.policy.compute
     if compute == torch.float16 and stored not in (None, torch.float16):
-        return (
-            stored,
-            f"the base checkpoint's; trained in float16, which cannot hold every {dtype_name(stored)} value",
-        )
+        why = f"trained in float16, which cannot hold every {dtype_name(stored)} value"
+        return stored, f"the base checkpoint's; {why}"
     return compute, "the compute dtype it was trained in"
 
 
 def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) -> None:
-    problem = None
+    problem, name = None, str(dtype).removeprefix("torch.")
     if is_file(output) and (stored in QUANTIZATIONS or (stored is None and dtype != "auto")):
-        name = dtype if isinstance(dtype, str) else dtype_name(dtype)
         flags = f"--dtype {name}" if stored is None else f"--quantization {stored}"
         fix = "give --gguf f16, bf16, q8_0, …; or an --output without .gguf, for a directory"
         problem = Problem(f"--output {output} and {flags}", "a type of GGUF for a GGUF file", fix)
     elif stored is not None and stored not in FORMATS:
         problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")
     elif stored in GGUF_TYPES and dtype != "auto":
-        name = dtype if isinstance(dtype, str) else dtype_name(dtype)
         flags = f"--dtype {name} and --gguf {stored}"
         problem = Problem(flags, "one of the two: a type of GGUF is a dtype", "leave --dtype out")
     if problem is not None:
@@ -310,19 +285,21 @@ LEAST = 0.5
 
 
 def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
+    """The forms that are tried, the fewest bits first; `policy` is the base's in training, `target` the merged model's dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
-    saved = checkpoint.facts.quantization
-    original = None
-    if policy.quantized and (saved is None or saved.dequantized):
+    base, original = "", policy
+    if policy.quantized and checkpoint.facts.saved_format is None:
+        if policy.storage != "nf4":  # else a merge takes that base by itself
+            base = f"--base {shlex.quote(str(adapter.base))} "
         original = resolve_precision(str(adapter.base), "float32", device="cpu", revision=adapter.revision)
-    try:
+    forms = [Candidate(f"{base}--quantization nf4", "nf4", 4.5, original)]
+    forms.append(Candidate("--quantization int8", "int8", 8, policy))
+    with suppress(UsageError):
         check_exportable(config_of(checkpoint))
-        gguf = True
-    except UsageError:
-        gguf = False
-    sixteen = target if target in (torch.bfloat16, torch.float16) else policy.plain
-    sixteen = torch.bfloat16 if sixteen == torch.float32 else sixteen
-    return candidates(adapter, policy, original, dtype_name(sixteen), gguf)
+        forms.append(Candidate("--gguf q8_0", "q8_0", 8.5, policy))
+    wide = torch.bfloat16 if policy.plain == torch.float32 else policy.plain
+    sixteen = dtype_name(target if target in (torch.bfloat16, torch.float16) else wide)
+    return (*forms, Candidate(f"--dtype {sixteen}", sixteen, 16, policy))
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
@@ -333,17 +310,11 @@ def _require_change(report: MergeReport, back: bool) -> None:
         raise CheckpointError.of("nothing was merged", what, "an adapter that changes weights", fix)
     kept = None if report.logits is None else report.logits.kept
     if back and (report.again if kept is None else kept < LEAST):
-        lost = (
-            f"{report.vanished_share:.1%} of the changed entries have the base's codes"
-            if report.again
-            else ""
-        )
         keeps = "" if kept is None else f"{share(kept)} of what was learned is kept"
-        original = (
-            ""
-            if not report.again
-            else f", or into the original of the base: --base ORIGINAL --quantization {report.stored}"
-        )
+        lost = original = ""
+        if report.again:
+            lost = f"{report.vanished_share:.1%} of the changed entries have the base's codes"
+            original = f", or into the original of the base: --base ORIGINAL --quantization {report.stored}"
         raise CheckpointError.of(
             f"a merge into {report.stored} would lose what was learned",
             "; ".join(filter(None, (keeps, lost))),
@@ -371,12 +342,8 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
             "int8 layers round their inputs, too, in training and beside the adapter; the merged model does not, and the comparison "
             "leaves it out"
         )
-    if (
-        own_base
-        and trained is not None
-        and trained.quantized
-        and trained.device.split(":")[0] != policy.device.split(":")[0]
-    ):
+    quantized_on = trained.device if own_base and trained is not None and trained.quantized else policy.device
+    if trained is not None and quantized_on.split(":")[0] != policy.device.split(":")[0]:
         cautions.append(
             f"the base was quantized on {trained.device} in training and on {policy.device} here: a weight halfway "
             "between two codes may have taken the other one"
@@ -418,16 +385,12 @@ def check_same_base(adapter: Adapter, base: str, revision: str | None = None) ->
     )
     problems = [
         Problem(
-            f"--base {base}: {name} {_value(base_config, name)}",
-            f"{_value(trained_config, name)}, as in {adapter.base}, which the adapter was trained on",
+            f"--base {base}: {name} {getattr(base_config, name, None)}",
+            f"{getattr(trained_config, name, None)}, as in {adapter.base}, which the adapter was trained on",
             "give the same model in another precision, or leave --base out",
         )
         for name in _SAME
-        if _value(base_config, name) != _value(trained_config, name)
+        if getattr(base_config, name, None) != getattr(trained_config, name, None)
     ]
     if problems:
         raise CheckpointError("the base is another model than the adapter was trained on", problems)
-
-
-def _value(config: Any, name: str) -> Any:
-    return getattr(config, name, None)

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.export.gguf_model import Tensors, write_tensors
-from isotype.checkpoint.export.llama_cpp import quantize
+from isotype.checkpoint.export.gguf_model import Tensors, quantize_by_llama_cpp, write_tensors
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.shards import Shards, header_room
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
+from isotype.checkpoint.opened import require_readable
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.written import require_readable
 from isotype.compat.torch import own_state
 from isotype.compat.transformers import name_of, never_saved
 from isotype.core.cache import why_unusable
@@ -45,24 +44,16 @@ def check_output(output: Path) -> None:
     """
     file = is_file(output)
     if why := why_unusable(output.parent):
-        raise UsageError.of(
-            "cannot write to the output directory",
-            f"--output {output}: {why}",
-            "a directory that can be made",
-            "give another one",
-        )
+        what, fix = f"--output {output}: {why}", "give another one"
+        raise UsageError.of("cannot write to the output directory", what, "a directory that can be made", fix)
     if output.is_dir() and not file and not any(output.iterdir()):
         return
     if output.exists():
         kind = "a file" if not output.is_dir() else "a directory" if file else "a directory with files in it"
-        raise UsageError.of(
-            f"the output {'file' if file else 'directory'} is taken",
-            f"--output {output}: {kind}",
-            "a file that does not exist yet"
-            if file
-            else "a directory that does not exist yet, or an empty one",
-            "give another one, or remove it first",
-        )
+        what = "file" if file else "directory"
+        expected = f"a {what} that does not exist yet" + ("" if file else ", or an empty one")
+        fix = "give another one, or remove it first"
+        raise UsageError.of(f"the output {what} is taken", f"--output {output}: {kind}", expected, fix)
 
 
 def is_file(output: Path) -> bool:
@@ -132,9 +123,8 @@ def write_merged(
     needed = sum(value.nbytes for value in shapes.values())
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise _no_room(
-            directory.parent, f"{format_bytes(free)} are free", f"{format_bytes(needed)} for the weights"
-        )
+        expected = f"{format_bytes(needed)} for the weights"
+        raise _no_room(directory.parent, f"{format_bytes(free)} are free", expected)
     if stored in GGUF_TYPES:
         words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
         if words is None or not getattr(words, "is_fast", False):
@@ -148,7 +138,7 @@ def write_merged(
             return write_tensors(tensors, words, path, str(stored), f"{name} merged")
         whole = directory / "f32.gguf"
         notes = write_tensors(tensors, words, whole, "f32", f"{name} merged")
-        notes += quantize(whole, path, str(stored))
+        notes += quantize_by_llama_cpp(whole, path, str(stored))
         whole.unlink()
         return notes
     dense = directory / "dense" if stored in QUANTIZATIONS else directory
@@ -205,14 +195,9 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """What `save_pretrained` writes of a model: weights under the names of its checkpoints, config, generation settings.
+    """Write what `save_pretrained` does: weights (`parts`, by the model's names) under the names of its checkpoints, config, generation settings.
 
-    Args:
-        model: whose class and config are written.
-        parts: its tensors by the model's names.
-        directory: exists.
-        dtype: that the config names.
-        room: for the header of a file of weights.
+    `dtype` is what the config names; `room` the bytes for the header of a file of weights.
     """
     left_out = never_saved(model)
     shards = Shards(directory, room)

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from isotype.compat.transformers import conversions, set_conversions
+from isotype.model.mixed import dense_layer
 from isotype.model.quantized import holds_turned
-from isotype.model.walk import places
+from isotype.model.walk import Place, places
 
 
-def dequantize(model: Any, dtype: torch.dtype) -> None:
+def dequantize(
+    model: Any, dtype: torch.dtype, later: Callable[[Place, Any], bool] = lambda *_: False
+) -> None:
     """Replace every bitsandbytes layer by a dense one on the CPU with the very weights its forward computes with.
 
     Args:
         model: a transformers model; changed in place. One that is not quantized is left alone.
         dtype: dtype of the dense weights. 4-bit layers dequantize to the dtype of their quantization state; int8
             ones to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
+        later: (quantized layer, dense one); true where the weights of the dense one come later.
     """
     for place in list(places(model)):
         if place.kind not in ("linear4bit", "linear8bit"):
             continue
-        linear = dense_layer(place.module, dtype)
-        linear.weight = nn.Parameter(held_weight(place.module, dtype), requires_grad=False)
+        linear = dense_on_cpu(place.module, dtype)
+        if not later(place, linear):
+            linear.weight = nn.Parameter(held_weight(place.module, dtype), requires_grad=False)
         model.set_submodule(place.name, linear)
     _forget_bnb(model)
 
 
-def dense_layer(layer: Any, dtype: torch.dtype) -> Any:
-    """A dense layer with the bias of a quantized one, its weight on the meta device; transformers' Conv1D where that was quantized."""
-    with torch.device("meta"):
-        if holds_turned(layer):
-            linear: Any = layer.source_cls(layer.out_features, layer.in_features).to(dtype)
-        else:
-            linear = nn.Linear(
-                layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype
-            )
-    linear.requires_grad_(False)
+def dense_on_cpu(layer: Any, dtype: torch.dtype) -> Any:
+    """`isotype.model.mixed.dense_layer`, its bias on the CPU."""
+    linear: Any = dense_layer(layer, dtype)
     if layer.bias is not None:
         linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
     return linear
@@ -53,7 +52,7 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """`dense_weight` as `dense_layer` and the files hold it: `[in, out]` of transformers' Conv1D."""
+    """`dense_weight` as `dense_on_cpu` and the files hold it: `[in, out]` of transformers' Conv1D."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 
@@ -71,12 +70,8 @@ def _forget_bnb(model: Any) -> None:
     # Saving reverses what loading did to the tensors; assembling packed weights has no reverse (transformers 5.23).
     noted = conversions(model)
     if noted is not None:
-        kept = [
-            conversion
-            for conversion in noted
-            if not any(
-                type(step).__module__ == integration.__name__
-                for step in getattr(conversion, "operations", ())
-            )
+        own = integration.__name__
+        modules = [
+            (each, {type(step).__module__ for step in getattr(each, "operations", ())}) for each in noted
         ]
-        set_conversions(model, kept)
+        set_conversions(model, [each for each, of_steps in modules if own not in of_steps])

@@ -1,17 +1,21 @@
-"""Dense values of tensors that a checkpoint holds quantized."""
+"""Dense values of tensors that a checkpoint holds quantized, or in blocks of a GGUF file, which gguf unpacks."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import torch
 
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.schemes import EXPECTED
 from isotype.checkpoint.mapping.stored import StoredTensor
-from isotype.checkpoint.values.gguf_values import unpack_blocks
+from isotype.checkpoint.mapping.weight_map import Source, gguf_names
 from isotype.core.errors import CheckpointError, Problem
 
 Read = Callable[[TensorHeader], torch.Tensor]
@@ -21,15 +25,12 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _MXFP4 = torch.cat([_E2M1, -_E2M1])
 _PIECE = 1 << 19
 """Elements that are dequantized at a time: they stay in the caches, and are enough for all of torch's threads."""
+_GGUF_PIECE = 1 << 17
+"""Elements that are unpacked at a time: they and what gguf computes on the way stay in the caches."""
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a stored tensor.
-
-    Args:
-        tensor: as the checkpoint holds it.
-        read: gives the tensor of a header.
-        dtype: what computed values are rounded to; values that are stored plainly keep their dtype.
+    """The values of a stored tensor: computed ones in `dtype`, plainly stored ones in theirs; `read` gives the tensor of a header.
 
     Raises:
         CheckpointError: it is quantized in a way that is not known here.
@@ -163,3 +164,55 @@ def _unpacked(words: torch.Tensor, bits: int, shape: Sequence[int]) -> torch.Ten
         pair = held.index_select(-1, place) | held.index_select(-1, place + 1) << 32
         codes[first : first + step] = (pair >> shift & (1 << bits) - 1) - (1 << bits - 1)
     return codes.view(*shape)
+
+
+# ---------------------------------------------------------------------------------------------------------- GGUF files
+
+Turn = Callable[[Source, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
+    """float32 values of a block-quantized tensor from its bytes, bit by bit those of `gguf.quants.dequantize`."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType[header.dtype_name]
+    columns = header.shape[-1] if header.shape else 1
+    rows = max(1, header.elements // columns)
+    blocks = raw.numpy().reshape(rows, -1)
+    values = np.empty((rows, columns), np.float32)
+    step = max(1, _GGUF_PIECE // columns)
+
+    def piece(first: int) -> None:
+        values[first : first + step] = dequantize(blocks[first : first + step], kind)
+
+    with ThreadPoolExecutor(max(1, min(torch.get_num_threads(), rows // (4 * step)))) as pool:
+        list(pool.map(piece, range(0, rows, step)))  # a list: errors are raised here
+    return torch.from_numpy(values).view(header.shape)
+
+
+def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
+    """The conversion of the tensors of a GGUF file: transformers' own `TensorProcessor` for the architecture; of other files none."""
+    if headers.format != "gguf":
+        return None
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    architecture, config = headers.architecture, model.config.to_dict()
+    processor = gguf.TENSOR_PROCESSORS.get(architecture, gguf.TensorProcessor)(config=config)
+    names = dict(gguf_names(model, architecture))
+
+    def turn(source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # Experts are put together in the dict; everything else is returned.
+        tensors: dict[str, torch.Tensor] = {}
+        for tensor, _ in source.tensors:
+            result = processor.process(
+                weights=values[tensor.name].float().numpy(),
+                name=tensor.weight.name,
+                tensor_key_mapping=names,
+                parsed_parameters={"tensors": tensors, "config": config},
+            )
+            if result.name is not None:
+                tensors[source.target] = torch.from_numpy(np.ascontiguousarray(result.weights))
+        return tensors
+
+    return turn

@@ -19,14 +19,17 @@ from typing import Any
 from jinja2 import TemplateError
 
 from isotype.compat.templates import render_chat
-from isotype.core.errors import DataError, Problem, UsageError
+from isotype.core.errors import DataError, UsageError
 from isotype.core.names import plural
 from isotype.core.pretrained import pretrained
 from isotype.data.parts import MARKS, left_out
 from isotype.train.options.settings import Settings
+from isotype.train.rows.contents import lists_in
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+Render = Callable[[Sequence[Message], bool], str]
+"""(messages, whether the prompt for an answer is added) -> text."""
 
 _MARKED = "a template with {% generation %} and {% endgeneration %} around what the assistant says"
 _FIX = "--chat_template_path FILE.jinja with such a template, or leave --assistant_only_loss out"
@@ -58,9 +61,8 @@ def labelled_rows(
     columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     only = getattr(training, "assistant_only_loss", False)
     whole = getattr(training, "completion_only_loss", None) is False
-    learned = (
-        ("messages", "completion", *["prompt"] * whole) if hasattr(training, "assistant_only_loss") else ()
-    )
+    chats = ("messages", "completion", *["prompt"] * whole)
+    learned = chats if hasattr(training, "assistant_only_loss") else ()
     left = 0 if "input_ids" in columns else sum(_count_left_out(rows, learned) for rows in data.values())
     if (not only and not left) or ("input_ids" in columns and "labels" in columns):
         return data
@@ -74,54 +76,34 @@ def labelled_rows(
         return data
     if speaking is None:
         what = f"turns marked not to be learned, and --chat_template_path {training.chat_template_path}, which adds tokens"
-        raise UsageError.of(
-            "the turns cannot be found", what, "a template without new tokens", "leave one of them out"
-        )
+        expected = "a template without new tokens"
+        raise UsageError.of("the turns cannot be found", what, expected, "leave one of them out")
     if {"image", "images"} & columns.keys():
         what = "--assistant_only_loss with pictures, and a chat template without {% generation %} markers"
         if left:
             what = f"pictures, and {plural(left, 'turn')} marked not to be learned"
         raise UsageError.of("the assistant's tokens cannot be found in this data", what, _MARKED, _FIX)
+    source = settings.script.dataset_name or "datasets"
+    label = partial(labelled_row, tokenizer=speaking, whole=whole, only=only, source=source)
     labelled = {}
     for name, rows in data.items():
-        taken = (
-            rows
-            if limit is None or not hasattr(rows, "select")
-            else rows.select(range(min(limit, len(rows))))
-        )
+        if limit is not None and hasattr(rows, "select"):
+            rows = rows.select(range(min(limit, len(rows))))
         arguments: dict[str, Any] = {"remove_columns": list(columns), "with_indices": True}
-        if hasattr(taken, "__len__"):
+        if hasattr(rows, "__len__"):
             arguments |= {"num_proc": training.dataset_num_proc, "desc": "Finding the assistant's tokens"}
-        labelled[name] = taken.map(
-            partial(
-                labelled_row,
-                tokenizer=speaking,
-                whole=whole,
-                only=only,
-                source=settings.script.dataset_name or "datasets",
-            ),
-            **arguments,
-        )
+        labelled[name] = rows.map(label, **arguments)
     return type(data)(labelled)
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
     """How many turns in the columns `names` are marked not to be learned; of a stream, in the first thousand rows."""
     features = getattr(rows, "features", None)
-    if features is None:
-        return _left_out_of(islice(rows, 1000), names)
-    held = [name for name in names if name in features and _may_hold_marks(features[name])]
-    return _left_out_of(rows.select_columns(held), held) if held else 0
-
-
-def _may_hold_marks(feature: Any) -> bool:
-    item = getattr(feature, "feature", None)
-    return item is not None and (not isinstance(item, Mapping) or not item.keys().isdisjoint(MARKS))
-
-
-def _left_out_of(rows: Any, names: Sequence[str]) -> int:
-    chats = (row[name] for row in rows for name in names if isinstance(row.get(name), list))
-    return sum(left_out(message) for chat in chats for message in chat)
+    if features is not None:
+        names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
+        rows = rows.select_columns(names) if names else ()
+    chats = (row[n] for row in islice(rows, 1000 if features is None else None) for n in names if n in row)
+    return sum(left_out(message) for chat in chats if isinstance(chat, list) for message in chat)
 
 
 @contextmanager
@@ -176,19 +158,14 @@ def _with_template(tokenizer: Any, path: str | None) -> Any:
     return speaking
 
 
-def _template(tokenizer: Any) -> str:
-    """The chat template of a tokenizer, or of a processor, which has no method for it."""
-    return str(
-        tokenizer.get_chat_template() if hasattr(tokenizer, "get_chat_template") else tokenizer.chat_template
-    )
-
-
 def trl_finds_tokens(tokenizer: Any) -> bool:
     """Whether the template has markers, or is one of those that TRL has a marked version of."""
     from trl import get_training_chat_template
     from trl.chat_template_utils import has_generation_markers
 
-    if has_generation_markers(_template(tokenizer)):
+    # A processor has no method for its template.
+    read = getattr(tokenizer, "get_chat_template", lambda: tokenizer.chat_template)
+    if has_generation_markers(str(read())):
         return True
     try:
         return get_training_chat_template(tokenizer) is not None
@@ -212,6 +189,8 @@ def labelled_row(
     Raises:
         DataError: the template does not keep the beginning of this conversation, or refuses it.
     """
+    from trl import prepare_multimodal_messages
+
     prompt = row.get("prompt") or []
     messages = row["messages"] if row.get("messages") is not None else [*prompt, *row["completion"]]
     tools = row.get("tools")
@@ -221,34 +200,34 @@ def labelled_row(
     }
 
     def render(part: Sequence[Message], prompting: bool) -> str:
-        turns = _for_processor(tokenizer, part)
+        turns: Any = [dict(message) for message in part]
+        if hasattr(tokenizer, "tokenizer"):
+            turns = prepare_multimodal_messages(turns)
         return str(
             render_chat(tokenizer, turns, tokenize=False, add_generation_prompt=prompting, **arguments)
         )
 
+    place = f"{source and source + ', '}row {index + 1}"
     try:
         spans_of = assistant_spans if only else other_spans
         text, spans = spans_of(render, messages, 0 if whole else len(prompt))
     except (TemplateError, ValueError) as error:
-        problem = Problem(
-            f"{source and source + ', '}row {index + 1}: {' '.join(str(error).split())}", _KEPT, _ROW_FIX
-        )
         what = "--assistant_only_loss: the assistant's tokens" if only else "the turns that are not learned"
-        raise DataError(f"{what} cannot be found", [problem]) from error
+        given = f"{place}: {' '.join(str(error).split())}"
+        raise DataError.of(f"{what} cannot be found", given, _KEPT, _ROW_FIX) from error
     words = getattr(tokenizer, "tokenizer", tokenizer)
     encoded = words(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
-    learned = [
-        any(start < last and end > first for first, last in spans) for start, end in encoded["offset_mapping"]
-    ]
+    places = encoded["offset_mapping"]
+    learned = [any(start < last and end > first for first, last in spans) for start, end in places]
     if not any(learned):
-        what = f"{source and source + ', '}row {index + 1}: no turn that is learned, by its marks"
-        fix = "mark one with 1 or true, or remove the example"
-        raise DataError("nothing of a row is learned", [Problem(what, "at least one turn", fix)])
-    return {
-        "input_ids": ids,
-        "labels": [token if mask else -100 for token, mask in zip(ids, learned, strict=True)],
-    }
+        what, fix = (
+            f"{place}: no turn that is learned, by its marks",
+            "mark one with 1 or true, or remove the example",
+        )
+        raise DataError.of("nothing of a row is learned", what, "at least one turn", fix)
+    labels = [token if mask else -100 for token, mask in zip(ids, learned, strict=True)]
+    return {"input_ids": ids, "labels": labels}
 
 
 _KEPT = "a chat template that writes the beginning of a conversation the same, whatever follows"
@@ -258,23 +237,13 @@ _ROW_FIX = (
 )
 
 
-def _for_processor(tokenizer: Any, messages: Sequence[Message]) -> Any:
-    if not hasattr(tokenizer, "tokenizer"):
-        return list(messages)
-    from trl import prepare_multimodal_messages
-
-    return prepare_multimodal_messages([dict(message) for message in messages])
-
-
-def assistant_spans(
-    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], first: int = 0
-) -> tuple[str, list[Span]]:
+def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
     """The text of a conversation, and where in it the assistant speaks: [start, end) in characters.
 
     A turn begins where the template's prompt for an answer ends, and ends with the turn as the template closes it.
 
     Args:
-        render: (messages, whether the prompt for an answer is added) -> text.
+        render: of the chat template.
         messages: the conversation.
         first: the first message that counts.
 
@@ -286,23 +255,18 @@ def assistant_spans(
     return text, [_span(render, messages, at, text) for at in spoken if not left_out(messages[at])]
 
 
-def other_spans(
-    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], first: int = 0
-) -> tuple[str, list[Span]]:
+def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
     """As `assistant_spans`: everything from the message `first` on, but for turns that are marked not to be learned."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
-    for start, end in [
-        _span(render, messages, n, text) for n in range(first, len(messages)) if left_out(messages[n])
-    ]:
+    left = [n for n in range(first, len(messages)) if left_out(messages[n])]
+    for start, end in [_span(render, messages, n, text) for n in left]:
         spans.append((at, start))
         at = end
     return text, [*spans, (at, len(text))]
 
 
-def _span(
-    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], at: int, text: str
-) -> Span:
+def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
     """Where a turn is in the text: the assistant's begins behind the prompt for an answer, any other behind the turn before."""
     end = len(text) if at + 1 == len(messages) else _kept(text, render(messages[: at + 1], False), at)
     if messages[at]["role"] == "assistant":
@@ -318,9 +282,7 @@ def _kept(text: str, beginning: str, at: int) -> int:
     return len(beginning)
 
 
-def _start(
-    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], at: int, text: str
-) -> int:
+def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> int:
     if at == 0:
         return _after_first_prompt(render, text)
     prompt = render(messages[:at], True)
@@ -328,13 +290,11 @@ def _start(
         return len(prompt)
     # DeepSeek-R1's prompt for an answer ends with "<think>", which the template leaves out of answers that it has.
     before = _kept(text, render(messages[:at], False), at - 1)
-    same = next(
-        (n for n, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1]), len(prompt)
-    )
-    return max(before, same)
+    pairs = enumerate(zip(prompt, text, strict=False))
+    return max(before, next((at for at, (a, b) in pairs if a != b), len(prompt)))
 
 
-def _after_first_prompt(render: Callable[[Sequence[Message], bool], str], text: str) -> int:
+def _after_first_prompt(render: Render, text: str) -> int:
     """Where the first message begins, if it is the assistant's: no template renders the nothing before it."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)

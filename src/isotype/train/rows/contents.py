@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from jinja2 import TemplateError
@@ -10,8 +10,8 @@ from jinja2 import TemplateError
 from isotype.compat.templates import ERRORS, render_chat
 from isotype.core.errors import Problem, one_line
 from isotype.core.names import listed
+from isotype.data.cells import CHATS
 from isotype.data.locate import data_error
-from isotype.data.roles import CHATS
 from isotype.train.options.settings import Settings
 
 _TRIED = 64
@@ -22,24 +22,23 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
     """The splits with content in text parts joined by line breaks, where the chat template writes text alone."""
     if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
         return data
-    chats = {name: _chats_in_parts(rows) for name, rows in data.items()}
+    chats = {}  # columns of chats whose content may be parts, by their types; for a stream without types, all
+    for name, rows in data.items():
+        if (features := getattr(rows, "features", None)) is None:
+            chats[name] = sorted(CHATS & next(iter(rows), {}).keys())
+        else:
+            chats[name] = lists_in(features, CHATS, lambda turn: hasattr(turn.get("content"), "feature"))
     if not any(chats.values()) or _takes_parts(tokenizer):
         return data
     say("content in several text parts is joined by line breaks: the chat template writes text alone")
     return type(data)({name: _joined(rows, chats[name]) for name, rows in data.items()})
 
 
-def _chats_in_parts(rows: Any) -> list[str]:
-    """Columns of chats whose content may be parts, by their types; for a stream without types, all."""
-    features = getattr(rows, "features", None)
-    if features is None:
-        return sorted(CHATS & next(iter(rows), {}).keys())
-    return [name for name in features if name in CHATS and _may_be_parts(features[name])]
-
-
-def _may_be_parts(feature: Any) -> bool:
-    item = getattr(feature, "feature", None)
-    return item is not None and (not isinstance(item, Mapping) or hasattr(item.get("content"), "feature"))
+def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
+    """The columns among `names` that are lists of objects whose types are `wanted`, or are not known."""
+    items = {name: getattr(features[name], "feature", None) for name in features if name in names}
+    known = {name: item for name, item in items.items() if item is not None}
+    return [name for name, item in known.items() if not isinstance(item, Mapping) or wanted(item)]
 
 
 def _takes_parts(tokenizer: Any) -> bool:
@@ -83,9 +82,7 @@ def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
     Raises:
         DataError: it does not.
     """
-    problems = [
-        problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
-    ]
+    problems = [each for name, rows in data.items() for each in _problems(settings, tokenizer, name, rows)]
     if problems:
         raise data_error(settings.script.dataset_name or "datasets", problems)
 
@@ -98,9 +95,8 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
         what = (
             f"{split}: pictures in the column {listed(map(repr, columns))}, and a model that takes text alone"
         )
-        yield Problem(
-            what, "a model with a processor of pictures", "give such a model, or leave the column out"
-        )
+        expected = "a model with a processor of pictures"
+        yield Problem(what, expected, "give such a model, or leave the column out")
         return
     limit, token = getattr(settings.training, "max_length", None), getattr(tokenizer, "image_token_id", None)
     if not hasattr(rows, "__len__"):
@@ -122,9 +118,7 @@ def _places(processor: Any, row: Mapping[str, Any], token: int | None) -> tuple[
     """(tokens of a row, the number of the last one that is a picture's; 0 without any)."""
     from trl import prepare_multimodal_messages
 
-    pictures = (
-        row["images"] if row.get("images") is not None else [each for each in (row.get("image"),) if each]
-    )
+    pictures = row["images"] if row.get("images") is not None else list(filter(None, [row.get("image")]))
     turns = row.get("messages") or row.get("prompt") or row.get("text")
     if isinstance(turns, list):
         turns = prepare_multimodal_messages([dict(turn) for turn in turns], images=pictures)

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def training_data(settings: Settings, say: Callable[[str], object]) -> DatasetDict | IterableDatasetDict:
-    """The data of a training command, as its arguments name it, before rows are held back.
-
-    Args:
-        settings: of the command.
-        say: takes each line about the data that the user should read.
+    """The data of a training command, before rows are held back; `say` takes each line that the user should read.
 
     Raises:
         DataError: as `isotype.data.load.load_training_data`.
@@ -45,24 +41,14 @@ def training_data(settings: Settings, say: Callable[[str], object]) -> DatasetDi
 def training_data_here(
     settings: Settings, say: Callable[[str], object]
 ) -> DatasetDict | IterableDatasetDict | None:
-    """The data of a training command, if it lies on this machine; None where none is named or it is the hub's.
-
-    Args:
-        settings: of the command.
-        say: takes each line about the data that the user should read.
-
-    Raises:
-        DataError: as `isotype.data.load.load_training_data`.
-    """
+    """`training_data`, if it lies on this machine; None where none is named or it is the hub's."""
     script, mixture = settings.script, settings.dataset
     if mixture is not None and mixture.datasets:
-        remote = [e for e in mixture.datasets if e.data_files or e.data_dir or find_local(e.path) is None]
-        return None if remote else training_data(settings, say)
-    if not script.dataset_name:
-        return None
-    if find_local(script.dataset_name, test_split=script.dataset_test_split) is None:
-        return None
-    return training_data(settings, say)
+        here = all(not e.data_files and not e.data_dir and find_local(e.path) for e in mixture.datasets)
+    else:
+        name = script.dataset_name
+        here = bool(name and find_local(name, test_split=script.dataset_test_split))
+    return training_data(settings, say) if here else None
 
 
 def hold_back(settings: Settings, data: Any) -> Any:
@@ -78,11 +64,9 @@ def hold_back(settings: Settings, data: Any) -> Any:
     countable = hasattr(rows, "train_test_split")
     held = int(share) if share >= 1 else math.ceil(share * len(rows)) if countable else 0
     if not countable or not 0 < held < len(rows):
-        expected = (
-            f"a share below 1, or fewer rows than the {len(rows):,} there are"
-            if countable
-            else "no --dataset_streaming"
-        )
+        expected = "no --dataset_streaming"
+        if countable:
+            expected = f"a share below 1, or fewer rows than the {len(rows):,} there are"
         fix = "--eval_split 0.05 holds back a twentieth"
         raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
     parts = rows.train_test_split(test_size=held, seed=training.seed)

@@ -96,9 +96,8 @@ def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
 def show_data(console: Console, summary: DataSummary | None, example: list[tuple[bool, str]] | None) -> None:
     """Rows, tokens, padding, and the example; what is cut is a note of its own."""
     if summary is not None:
-        console.print(
-            wrapped("\n".join(_sentences(summary)), console), highlight=False, markup=False, soft_wrap=True
-        )
+        text = wrapped("\n".join(_sentences(summary)), console)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     if example:
         table = Table(box=None, show_header=False, pad_edge=False, title="first example", title_justify="left", title_style="bold")  # fmt: skip
         table.add_column(style="dim", no_wrap=True)
@@ -116,11 +115,8 @@ def _sentences(data: DataSummary) -> list[str]:
     ]
     if data.lengths is not None:
         middle, long, longest = data.lengths
-        padding = (
-            ""
-            if data.padding_share is None
-            else f"; {format_share(data.padding_share)} of a batch is padding"
-        )
+        share = data.padding_share
+        padding = "" if share is None else f"; {format_share(share)} of a batch is padding"
         lines.append(f"tokens a row: {middle:,} (50 %), {long:,} (90 %), {longest:,} (99 %){padding}")
     return lines
 

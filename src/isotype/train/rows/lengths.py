@@ -132,9 +132,8 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> tuple[int, int] |
 
 def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bool:
     text, bos = row.get("prompt", row.get(text_field)), getattr(tokenizer, "bos_token", None)
-    if not bos or not isinstance(text, str) or not text.startswith(bos) or row.get("input_ids") is not None:
-        return False
-    return bool(tokenizer(text[: len(bos)])["input_ids"][:2] == [tokenizer.bos_token_id] * 2)
+    begins = bos and isinstance(text, str) and text.startswith(bos) and row.get("input_ids") is None
+    return bool(begins and tokenizer(bos)["input_ids"][:2] == [tokenizer.bos_token_id] * 2)
 
 
 def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:

@@ -35,9 +35,8 @@ class Rows:
             batch: dict[str, Any] = self.padded([each for row in examples for each in _documents(row)])
             return batch
         batch = replace(self.padded, return_position_ids=True)(examples)
-        first: torch.Tensor = (
-            batch["position_ids"] == 0
-        )  # of a document, which nothing before it predicts; and padding
+        # Of a document, which nothing before it predicts; and padding.
+        first: torch.Tensor = batch["position_ids"] == 0
         return {**batch, "labels": batch["labels"].masked_fill(first, -100)}
 
 

@@ -1,24 +1,92 @@
-"""The rows that a training has held back, found again by what lies beside its adapter."""
+"""Rows of a data set that something is measured on: for `isotype quality`, and for what a merge keeps, those of its training."""
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from transformers.trainer_utils import IntervalStrategy
 
+from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
-from isotype.core.errors import DataError, IsotypeError, first_line
+from isotype.core.errors import CheckpointError, DataError, IsotypeError, first_line
+from isotype.data.load import load_training_data
 from isotype.data.methods import METHODS
-from isotype.ranges.batches import Rows
+from isotype.ranges.batches import Rows, positions
 from isotype.report.run.record import JSON_NAME, RunRecord, from_json
+from isotype.train.models import tokenizer_here
 from isotype.train.options.settings import Settings, parse_settings
 from isotype.train.rows.data import hold_back, training_data
-from isotype.train.rows.lengths import ids_of_row
-from isotype.train.rows.quality import spread
+from isotype.train.rows.lengths import ids_of_row, refused_row
+
+_LENGTH = 128
+"""Tokens of a row that are taken at most: more rows say more."""
+
+
+def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
+    """About `tokens` tokens of a data set's rows, from all over it, each cut to 128 or the model's positions, as one batch that is padded on the right.
+
+    Args:
+        model: whose tokenizer and chat template are taken.
+        name: of the data set, as `--dataset_name`.
+        tokens: how many in all.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        CheckpointError: the model has no tokenizer here.
+        DataError: the data set cannot be read.
+    """
+    _, tokenizer = tokenizer_here(model, revision)
+    if tokenizer is None:
+        what = f"{model} without a tokenizer on this machine"
+        expected, fix = (
+            "the tokenizer that its rows are read by",
+            "download the model first, or leave --data out",
+        )
+        raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    length = min(_LENGTH, positions(blank_model(config_of(open_model(model, revision)))) or _LENGTH)
+    script = SimpleNamespace(
+        dataset_name=name,
+        dataset_config=None,
+        dataset_train_split="train",
+        dataset_test_split="test",
+        dataset_streaming=False,
+    )
+    data = load_training_data(script, None, "sft", need_test=False, lines=True, say=lambda line: None)
+    rows = data["train"]
+    texts: list[list[int]] = []
+    for at in spread(len(rows)):
+        if sum(map(len, texts)) >= tokens:
+            break
+        try:
+            texts.append(ids_of_row(words, rows[at])[:length])
+        except TemplateError as error:
+            raise refused_row(name, at, error) from error
+    longest = max(map(len, texts))
+    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = torch.tensor(text)
+        mask[row, : len(text)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def spread(count: int) -> Iterator[int]:
+    """The numbers below `count` in an order whose every beginning is spread over all of them."""
+    strides = range(max(1, round(count * 0.618)), count + 2)
+    stride = next(each for each in strides if math.gcd(each, count) == 1)
+    return (turn * stride % count for turn in range(count))
+
+
+# ------------------------------------------------------------------------------------------------------ of a training
 
 _MOST = 64
 """Rows that are taken at most."""
@@ -57,14 +125,12 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
             break
     if not texts:
         return None, None
-    then = record.data
-    held = settings.extra.eval_split is not None and then is not None
-    counted = then.held_back if held and split != settings.script.dataset_train_split else None  # type: ignore[union-attr]
-    changed = f"; {counted:,} then" if counted not in (None, len(rows)) else ""
-    kind = "rows that were trained on" if split == settings.script.dataset_train_split else "held-back rows"
-    return Rows(
-        tuple(texts), f"{kind} of {settings.script.dataset_name or 'its data'} ({len(rows):,}{changed})"
-    ), None
+    trained = split == settings.script.dataset_train_split
+    held = record.data if settings.extra.eval_split is not None and not trained else None
+    changed = f"; {held.held_back:,} then" if held is not None and held.held_back != len(rows) else ""
+    kind = "rows that were trained on" if trained else "held-back rows"
+    source = f"{kind} of {settings.script.dataset_name or 'its data'} ({len(rows):,}{changed})"
+    return Rows(tuple(texts), source), None
 
 
 def _settings(record: RunRecord, folder: Path) -> Settings:
