@@ -173,7 +173,7 @@ def quantization_options(config: Any) -> Mapping[str, Any]:
 
 
 def quantization_of(config: Any) -> QuantizationFacts | None:
-    """What a transformers config says about the quantization its checkpoint is saved in; None for none."""
+    """The quantization that a checkpoint is saved in, by its transformers config; None for none."""
     options = quantization_options(config)
     if not options:
         return None

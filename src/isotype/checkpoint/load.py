@@ -173,7 +173,7 @@ def _class(
 
 
 def _quantized(source: object, files: Sequence[str] | None) -> bool:
-    """Whether the values of weights have to be computed, which transformers is not asked to do."""
+    """True if the values of weights have to be computed, which transformers is not asked to do."""
     held = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
     headers = _headers_of(source, held) if held else None
     stored = stored_tensors(headers.tensors, headers.quantization) if headers else ()

@@ -38,7 +38,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     )
     for other in others.split()
 }
-"""What people call an argument in other libraries, or for short -> its name."""
+"""Names of arguments in other libraries, or short ones -> ours."""
 _KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "True or False", "Path": "a path"}
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 

@@ -25,7 +25,7 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.gate_up_proj",
 def pattern_problems(
     patterns: Mapping[str, Iterable[str]], names: Collection[str] = _NAMES
 ) -> Iterator[Problem]:
-    """What is wrong with regular expressions: those that are none, and those that do not end on names like a model's.
+    """Problems of regular expressions: those that are none, and those that do not end on names like a model's.
 
     Args:
         patterns: where they stand, as a problem is to name it -> the expressions.

@@ -14,7 +14,7 @@ _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 
 def check_surroundings() -> None:
-    """Whether the working directory is there, and the variables that a launcher sets are numbers that fit each other.
+    """Refuse a working directory that is gone, and variables of a launcher that are no numbers or do not fit each other.
 
     Raises:
         UsageError: with every problem.

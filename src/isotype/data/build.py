@@ -298,7 +298,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
 
 
 def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Counter[tuple[str, str]]:
-    """What nothing reads: columns by all rows, keys of messages as they were counted."""
+    """Columns that nothing reads, by all rows, and keys of messages, as they were counted."""
     method = METHODS[job.method]
     unread = () if method.loss == "policy" else (name for name in rest if name not in method.optional)
     columns = {name for where, name in result.keys if where == "row"}.union(unread)

@@ -57,7 +57,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """How a list of {role, content} messages, or of other objects that `judge` knows, is wrong."""
+    """The fault of a list of {role, content} messages, or of other objects that `judge` knows; None for a sound one."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -69,7 +69,7 @@ def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_
 
 
 def conversation_fault(value: object) -> str | None:
-    """How a list of {from, value} messages is wrong."""
+    """The fault of a list of {from, value} messages; None for a sound one."""
 
     def judge(message: Row) -> str | None:
         lacking = next((key for key in ("from", "value") if not isinstance(message.get(key), str)), None)

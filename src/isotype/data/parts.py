@@ -1,4 +1,4 @@
-"""What messages hold besides text by a role: parts of content, pictures, marks that say whether a turn is learned."""
+"""Messages beside their text and role: parts of content, pictures, marks that say whether a turn is learned."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _PAYLOADS = ("image", "image_url", "url", "path", "base64")
 
 
 def left_out(message: Mapping[str, Any]) -> bool:
-    """Whether a message is marked not to be learned."""
+    """True if a message is marked not to be learned."""
     return any(message.get(key) in _NO for key in LEARNED_MARKS) or any(
         message.get(key) in _YES for key in _LEFT_OUT_MARKS
     )
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, pictures: int | None) -> Iterator[Problem]:
-    """What is wrong with the marks, parts and pictures of a row's messages.
+    """Problems of the marks, parts and pictures of a row's messages.
 
     Args:
         row: whose chats are lists of messages with a role, or text.
@@ -108,7 +108,7 @@ def _part_problem(column: str, part: Mapping[str, Any]) -> Problem | None:
 
 
 def picture_problem(value: Any) -> Problem | None:
-    """What is wrong with a picture that is named by its path, or written in base64; None for one that can be read."""
+    """The problem of a picture that is named by its path, or written in base64; None for one that can be read."""
     if isinstance(value, str):
         return None if value.startswith(("http://", "https://")) else _unreadable(value)
     read = isinstance(value, dict)

@@ -27,12 +27,12 @@ from isotype.model.heads import TRAINED_WHOLE, task_of
 from isotype.model.walk import is_tuner_layer, places
 
 _UNABLE = ("use_dora", "lora_dropout", "lora_bias")
-"""What PEFT cannot do to a parameter, which has no activation to drop out, no output to scale and no bias (`ParamWrapper`)."""
+"""Settings that PEFT has for no parameter: it has no activation to drop out, no output to scale and no bias (`ParamWrapper`)."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What was decided about a config's targets.
+    """The decision about a config's targets.
 
     Attributes:
         wide: whether it asks for all linear layers.
@@ -97,7 +97,7 @@ _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """What has adapters and what has none, with numbers, where that is not all that the config asked for."""
+    """A sentence with the weights that have adapters and those that have none, where that is not all that the config asked for."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
@@ -167,7 +167,7 @@ def _kind(base: Any, name: str, module: Any, own: str, value: Any) -> str | None
 
 
 def _routes(base: Any, name: str) -> bool:
-    """Whether a layer chooses among experts: by the names of it and of what is around it, or by one output an expert."""
+    """True if a layer chooses among experts: by the names of it and of what is around it, or by one output an expert."""
     parts = name.split(".")
     around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]

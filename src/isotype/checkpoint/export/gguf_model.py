@@ -283,7 +283,7 @@ PROGRAM = "llama-quantize"
 
 
 def require_program(kind: str, adapter: Path, output: Path) -> None:
-    """Whether `kind` can be written here.
+    """Refuse a `kind` that cannot be written here.
 
     Raises:
         UsageError: it takes llama.cpp's program, which is not on the PATH.

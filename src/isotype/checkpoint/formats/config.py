@@ -116,7 +116,7 @@ def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) 
 
 
 def _generation_problems(directory: Path) -> Iterator[Problem]:
-    """What is wrong with generation_config.json, which is read with the weights."""
+    """Problems of generation_config.json, which is read with the weights."""
     from transformers import GenerationConfig
 
     path = directory / "generation_config.json"

@@ -211,7 +211,7 @@ def _tensors(
 
 @functools.cache
 def unpackable(kind: str) -> bool:
-    """Whether the library gguf has the values of blocks of this type; it lacks some that llama.cpp has."""
+    """True if the library gguf has the values of blocks of this type; it lacks some that llama.cpp has."""
     import numpy
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize

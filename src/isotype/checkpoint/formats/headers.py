@@ -87,9 +87,9 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
 
 
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
-    """What config.json, or modelopt's hf_quant_config.json, says of the quantization of weights in a directory or file.
+    """The quantization of weights in a directory or file, by config.json or modelopt's hf_quant_config.json.
 
-    Empty if it says none. A model that was cast to float8 as a whole has the method `cast`.
+    Empty if neither names one. A model that was cast to float8 as a whole has the method `cast`.
 
     Raises:
         CheckpointError: config.json is damaged, or its quantization_config is no object.

@@ -198,7 +198,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a surplus tensor is known to mean nothing: by its name, or as a buffer that the model computes."""
+    """True if a surplus tensor is known to mean nothing: by its name, or as a buffer that the model computes."""
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()
@@ -227,7 +227,7 @@ def _unused(
 
 
 def _extends(model: Any, name: str) -> bool:
-    """Whether a tensor would be one more of a module that the model has: of a list, or directly in it."""
+    """True if a tensor would be one more of a module that the model has: of a list, or directly in it."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]
@@ -240,7 +240,7 @@ def _extends(model: Any, name: str) -> bool:
 
 
 def _unread(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[tuple[StoredTensor, Problem]]:
-    """What the values of the model's tensors cannot be computed from."""
+    """Tensors of the checkpoint from which no values of the model can be computed, with the problem of each."""
     for source in {id(source): source for source in weights.sources.values()}.values():
         value = state.get(source.target)
         real = value is not None and value.is_floating_point()
@@ -279,7 +279,7 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
 
 
 def _unread_problems(match: Match) -> Iterator[Problem]:
-    """One for each reason: what quantized them did so with many."""
+    """One problem for each reason: a quantizer treats many tensors alike."""
 
     def reason(unread: tuple[StoredTensor, Problem]) -> tuple[str, str]:
         tensor, problem = unread

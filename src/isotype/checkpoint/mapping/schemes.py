@@ -93,7 +93,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """What config.json says of one weight: how its scales may be laid out (each with rows and columns of a block, 0 for all),
+    """The settings of config.json for one weight: how its scales may be laid out (each with rows and columns of a block, 0 for all),
     the kinds that it may be, bits of a code, whether there need be no zero points, whether scales may be exponents of two."""
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]

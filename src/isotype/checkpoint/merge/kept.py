@@ -1,4 +1,4 @@
-"""What a merged model keeps of what its adapter has learned: computed in float32, block by block.
+"""The part of an adapter's learning that a merged model keeps: computed in float32, block by block.
 
 With p the distributions of the next token of the trained model, which is the adapter on the base that it was trained on:
 
@@ -53,7 +53,7 @@ def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
 
 @dataclass
 class Learned:
-    """What a trained model computes on some texts, and the base that it was trained on.
+    """The outputs of a trained model on some texts, beside those of the base that it was trained on.
 
     Attributes:
         rows: the texts.
@@ -104,7 +104,7 @@ class Learned:
             yield from zip(group, logits, strict=True)
 
     def kept(self, model: Any) -> LogitsDifference:
-        """What another model keeps."""
+        """Compare another model with the trained one."""
         logits, loss = self.run(model)
         largest, nats, tokens = self.difference(logits)
         losses = None if self.losses is None or loss is None else (*self.losses, loss)

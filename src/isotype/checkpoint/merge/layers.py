@@ -44,7 +44,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """What a merged parameter, stored so, loses, or has lost in the model that was written."""
+        """The loss of a merged parameter by rounding, or in the model that was written."""
         if self.written is None:
             stored = unbiased(name, merged, self.wanted(name)) if stored is None else stored
             return rounding_loss(name, before, merged, self.wanted(name), stored)

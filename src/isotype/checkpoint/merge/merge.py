@@ -253,7 +253,7 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
-    """What the adapter on the base it was trained on computes, the tokenizer, why that is not known, and that base's policy.
+    """(outputs of the adapter on the base it was trained on, the tokenizer, why these are not known, that base's policy).
 
     Args:
         adapter: that is merged.

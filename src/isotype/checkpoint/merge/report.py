@@ -13,7 +13,7 @@ import torch
 from isotype.core.dtypes import GGUF_TYPES, dtype_name
 
 ENOUGH = 0.98
-"""What a merged model has to keep of what was learned."""
+"""The part of what was learned that a merged model has to keep."""
 
 VANISHED_LIMIT = 0.99
 """Share of the changed entries that may have the base's codes before the report says that it is the base."""
@@ -177,7 +177,7 @@ class MergeReport:
 
     @property
     def coded(self) -> bool:
-        """Whether weights are stored in codes of blocks or rows."""
+        """True if weights are stored in codes of blocks or rows."""
         return self.stored is not None and self.stored not in ("f32", "f16", "bf16")
 
     def _unmeasured(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a model's chat template and processor take of rows: text or parts, pictures and where they end."""
+"""Contents that a model's chat template and processor take: text or parts, pictures and where they end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Whether the model sees, and whether `max_length` leaves pictures whole, by up to 64 rows of each split.
+    """Refuse pictures where the model takes none or `max_length` cuts one, by up to 64 rows of each split.
 
     Raises:
         DataError: it does not.

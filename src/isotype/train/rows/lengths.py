@@ -39,7 +39,7 @@ class Lengths:
         return max(self.tokens)
 
     def begun_twice(self) -> str | None:
-        """What to say of rows that begin with the token that the tokenizer puts before them, too; None if none does."""
+        """A sentence about rows that begin with the token that the tokenizer puts before them, too; None if none does."""
         if not self.doubled:
             return None
         rows = f"{self.doubled:,} of {len(self.tokens):,} rows"
@@ -92,7 +92,7 @@ def lengths_of(
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
-    """What is said where a chat template fails on the row `at`."""
+    """The error of a chat template that fails on the row `at`."""
     place = f"{source}, row {at + 1}" if source else f"row {at + 1}"
     row, expected = f"{place}: {one_line(error)}", "turns that the template can write"
     fix = "change the row, or give another template with --chat_template_path"
