@@ -22,7 +22,8 @@ from isotype.lora.loss.trl_head import may_go_by_lengths
 from isotype.lora.unpadded import mixes_documents
 from isotype.precision.devices.profile import device_profile
 from isotype.train.options.settings import parse_settings
-from isotype.train.rows.lengths import Lengths, packed_rows
+from isotype.train.preflight.step import MIXED
+from isotype.train.rows.lengths import Lengths, one_a_row, packed_rows
 from isotype.train.rows.packed import Rows, keep_rows
 from isotype.train.training import run as train
 from tests.models import tiny_model
@@ -109,8 +110,39 @@ def test_rows_are_foreseen_as_trl_packs_them(limit: int) -> None:
     tokens = tuple((7 * i) % 31 + 1 for i in range(60))
     packed = pack_dataset(Dataset.from_dict({"input_ids": [[1] * length for length in tokens]}), limit, "bfd")
     lengths = [len(row) for row in packed["input_ids"]]
-    assert packed_rows(Lengths(tokens, 60), limit) == (len(lengths), max(lengths))
+    rows = packed_rows(Lengths(tokens, 60), limit)
+    assert rows is not None
+    assert sorted(map(sum, rows)) == sorted(lengths)
+    assert sorted(length for row in rows for length in row) == sorted(min(length, limit) for length in tokens)
     assert packed_rows(Lengths(tokens, 61), limit) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "batch"),
+    [
+        ((6, 4, 6, 4), 2, (4, 6)),  # two rows of two
+        ((10, 2, 2, 2, 2, 2), 1, (5, 2)),  # all five cost as much as the long one alone, and come first
+        ((10, 2, 2, 2, 2, 2), 2, (6, 10)),  # the long one with the five
+    ],
+)
+def test_documents_of_packed_rows_have_rows_of_their_own(
+    tokens: tuple[int, ...], rows: int, batch: tuple[int, int]
+) -> None:
+    assert one_a_row(Lengths(tokens, len(tokens)), 10, rows) == batch
+    assert one_a_row(None, 10, rows) == (rows, 10)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba", "gpt-oss", "llama", "gemma2"])
+def test_a_check_knows_whose_documents_would_see_each_other(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model(name) if name in ("llama", "gemma2") else _model(name)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    main(
+        f"check sft --model_name_or_path {tmp_path} --packing True --max_length 16 --device cpu --dtype float32 --json".split()
+    )
+    assert (MIXED in json.loads(capsys.readouterr().out)["not_traced"]) == (name in MIXING)
 
 
 def _activations(folder: Path, rows: int, capsys: pytest.CaptureFixture[str]) -> int:

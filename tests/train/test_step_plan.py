@@ -101,12 +101,21 @@ def test_gathered_weights_may_be_kept():
     assert not plan(*argv, '{"reshard_after_forward": false}').reshard
 
 
+@pytest.mark.parametrize(
+    ("method", "drops"), [("sft", True), ("dpo", False), ("kto", False), ("reward", False)]
+)
+def test_dropout_is_off_where_trl_switches_it_off(method: str, drops: bool):
+    assert plan(method, "--model_name_or_path", "m").dropout == drops
+    assert plan(
+        method, "--model_name_or_path", "m", *(() if drops else ("--disable_dropout", "False"))
+    ).dropout
+
+
 def test_what_is_not_traced_as_asked_is_said():
     found = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True")
     assert found.attention is None
     assert found.notes == (
         "flash_attention_2 is traced as scaled_dot_product_attention, whose dtypes are wider",
-        "packed rows are traced as rows of their full length; a model whose documents would see each other trains on padded rows of one each",
     )
 
 

@@ -63,6 +63,20 @@ def has_own_adapters(model: Any) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def has_states(model: Any) -> bool:
+    """Whether what a model knows of earlier tokens passes through a state, which no mask keeps apart."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return bool(getattr(base, "_is_stateful", False))
+
+
+def documents_told_at() -> frozenset[str]:
+    """The lines, as `file:line`, at which attention masks tell documents of one row apart by their positions."""
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    code = find_packed_sequence_indices.__code__
+    return frozenset(f"{code.co_filename}:{line}" for *_, line in code.co_lines() if line is not None)
+
+
 def may_be_missing(model: Any) -> Iterable[str]:
     """Patterns of tensors that a checkpoint of the model may lack."""
     return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()

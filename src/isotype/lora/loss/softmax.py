@@ -48,10 +48,10 @@ def softmax(
     torch.sub(own_z, log_total, out=outputs["log_probs"])
     torch.add(top[:, 0], log_total, out=outputs["logsumexp"])
     if "entropy" in outputs:
-        weighted = torch.linalg.vecdot(e, z) + own_e * own_z
+        weighted = z.mul_(e).sum(-1) + own_e * own_z  # `other` is there: e is not z
         torch.sub(log_total, weighted / (others + own_e), out=outputs["entropy"])
     if "log_sum_sq_probs" in outputs:
-        squares = torch.linalg.vecdot(e, e) + own_e.square()
+        squares = torch.mul(e, e, out=None if e is z else z).sum(-1) + own_e.square()
         torch.sub(squares.log(), log_total, alpha=2, out=outputs["log_sum_sq_probs"])
     if not ahead:
         return None

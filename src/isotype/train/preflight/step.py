@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 import transformers
 
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
+from isotype.compat.transformers import documents_told_at, has_states
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError
 from isotype.core.units import format_bytes
@@ -40,11 +42,16 @@ from isotype.train.preflight.fit import fitting
 from isotype.train.preflight.step_plan import DEFAULT_LENGTH, StepPlan, training_plan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose
-from isotype.train.rows.lengths import Lengths
+from isotype.train.rows.lengths import Lengths, one_a_row
 from isotype.train.run import Run
 
 SAVED_AS = "gradient_checkpointing"
 """Name of the choice in `RUN_FILE`."""
+
+MIXED = "documents are traced in padded rows of one each: in one packed row they would see each other"
+
+_TRIAL = 32
+"""Tokens of the two documents that a model's attention is asked to tell apart."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Of one value: 4 bits, and 8 for the scale of 32 (OCP MX specification 1.0, 5.2)."""
@@ -101,12 +108,33 @@ class PlannedStep:
             self._models[key] = model, _fuse(plan, model)
         return self._models[key]
 
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether documents of one packed row would see each other, so that the training gives each a row of its own.
+
+        A training runs its model to see it; without weights the attention's masks are asked for the documents.
+        """
+        plan, (model, _) = self.plan, self.model(None)
+        if not plan.packed or _by_lengths(plan, model):
+            return False
+        inputs = _inputs(replace(plan, rows=1), _TRIAL, model)
+        step = StepRequest(model, inputs, self.policy, plan.device, phases=("forward",))
+        told = {call.source for call in trace_of(step).calls} & documents_told_at()
+        return not told or has_states(model)
+
+    def _batch(self, rows: int, tokens: int) -> tuple[StepPlan, int]:
+        """The plan with the rows of a batch, and the tokens of each."""
+        if not self.mixed:
+            return replace(self.plan, rows=rows), tokens
+        rows, tokens = one_a_row(self.plan.lengths, tokens, rows)
+        return replace(self.plan, rows=rows, packed=False), tokens
+
     def request(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> StepRequest:
         """The step with so many rows of so many tokens."""
         plan, (model, _) = self.plan, self.model(arguments)
         return StepRequest(
             model,
-            _inputs(replace(plan, rows=rows), model, tokens),
+            _inputs(*self._batch(rows, tokens), model),
             self.policy,
             plan.device,
             autocast=self.policy.autocast or False,
@@ -132,7 +160,7 @@ class PlannedStep:
         if tokens < row_length(plan, self.config):  # rows are cut, and those that are evaluated with them
             length = min(length, tokens)
         length = row_length(replace(plan, length=length), self.config)
-        return _inputs(replace(plan, rows=plan.evaluation or rows), model, length)
+        return _inputs(*self._batch(plan.evaluation or rows, length), model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
         """The report on it; a trace that the choice has made already is not made again."""
@@ -219,6 +247,7 @@ def check_plan(plan: StepPlan, command: Sequence[str], phases: Sequence[str]) ->
             *report.trace.notes,
             *plan.notes,
             *_notes(plan, model, length),
+            *((MIXED,) if step.mixed else ()),
             *fusion,
             *_chosen(chosen, step),
         ),
@@ -252,6 +281,9 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     if some:
         fold(model)
     model.train()
+    for module in () if plan.dropout else model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0
     if method.fused_head:
         put_head(model)
     return model
@@ -278,7 +310,7 @@ def row_length(plan: StepPlan, config: Any) -> int:
     return wanted if positions is None else min(wanted, positions)
 
 
-def _inputs(plan: StepPlan, model: Any, length: int) -> Any:
+def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
     return step_inputs(
         plan.method,
         model,

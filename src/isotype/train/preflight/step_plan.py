@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH = 1024
 """Tokens a row where nothing says another number; TRL's own default of `--max_length`."""
 
-PACKED = "packed rows are traced as rows of their full length; a model whose documents would see each other trains on padded rows of one each"
-
 _DESCRIPTION = """\
 Trace one training step on fake tensors and say what will crash, cost or lose precision, on any device, without
 weights, a GPU or a data set.
@@ -103,6 +101,7 @@ class StepPlan:
         ranges: whether value ranges are measured, `measure` or `known`, as `isotype.train.policy.policy_by_ranges` takes it.
         data: what the rows' lengths say, and as what they are read; "" where no data set was opened.
         fuse: whether the training fuses its LoRA layers.
+        dropout: whether it drops anything; TRL switches it off where answers are compared.
         data_rows: rows of the training's data set; None where none was opened, or it is a stream.
         lengths: of these rows; None where nobody counted them.
     """
@@ -135,6 +134,7 @@ class StepPlan:
     ranges: str = "measure"
     data: str = ""
     fuse: bool = True
+    dropout: bool = True
     data_rows: int | None = None
     lengths: Lengths | None = None
 
@@ -209,12 +209,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--sarif", metavar="PATH", default=None, help="write SARIF, for code scanning; - prints it")
     add("--html", type=Path, metavar="PATH", default=None, help="write the report as one HTML file")
     add("--fix", action="store_true", help="show the repaired command, or what repairs the function's model")
-    add(
-        "--fail-on",
-        choices=("error", "warning"),
-        default="error",
-        help="severity that fails (default: error)",
-    )
+    levels = ("error", "warning")
+    add("--fail-on", choices=levels, default="error", help="severity that fails (default: error)")
 
 
 def light_parser() -> Parser:
@@ -336,8 +332,6 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
         attention = None
     packed = getattr(training, "packing", False) and str(training.packing_strategy).startswith("bfd")
-    if packed:
-        notes.append(PACKED)
     if training.torch_compile:
         notes.append(
             "torch.compile: judged is the step as it runs uncompiled; dtypes and findings are the same"
@@ -372,6 +366,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         revision=model.model_revision,
         attention=attention,
         packed=packed and by_mask,
+        dropout=not getattr(training, "disable_dropout", False),
         notes=tuple(notes),
         ranges=settings.extra.ranges,
         # The training leaves layers that torch.compile takes to PEFT; on a check nothing else hangs by it.
@@ -433,8 +428,8 @@ def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | N
         rows, lengths, limit, packed=bool(getattr(training, "packing", False)), completion=plan.completion
     )
     if getattr(training, "packing", False) and (packed := packed_rows(lengths, limit)) is not None:
-        count, longest = packed
-        return replace(plan, rows=min(plan.rows, count), length=longest, longest=longest)
+        longest = max(map(sum, packed))
+        return replace(plan, rows=min(plan.rows, len(packed)), length=longest, longest=longest)
     # A prompt of GRPO or RLOO is answered several times: there the rows of a batch are no rows of the data set.
     fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
     return replace(plan, rows=fewer, longest=longest, unforeseen=plan.unforeseen or why)

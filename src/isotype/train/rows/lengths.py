@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import prod
 from typing import Any
 
 from jinja2 import TemplateError
@@ -119,15 +121,36 @@ def longest_possible(
     return (longest if limit is None else min(longest, limit)), ""
 
 
-def packed_rows(lengths: Lengths | None, limit: int | None) -> tuple[int, int] | None:
-    """(rows that a data set is packed into, tokens of the longest), best fit first as TRL does it; None where not all lengths are known."""
+def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] | None:
+    """The rows that a data set is packed into, best fit first as TRL does it, each as the tokens of its documents; None where not all lengths are known."""
     if lengths is None or limit is None or len(lengths.tokens) < lengths.rows:
         return None
-    room: list[int] = []  # in each row, ascending
+    room: list[tuple[int, int]] = []  # (tokens that a row has room for, its number), ascending
+    rows: list[list[int]] = []
     for length in sorted((min(each, limit) for each in lengths.tokens), reverse=True):
-        at = bisect_left(room, length)
-        insort(room, (room.pop(at) if at < len(room) else limit) - length)
-    return len(room), limit - room[0]
+        at = bisect_left(room, (length, 0))
+        if at == len(room):
+            room.append((limit, len(rows)))
+            rows.append([])
+        left, number = room.pop(at)
+        rows[number].append(length)
+        insort(room, (left - length, number))
+    return rows
+
+
+def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
+    """(documents that so many packed rows may hold, tokens of the longest): a batch of them where each document has a row of its own.
+
+    Where not all lengths are known it is one document a row, as long as that.
+    """
+    largest: tuple[int, int] = (0, 0)
+    fullest: list[int] = []  # documents of the other rows of a batch, none with a longer one
+    for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
+        largest = max(largest, (sum(fullest) + len(row), max(row)), key=prod)
+        heappush(fullest, len(row))
+        if len(fullest) >= rows:
+            heappop(fullest)
+    return largest
 
 
 def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bool:
