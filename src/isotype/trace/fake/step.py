@@ -268,6 +268,8 @@ class _Step:
 
     def _gradient(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:  # of a function of several layers, one whose result nothing reads
+                return
             self.process.gradient(parameter, repeats, module)
             self.recorder.gradients.reached.add(id(parameter))
 
