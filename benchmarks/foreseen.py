@@ -27,7 +27,8 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from functools import partialmethod
+from itertools import accumulate, cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -73,21 +74,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {**_SIZES, **_GROUPED}),
     "gpt-neox": ("GPTNeoXConfig", _SIZES),
     "gpt2": ("GPT2Config", _GPT),
-    "opt": (
-        "OPTConfig",
-        {
-            "vocab_size": VOCABULARY, "hidden_size": 128, "ffn_dim": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
-            "max_position_embeddings": 512, "word_embed_proj_dim": 128, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3,
-        },
-    ),
-    "bloom": (
-        "BloomConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 128, "n_layer": 4, "n_head": 4, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3},
-    ),
-    "falcon": (
-        "FalconConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "bos_token_id": 2, "eos_token_id": 3},
-    ),
+    "opt": ("OPTConfig", {**_SIZES, "ffn_dim": 512, "word_embed_proj_dim": 128}),
+    "bloom": ("BloomConfig", {**_SIZES, "n_layer": 4, "n_head": 4}),
+    "falcon": ("FalconConfig", _SIZES),
     "mixtral": ("MixtralConfig", {**_SIZES, **_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}),
     "qwen3-moe": (
         "Qwen3MoeConfig",
@@ -187,7 +176,7 @@ def save_model(setup: Setup, folder: Path) -> None:
 
 def save_rows(setup: Setup, folder: Path) -> None:
     """Rows as long as a step may take them: packed ones are shorter, others are cut."""
-    dice = random.Random(0)
+    dice, shares = random.Random(0), cycle((5, 3))
 
     def words(count: int) -> str:
         return " ".join(f"w{dice.randrange(WORDS)}" for _ in range(count))
@@ -196,16 +185,14 @@ def save_rows(setup: Setup, folder: Path) -> None:
         if setup.method == "dpo":
             half = setup.length // 2
             return {"prompt": words(half), "chosen": " " + words(half), "rejected": " " + words(half)}
-        return {
-            "text": words(
-                dice.randrange(setup.length // 4, setup.length) if setup.packing else setup.length + 8
-            )
-        }
+        # Two documents fill a packed row, so that every batch is the largest that can occur.
+        share = next(shares) if setup.packing else 8
+        return {"text": words(setup.length * share // 8 - 2 if setup.packing else setup.length + 8)}
 
-    steps = 3 * setup.rows * setup.accumulation * (4 if setup.packing else 1)
+    steps = 3 * setup.rows * setup.accumulation * (2 if setup.packing else 1)
     folder.mkdir()
     held = setup.rows if setup.evaluation in ("off", "default") else int(setup.evaluation)
-    for split, count in (("train", steps), ("test", held * (4 if setup.packing else 1))):
+    for split, count in (("train", steps), ("test", held * (2 if setup.packing else 1))):
         lines = "".join(json.dumps(row()) + "\n" for _ in range(count))
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
@@ -257,12 +244,15 @@ def foreseen(command: Sequence[str]) -> dict[str, Any]:
 
 def real(command: Sequence[str]) -> dict[str, Any]:
     """The peak of what the allocator holds while the command trains."""
+    import torch
     import transformers
 
     from isotype.cli.main import main
 
-    peaks: list[int] = []
-    train = transformers.Trainer.train
+    peaks, train = list[int](), transformers.Trainer.train
+    # Gradients that overflow at the scale that a training begins with would leave both updates out, and the optimizer without states.
+    scaler: Any = torch.amp.GradScaler
+    begun = scaler.__init__
 
     def measured(self: Any, *arguments: Any, **named: Any) -> Any:
         with allocated(peaks):
@@ -270,11 +260,13 @@ def real(command: Sequence[str]) -> dict[str, Any]:
 
     output = io.StringIO()
     transformers.Trainer.train = measured
+    scaler.__init__ = partialmethod(begun, init_scale=1.0)
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             status = main([*command, "-q"])
     finally:
         transformers.Trainer.train = train
+        scaler.__init__ = begun
     if status or not peaks:
         return {"status": status, "said": _last_words(output.getvalue())}
     return {"status": status, "real": peaks[0]}
