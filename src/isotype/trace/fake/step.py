@@ -188,9 +188,6 @@ class _Step:
             # torch keeps them where the garbage collector does not look: the twin would never be freed.
             for handle in self.handles:
                 handle.remove()
-            # A step lies in cycles: the values that its fakes carry would stay until somebody collects them.
-            if self.stepped is not None:
-                self.stepped.state.clear()
 
     def _run(self) -> Failure | None:
         self.recorder.watch(self.twin)

@@ -202,8 +202,6 @@ class Values:
             return self._index
         if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
             return _split
-        if func.name() == "bitsandbytes::int8_vectorwise_quant":
-            return lambda x, threshold=0.0: func(x)  # how many columns hold outliers nobody knows: none
         return STAND_INS.get(func)
 
     def rows(self, mask: torch.Tensor) -> int:
