@@ -76,6 +76,25 @@ def test_what_is_evaluated_is_a_phase_of_its_own(config: Path) -> None:
     assert len({len(trace.calls) for trace in asked.values()}) == 1
 
 
+def test_a_reference_model_lies_beside_one_that_is_trained_whole(config: Path) -> None:
+    """Adapters switched off are the reference of a model that has them."""
+
+    def weights(*more: str) -> int:
+        argv = ["dpo", "--model_name_or_path", str(config), "--device", "t4", "--dtype", "float16"]
+        argv += ["--max_length", "32", "--gradient_checkpointing", "False", *more]
+        plan, command = plan_of(*parse_options(argv))
+        trace = step.check_plan(plan, command, DEFAULT_PHASES).trace
+        assert trace.failure is None
+        assert len({kinds["weights"] for kinds in trace.memory.phases.values()}) == 1
+        bare = sum(each.bytes * each.repeats for each in trace.weights if not each.adapter)
+        return round(trace.memory.phases["load"]["weights"] / bare, 2)
+
+    full = ["--use_peft", "False"]
+    assert weights(*full) == 2
+    assert weights(*full, "--precompute_ref_log_probs", "True") == 1
+    assert weights("--lora_r", "4") == 1
+
+
 def test_micro_batches_but_the_first_begin_with_the_gradients(config: Path) -> None:
     one, two = (traced(config, None, "--gradient_accumulation_steps", steps).memory for steps in "12")
     gradients = one.phases["unscale"]["gradients"]

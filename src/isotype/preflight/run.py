@@ -226,6 +226,7 @@ def _code_of(request: StepRequest) -> StepCode:
         request.fold,
         weights_of(request.model),
         request.evaluation,
+        request.reference,
     )
 
 

@@ -38,6 +38,7 @@ class StepCode:
         folded: trace equal layers once, see `isotype.model.fold`.
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
         evaluation: inputs that the phase `evaluate` runs on, as `inputs`; None where nothing is evaluated.
+        reference: whether a frozen copy of the model's weights lies in memory.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class StepCode:
     folded: bool = False
     weights: Sequence[Weight] | None = None
     evaluation: Any = None
+    reference: bool = False
 
     @property
     def named_inputs(self) -> Mapping[str, Any]:

@@ -145,6 +145,7 @@ class PlannedStep:
             fsdp=plan.fsdp,
             devices=plan.devices,
             reshard=plan.reshard,
+            reference=plan.reference and plan.lora is None,
             accumulates=rows < plan.step_rows,
             room=self.room,
             evaluation=self._evaluation(model, rows, tokens),
@@ -348,8 +349,6 @@ def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
     notes = [*batch_notes(model.config), *getattr(model, "adapter_notes", ())]
     if plan.length is not None and plan.length > length:
         notes.append(f"rows of {length} tokens, not {plan.length}: the model has no more positions")
-    if plan.reference and plan.lora is None:
-        notes.append("the reference model is not counted in the memory: it is a second copy of the weights")
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: its activations are all kept")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
