@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isotype.core.cache import default_cache_dir
-from isotype.core.compiled import FOLDER
+from isotype.core.cache import LIBRARIES, default_cache_dir
 
 
 def own_cache(folder: Path) -> str:
     """`folder` as a cache that keeps nothing yet but the libraries of this machine, whose compilation takes half a minute."""
-    libraries = default_cache_dir() / FOLDER
+    libraries = default_cache_dir() / LIBRARIES
     libraries.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FOLDER).symlink_to(libraries.resolve())
+    (folder / LIBRARIES).symlink_to(libraries.resolve())
     return str(folder)

@@ -52,6 +52,13 @@ class Tokenizer:
         ("{{ 9**(9**9) }}", "it computes a number of more than 100000 bits"),
         ("{{ raise_exception('no system') }}", "no system"),
         ("{{ a.b }}", "'a' is undefined"),
+        ("a\n{{ messages[0 }}", "line 2: unexpected '}', expected ']'"),
+        ("a\nb\n{{ a|unknown }}", "line 3: No filter named 'unknown'."),
+        ("{% break %}", "it cannot be compiled: 'break' outside loop"),
+        (
+            "{% for a in messages %}" * 22 + "{% endfor %}" * 22,
+            "it cannot be compiled: too many statically nested blocks",
+        ),
     ],
 )
 def test_a_template_that_fails_or_runs_on_is_an_error(template, message, monkeypatch):

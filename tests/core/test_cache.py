@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import isotype.cli.main as command_line
 from isotype.cli.main import main
 from isotype.core import cache
-from isotype.core.cache import default_cache_dir, prepare_library_caches
+from isotype.core.cache import LIBRARIES, default_cache_dir, prepare_library_caches
 
 VARIABLES = ("ISOTYPE_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE", "HF_MODULES_CACHE")
 
@@ -121,7 +122,7 @@ def test_libraries_find_the_temporary_folder_which_goes_at_the_end(tmp_path: Pat
     """In a process of its own: libraries read their folders when they are imported."""
     code = """if True:
         from pathlib import Path
-        from isotype.core.cache import default_cache_dir, prepare_library_caches
+        from isotype.core.cache import LIBRARIES, default_cache_dir, prepare_library_caches
         prepare_library_caches()
         from huggingface_hub import constants
         Path(constants.HF_HUB_CACHE, "models").mkdir(parents=True)
@@ -137,4 +138,34 @@ def test_libraries_find_the_temporary_folder_which_goes_at_the_end(tmp_path: Pat
         "nothing can be kept in /proc/none/.cache/huggingface",
         "nothing can be kept in /proc/none/.cache/isotype",
     ]
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert [each.name for each in (tmp_path / "tmp").iterdir()] == [f"isotype-libraries-{os.geteuid()}"]
+
+
+def test_libraries_outlive_a_temporary_cache(tmp_path: Path) -> None:
+    """Each of two processes makes and removes a cache of its own; what the first compiled is there for the second."""
+    program = (
+        "from isotype.core.cache import LIBRARIES, default_cache_dir\n"
+        "folder = default_cache_dir() / LIBRARIES\n"
+        "print(folder, *(file.name for file in folder.iterdir()))\n"
+        "(folder / 'a.so').touch()"
+    )
+    surroundings = {**os.environ, "ISOTYPE_CACHE": "/proc/none", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    first, second = (
+        subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    )
+    assert len(first) == 1
+    assert second[1:] == ["a.so"]
+    assert first[0] != second[0]
+    (kept,) = (each for each in tmp_path.iterdir() if each.name.startswith("isotype-libraries-"))
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+def test_a_link_of_others_is_no_folder_for_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, elsewhere = tmp_path / "temporary", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (tmp_path / f"isotype-libraries-{os.geteuid()}").symlink_to(elsewhere)
+    cache._keep_libraries(folder)
+    assert not (folder / LIBRARIES).exists()

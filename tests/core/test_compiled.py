@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from isotype.core import compiled
-from isotype.core.compiled import FOLDER, LOCK, SWITCH, NotCompiledError, find_compilers, load_compiled
+from isotype.core.cache import LIBRARIES
+from isotype.core.compiled import LOCK, SWITCH, NotCompiledError, find_compilers, load_compiled
 from isotype.precision.devices.machine import compiler_here
 from tests.refusals import refused
 
@@ -32,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv(SWITCH, raising=False)
-    return tmp_path / "cache" / FOLDER
+    return tmp_path / "cache" / LIBRARIES
 
 
 def libraries(cache: Path) -> list[Path]:
@@ -147,7 +148,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(
         Path, "replace", lambda self, to: (steps.append(("name", to.suffix)), replace(self, to))[1]
     )
     load_compiled(source, ["-DANSWER=48"])
-    assert steps == [("disk", "library.so"), ("name", ".so"), ("disk", FOLDER)]
+    assert steps == [("disk", "library.so"), ("name", ".so"), ("disk", LIBRARIES)]
 
 
 def refusal(source: Path, caplog: pytest.LogCaptureFixture) -> str:

@@ -379,3 +379,22 @@ def test_sigterm_ends_a_chat_that_ctrl_c_would_not(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(console, "input", asked)
     with pytest.raises(Terminated):
         next(_questions(SimpleNamespace(ask=None), True, console))
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}\n{{ m['role' }}{% endfor %}", "line 2: unexpected '}', expected ']'"),
+        ("{% break %}", "it cannot be compiled: 'break' outside loop"),
+    ],
+)
+def test_a_template_that_is_damaged_is_named_with_its_place(
+    base: Path, tmp_path: Path, template: str, said: str
+) -> None:
+    model, tokenizer, _ = load_for_inference(base, device="cpu")
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    damaged = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        answer(model, damaged, [{"role": "user", "content": "w1"}])
+    assert f"{tmp_path / 'chat_template.jinja'}: {said}" in str(caught.value)

@@ -47,7 +47,7 @@ def test_what_is_cut():
     lengths = Lengths((10, 20, 30, 40), 4)
     assert lengths.cut(None) is lengths.cut(40) is None
     assert lengths.cut(25) == (
-        "2 of 4 rows are longer than max_length 25 and lose what is beyond it: 20 % of all tokens; the longest has 40"
+        "2 of 4 rows are longer than max_length 25: 20 of 100 tokens are cut; the longest has 40"
     )
     assert "2 of 4 rows (of 400, a sample)" in str(Lengths((10, 20, 30, 40), 400).cut(25))
 
@@ -89,7 +89,7 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     argv = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--max_length", 16]
     plan, _ = plan_of(*parse_options([str(each) for each in argv]))
     assert plan.length == 16
-    assert "are longer than max_length 16 and lose what is beyond it" in plan.data
+    assert "are longer than max_length 16: " in plan.data
 
 
 def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):

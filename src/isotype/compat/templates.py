@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateRuntimeError
+from jinja2 import TemplateError, TemplateRuntimeError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 5
@@ -43,8 +43,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
         """The template, which is compiled and renders within the limits."""
-        with _limits():
-            template = super().from_string(*args, **kwargs)
+        try:
+            with _limits():
+                template = super().from_string(*args, **kwargs)
+        except TemplateSyntaxError as error:
+            raise TemplateError(f"line {error.lineno}: {error.message}") from error
+        except SyntaxError as error:  # of the Python that jinja writes, as of 21 loops in each other
+            raise TemplateError(f"it cannot be compiled: {error.msg}") from error
         template.root_render_func = partial(_limited, template.root_render_func)
         return template
 
@@ -130,3 +135,10 @@ def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
         return tokenizer.apply_chat_template(turns, **arguments)
     except ERRORS as error:
         raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+def template_source(tokenizer: Any) -> str:
+    """The file that the chat template of a tokenizer was read from; else the tokenizer's name."""
+    folder = Path(tokenizer.name_or_path)
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    return next((str(folder / name) for name in names if (folder / name).is_file()), str(folder))

@@ -6,11 +6,16 @@ import atexit
 import logging
 import os
 import shutil
+import stat
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger("isotype")
+
+LIBRARIES = "libraries"
+"""Folder in the cache that compiled libraries are kept in."""
 
 
 def default_cache_dir() -> Path:
@@ -75,9 +80,22 @@ def _folder(variable: str, name: str) -> tuple[Path, str]:
     return folder, why_unusable(folder)
 
 
+def _keep_libraries(folder: Path) -> None:
+    """Let the compiled libraries of a temporary folder, which take 18 s, lie in one that all processes of this user share."""
+    if not hasattr(os, "geteuid"):
+        return
+    kept = folder.with_name(f"isotype-libraries-{os.geteuid()}")
+    with suppress(FileExistsError):
+        kept.mkdir(mode=0o700)
+    about = kept.lstat()  # of itself: whoever owns a link can change where it leads
+    if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
+        (folder / LIBRARIES).symlink_to(kept)
+
+
 @cache
 def _temporary() -> Path:
     folder, process = Path(tempfile.mkdtemp(prefix="isotype-")), os.getpid()
+    _keep_libraries(folder)
 
     def remove() -> None:
         if os.getpid() == process:  # not in a copy of this process

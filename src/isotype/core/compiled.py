@@ -24,15 +24,12 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-from isotype.core.cache import default_cache_dir
+from isotype.core.cache import LIBRARIES, default_cache_dir
 from isotype.core.files import bring_to_disk
 from isotype.core.lock import wait_for_turn
 
 SWITCH = "ISOTYPE_COMPILE"
 """Environment variable: with 0 nothing is compiled and no library is loaded."""
-
-FOLDER = "libraries"
-"""Folder in the cache that the libraries are kept in."""
 
 logger = logging.getLogger("isotype")
 
@@ -118,13 +115,13 @@ def find_compilers() -> list[list[str]]:
 
 def check_folder() -> None:
     """Raise `RefusedError` where there is a folder of libraries that nothing is loaded from."""
-    folder = default_cache_dir() / FOLDER
+    folder = default_cache_dir() / LIBRARIES
     if folder.exists():
         _refuse_others(folder)
 
 
 def _loaded(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) -> ctypes.CDLL:
-    folder, name = default_cache_dir() / FOLDER, _name(compiler, sources, options)
+    folder, name = default_cache_dir() / LIBRARIES, _name(compiler, sources, options)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_others(folder)
     library = _kept(folder, name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from isotype.compat.templates import render_chat
+from isotype.compat.templates import render_chat, template_source
 from isotype.core.errors import UsageError, one_line
 
 Message = dict[str, str]
@@ -45,7 +45,8 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
         try:
             return render_chat(tokenizer, list(messages), **asked)
         except TemplateError as error:
-            what, fix = one_line(error), "ask otherwise, or correct the template beside the tokenizer"
+            what = f"{template_source(tokenizer)}: {one_line(error)}"
+            fix = "ask otherwise, or correct the template"
             expected = "a conversation that the template can write"
             raise UsageError.of(
                 "the model's chat template refuses this conversation", what, expected, fix

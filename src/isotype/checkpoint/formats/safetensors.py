@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 from isotype.checkpoint.formats.json_file import parse_unique
 from isotype.checkpoint.formats.tensor import (
     DAMAGED,
+    MAX_TENSORS,
     TensorHeader,
     broken,
     damaged,
@@ -25,7 +26,7 @@ from isotype.checkpoint.formats.tensor import (
 )
 from isotype.core.errors import Problem
 
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library itself
+_MAX_HEADER = 160 * MAX_TENSORS  # the library's own limit, 100 MB, can take 13 s to parse
 _SIGNATURES = (
     (b"version https://git-lfs", "it is a Git LFS pointer: run git lfs pull"),
     (
@@ -51,7 +52,7 @@ def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
     parsed = [_safetensors_entry(name, entry, path, start) for name, entry in header.items()]
     problems = [each for each in parsed if isinstance(each, Problem)]
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        problems.insert(0, Problem(f"__metadata__ {metadata!r}", "an object of text", DAMAGED))
+        problems.insert(0, Problem(f"__metadata__ {metadata!r:.80}", "an object of text", DAMAGED))
     tensors = [each for each in parsed if isinstance(each, TensorHeader)]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
     problems = problems or _check_spans(tensors, start, data_bytes)
@@ -71,7 +72,9 @@ def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
         if length > _MAX_HEADER or length < 2:
             kinds = [text for signature, text in _SIGNATURES if start.startswith(signature)]
             fix = kinds[0] if kinds else "it is not a safetensors file, or damaged: download or save it again"
-            raise broken(path, f"a header of {length} bytes", f"2 to {_MAX_HEADER}", fix)
+            raise broken(
+                path, f"a header of {length} bytes", f"2 to {_MAX_HEADER}, for {MAX_TENSORS:,} tensors", fix
+            )
         if 8 + length > size:
             what = f"the header ends at byte {8 + length}, the file at byte {size}"
             raise broken(path, what, "a complete file")
@@ -90,17 +93,19 @@ def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
 
 def _safetensors_entry(name: str, entry: object, path: Path, start: int) -> TensorHeader | Problem:
     if not isinstance(entry, dict):
-        return Problem(f"tensor {name!r}: {entry!r}", "an object with dtype, shape and data_offsets", DAMAGED)
+        return Problem(
+            f"tensor {name!r}: {entry!r:.80}", "an object with dtype, shape and data_offsets", DAMAGED
+        )
     dtype_name, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     bits = _bits(dtype_name) if isinstance(dtype_name, str) else None
     if not printable(name):
         return Problem(f"tensor {name!r}", "a name in UTF-8", DAMAGED)
     if bits is None or not isinstance(dtype_name, str):
-        return Problem(f"tensor {name!r}: dtype {dtype_name!r}", "a dtype such as 'BF16'", DAMAGED)
+        return Problem(f"tensor {name!r}: dtype {dtype_name!r:.80}", "a dtype such as 'BF16'", DAMAGED)
     if not _sizes(shape):
-        return Problem(f"tensor {name!r}: shape {shape!r}", "a list of sizes", DAMAGED)
+        return Problem(f"tensor {name!r}: shape {shape!r:.80}", "a list of sizes", DAMAGED)
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return Problem(f"tensor {name!r}: data_offsets {offsets!r}", "[begin, end]", DAMAGED)
+        return Problem(f"tensor {name!r}: data_offsets {offsets!r:.80}", "[begin, end]", DAMAGED)
     begin, end = offsets
     needed = math.prod(shape) * bits
     if needed != 8 * (end - begin):

@@ -52,13 +52,12 @@ class Lengths:
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
-        lost = sum(over) / sum(self.tokens)
         rows = f"{len(over):,} of {len(self.tokens):,} rows"
         sample = f" (of {self.rows:,}, a sample)" if len(self.tokens) < self.rows else ""
-        share = f"{100 * lost:.0f} %" if lost >= 0.01 else "under 1 %"
+        are = "is" if self.rows == 1 else "are"
         return (
-            f"{rows}{sample} are longer than max_length {limit} and lose what is beyond it: {share} "
-            f"of all tokens; the longest has {self.longest:,}"
+            f"{rows}{sample} {are} longer than max_length {limit}: {sum(over):,} of {sum(self.tokens):,} tokens are cut; "
+            f"the longest has {self.longest:,}"
         )
 
 
