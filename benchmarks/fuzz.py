@@ -314,8 +314,11 @@ def _processes_left(group: int) -> str:
 @contextlib.contextmanager
 def prepared(kinds: tuple[str, ...] = tuple(KINDS)) -> Iterator[Callable[[int], tuple[str, End]]]:
     """Gives what runs the input of a seed and returns its kind and how it ended; libraries are imported before, once."""
+    import torch
+
     from isotype.cli.main import main
 
+    torch.set_num_threads(1)  # a child has none of the threads of OpenMP that its parent waits for
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         root = Path(name)

@@ -8,7 +8,7 @@ import torch
 
 from isotype.model.fitted import nearest_values, quantize_by, quantize_fitted
 from isotype.model.quantize import quantize_4bit
-from isotype.precision.policy import read, written
+from isotype.precision.policy import read_moments, write_moments
 from tests.without_float64 import WithoutFloat64
 
 
@@ -100,13 +100,13 @@ def test_zeros_and_values_that_are_not_finite() -> None:
 
 def test_moments_as_text() -> None:
     squares = torch.tensor([0.0, 1.0, 2.0, 4096.0])
-    text = written(squares, 10**12)
-    assert read(text).tolist() == pytest.approx([2**-31.5, 2**-12, 2**-11, 1.0])
-    assert len(written(squares, 0)) == 4
+    text = write_moments(squares, 10**12)
+    assert read_moments(text).tolist() == pytest.approx([2**-31.5, 2**-12, 2**-11, 1.0])
+    assert len(write_moments(squares, 0)) == 4
     with pytest.raises(ValueError, match="substring"):
-        read("A!")
+        read_moments("A!")
 
 
 def test_moments_are_written_on_a_device_without_float64() -> None:
     squares = torch.tensor([1.0, 4.0, 9.0])
-    assert written(squares.as_subclass(WithoutFloat64), 3) == written(squares, 3)
+    assert write_moments(squares.as_subclass(WithoutFloat64), 3) == write_moments(squares, 3)

@@ -74,6 +74,7 @@ def history(out: Path, steps: int) -> list[object]:
 def main() -> None:
     root, few = Path(sys.argv[1]), "few" in sys.argv[2:]
     save_rows(root / "train.jsonl", rows("sft"))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it for what it starts
     found: dict[str, object] = {}
 
     workers = ("--dataloader_num_workers", "1", "--save_strategy", "no")
