@@ -578,6 +578,25 @@ def test_a_weightless_model_is_fused_as_the_one_whose_config_it_has() -> None:
     assert report.unseen == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "storage", "lora"),
+    [
+        ("qwen3-moe", None, {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+        ("llama", "int8", {"target_modules": ["q_proj", "v_proj"]}),
+        ("llama", "int8", {"use_dora": True, "lora_dropout": 0.1}),
+        ("llama", "nf4", {"use_dora": True, "lora_dropout": 0.1}),
+    ],
+)
+def test_layers_without_weights_that_stay_as_they_are_are_run_past(
+    name: str, storage: str | None, lora: dict[str, Any]
+) -> None:
+    config = tiny_model(name).config
+    policy = isotype.resolve_precision(config, dtype="float32", quantization=storage, device="cpu")
+    wanted = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **lora}
+    blank = weightless_model(config, policy, lora=wanted).train()
+    assert fuse(blank, device="cpu").unseen == ""
+
+
 def test_cached_norms_of_dora_are_pefts() -> None:
     """`DoraCaching` is switched on and off while the model stays fused: its caches are filled, and the results the same."""
     model, batch = adapted("llama", use_dora=True).eval(), tiny_batch("llama")

@@ -88,6 +88,23 @@ def test_a_factorisation_of_weights_succeeds() -> None:
     )
 
 
+def test_an_int8_product_has_no_outliers_and_is_dense() -> None:
+    """bitsandbytes' own fake kernel leaves the number of columns with large values open: no step is traced through it."""
+    pytest.importorskip("bitsandbytes")
+    operators = torch.ops.bitsandbytes
+
+    def product(x: torch.Tensor) -> list[tuple[Any, ...]]:
+        codes, scales, columns = operators.int8_vectorwise_quant(x, 6.0)
+        weight, absmax = torch.zeros(5, 8, dtype=torch.int8), torch.ones(5)
+        out, outliers = operators.int8_mixed_scaled_mm(x, codes, weight, scales, absmax, columns)
+        return [(tuple(each.shape), each.dtype) for each in (codes, scales, columns, out, outliers)]
+
+    x = torch.ones(3, 8, dtype=torch.float16)
+    assert followed(product, {"x": x}, known=False) == product(x)
+    assert operators.int8_vectorwise_quant(x, 0.0)[2] is None
+    assert followed(lambda x: operators.int8_vectorwise_quant(x, 0.0)[2], {"x": x}, known=False) is None
+
+
 def cut(x: torch.Tensor) -> tuple[list[int], int, tuple[int, ...]]:
     """Segments that begin where a score is high, each row padded to as many as it has columns."""
     starts = x > 0.5

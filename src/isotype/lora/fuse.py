@@ -29,7 +29,7 @@ from isotype.model.enforce import policy_of
 from isotype.model.modes import in_evaluation
 from isotype.model.quantized import keep_training_layout
 from isotype.model.shard import free_gathered, is_gathered
-from isotype.model.walk import is_tuner_layer, kind_of
+from isotype.model.walk import LINEAR_KINDS, is_tuner_layer, kind_of
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 
 _TOKENS = 4
@@ -55,8 +55,9 @@ def same_input(
         with ExitStack() as stack:
             for name, layer in layers.items():
                 stack.callback(layer.register_forward_pre_hook(_noting(calls, name)).remove)
-                if next(layer.parameters()).is_meta:
-                    stack.enter_context(_blank(layer))
+            for module in model.modules():
+                if (is_tuner_layer(module) or kind_of(module) == "linear8bit") and _is_blank(module):
+                    stack.enter_context(_blank(module))
             stack.enter_context(in_evaluation(model))
             model(**(_tokens(model) if inputs is None else inputs))
         unseen = ""
@@ -72,11 +73,22 @@ def _noting(calls: list[tuple[str, Any]], name: str) -> Any:
     return hook
 
 
+def _is_blank(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """Let a linear layer without weights return a tensor of the right shape: not every kernel knows the meta device."""
-    rows, _ = shape_of(layer.get_base_layer())
-    layer.__dict__["forward"] = lambda x, *_, **__: x.new_empty(*x.shape[:-1], rows)
+    """Let a linear layer without weights return a tensor of the right shape: not every kernel knows the meta device.
+
+    What else PEFT wraps computes without its adapter: it asks for autocast on the device of what it adapts.
+    """
+    base = layer.get_base_layer() if is_tuner_layer(layer) else layer
+    if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # no convolution
+        rows, _ = shape_of(base)
+        layer.__dict__["forward"] = lambda x, *_, **__: x.new_empty(*x.shape[:-1], rows)
+    else:
+        layer.__dict__["forward"] = base.forward
     try:
         yield
     finally:

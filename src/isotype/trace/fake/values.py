@@ -22,6 +22,7 @@ from isotype.compat.torch import (
     without_functions,
     without_modes,
 )
+from isotype.core.operators import operator_name
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
 
@@ -202,7 +203,7 @@ class Values:
             return self._index
         if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
             return _split
-        return STAND_INS.get(func)
+        return STAND_INS.get(func) or _OF_INT8.get(operator_name(func))
 
     def rows(self, mask: torch.Tensor) -> int:
         """How many places of an unknown mask are taken to be set.
@@ -342,6 +343,24 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.repeat_interleave.self_Tensor: _repeat_interleave_self,
 }
 """What stands for the result of an operator whose value no fake tensor knows."""
+
+
+def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
+    """Codes, scales of the rows, and the columns with values above the threshold, of which there are few or none."""
+    scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
+    columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
+    return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns
+
+
+def _int8_product(rows: torch.Tensor, codes: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return rows.new_empty((*codes.shape[:-1], weight.shape[0])), rows.new_empty((0,))
+
+
+# By name, so that bitsandbytes is not imported for them.
+_OF_INT8: dict[str, Callable[..., Any]] = {
+    "bitsandbytes.int8_vectorwise_quant.default": _int8_codes,
+    "bitsandbytes.int8_mixed_scaled_mm.default": _int8_product,
+}
 
 
 def _dim(args: Any, kwargs: Any) -> int:
