@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets import Image as Pictures
 from transformers import AutoTokenizer
 
 from isotype.core.errors import DataError
 from isotype.data.methods import METHODS
-from isotype.train.rows.contents import check_pictures, plain_contents
+from isotype.train.rows.contents import check_pictures, pictures_named, plain_contents
 from isotype.train.rows.lengths import lengths_of
 from tests.data.loading import lines, load, refusal, write
 from tests.refusals import refused
@@ -113,7 +115,7 @@ def test_a_length_that_cuts_a_picture_is_refused(tokenizer):
     data = DatasetDict(
         {
             "train": Dataset.from_list(
-                [{"messages": [SEEN, {**ANSWER, "content": parts("w2")}], "images": ["a"]}]
+                [{"messages": [SEEN, {**ANSWER, "content": parts("w2")}], "images": ["http://a"]}]
             )
         }
     )
@@ -129,6 +131,40 @@ def test_a_length_that_cuts_a_picture_is_refused(tokenizer):
     assert "train: pictures in the column 'images', and a model that takes text alone\n" in refused(
         DataError, check_pictures, settings(None), tokenizer, data
     )
+
+
+@needs_pillow
+@pytest.mark.parametrize("size", [20, 400])
+def test_a_late_row_with_a_broken_picture_is_named(tokenizer, size):
+    """By its header before the training; one that is cut short where the trainer meets it."""
+    from PIL import Image
+
+    sound = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(sound, "jpeg")
+    turns = [SEEN, {**ANSWER, "content": parts("w2")}]
+    rows = [{"messages": turns, "image": {"bytes": sound.getvalue(), "path": None}}] * 300
+    rows[299] = {"messages": turns, "image": {"bytes": sound.getvalue()[:size], "path": None}}
+    write("t.parquet", b"")
+    Dataset.from_list(rows).cast_column("image", Pictures()).to_parquet("t.parquet")
+    data = load("t.parquet")
+    if size == 20:
+        said = refused(DataError, check_pictures, settings(None), Processor(tokenizer), data)
+    else:
+        check_pictures(settings(None), Processor(tokenizer), data)
+        trainer = SimpleNamespace(train_dataset=data["train"], eval_dataset=None)
+        with pytest.raises(DataError) as caught, pictures_named(trainer):
+            data["train"][299]
+        said = str(caught.value)
+    assert "  - train, row 300: the picture cannot be read: " in said
+
+
+def test_other_errors_of_a_trainer_stay_as_they_are():
+    rows = Dataset.from_list([{"text": "a"}])
+    trainer = SimpleNamespace(train_dataset=rows, eval_dataset=rows)
+    for error in (OSError(28, "No space left on device"), OSError("no file named a"), SyntaxError("a")):
+        with pytest.raises(type(error)) as caught, pictures_named(trainer):
+            raise error
+        assert caught.value is error
 
 
 def test_a_text_that_begins_as_the_tokenizer_begins_it_is_counted(tokenizer):

@@ -107,34 +107,45 @@ def _part_problem(column: str, part: Mapping[str, Any]) -> Problem | None:
     return Problem(f"{given} a part of the type '{kind}'", "parts of the types 'text' and 'image'", fix)
 
 
-def picture_problem(value: Any) -> Problem | None:
-    """The problem of a picture that is named by its path, or written in base64; None for one that can be read."""
+def picture_problem(value: Any, *, whole: bool = True) -> Problem | None:
+    """The problem of a picture; None for one that can be read.
+
+    Args:
+        value: its path, its base64 text, or what a data set stores of it: `{"bytes", "path"}`.
+        whole: decode it; else its header alone is read, and of PNG the check sums.
+    """
+    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+        return _unreadable.__wrapped__(value["bytes"], whole)  # not cached: it would keep the bytes
+    if isinstance(value, dict):
+        value = value.get("path") or value
     if isinstance(value, str):
-        return None if value.startswith(("http://", "https://")) else _unreadable(value)
+        return None if value.startswith(("http://", "https://")) else _unreadable(value, whole)
     read = isinstance(value, dict)
     return None if read else Problem(f"a picture is {describe(value)}", "a path", "write its path")
 
 
 @lru_cache(maxsize=1 << 16)
-def _unreadable(value: str) -> Problem | None:
+def _unreadable(value: str | bytes, whole: bool) -> Problem | None:
     if find_spec("PIL") is None:
         what = "pictures, without the package pillow"
         return Problem(what, "pillow, which reads them", "pip install pillow")
     from PIL import Image
 
-    shown = value if len(value) <= 80 else f"{value[:77]}…"
+    shown = "" if isinstance(value, bytes) else f" '{value if len(value) <= 80 else value[:77] + '…'}'"
     expected, fix = "a picture that can be read", "correct the path, or write the file again"
     try:
-        if value.startswith("data:image/"):
-            source: Any = io.BytesIO(base64.b64decode(value.partition("base64,")[2], validate=True))
+        if isinstance(value, bytes):
+            source: Any = io.BytesIO(value)
+        elif value.startswith("data:image/"):
+            source = io.BytesIO(base64.b64decode(value.partition("base64,")[2], validate=True))
         else:
             source = Path(value)
             if not source.is_file():
-                return Problem(f"there is no picture '{shown}', seen from here", expected, fix)
+                return Problem(f"there is no picture{shown}, seen from here", expected, fix)
         with Image.open(source) as picture:
-            picture.load()
+            picture.load() if whole else picture.verify()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return Problem(f"the picture '{shown}' cannot be read: {first_line(error)}", expected, fix)
+        return Problem(f"the picture{shown} cannot be read: {first_line(error)}", expected, fix)
     return None
 
 

@@ -59,7 +59,7 @@ from isotype.train.policy import policy_of_run
 from isotype.train.preflight.step import SAVED_AS, take_choice
 from isotype.train.recompute_choice import Choice
 from isotype.train.rows.assistant import labelled_rows, labels_kept
-from isotype.train.rows.contents import plain_contents
+from isotype.train.rows.contents import pictures_named, plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_of
 from isotype.train.rows.packed import keep_rows
@@ -463,7 +463,7 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
 
 def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> int | None:
     """Train to the end and save the model into `root`; returns the signal that stopped it, None where none did."""
-    with graceful_stop(trainer, console) as stopped:
+    with graceful_stop(trainer, console) as stopped, pictures_named(trainer):
         try:
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             if stopped and trainer.state.global_step < trainer.state.max_steps:

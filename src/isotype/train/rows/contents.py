@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,6 +14,7 @@ from isotype.core.errors import Problem, one_line
 from isotype.core.names import listed
 from isotype.data.cells import CHATS
 from isotype.data.locate import data_error
+from isotype.data.parts import picture_problem
 from isotype.train.options.settings import Settings
 
 _TRIED = 64
@@ -77,7 +80,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Refuse pictures where the model takes none or `max_length` cuts one, by up to 64 rows of each split.
+    """Refuse pictures that cannot be opened, and where the model takes none or `max_length` cuts one, by up to 64 rows of each split.
 
     Raises:
         DataError: it does not.
@@ -101,7 +104,9 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
     limit, token = getattr(settings.training, "max_length", None), getattr(tokenizer, "image_token_id", None)
     if not hasattr(rows, "__len__"):
         return
-    for at in range(0, len(rows), max(1, -(-len(rows) // _TRIED))):
+    broken = list(_broken(split, rows, whole=False))
+    yield from broken
+    for at in range(0, 0 if broken else len(rows), max(1, -(-len(rows) // _TRIED))):
         place = f"{split}, row {at + 1}"
         try:
             count, last = _places(tokenizer, rows[at], token)
@@ -112,6 +117,48 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
         if limit is not None and last > limit:
             what = f"{place}: max_length {limit} cuts a picture, whose last token is number {last}"
             yield Problem(what, "a length that holds every picture whole", f"--max_length {count}, or None")
+
+
+def _broken(split: str, rows: Any, *, whole: bool) -> Iterator[Problem]:
+    """The pictures of a split that cannot be read, with their rows: of no more than one batch."""
+    columns = [name for name in ("image", "images") if name in (getattr(rows, "column_names", None) or ())]
+    if not columns or not hasattr(rows, "__len__"):
+        return
+    # Arrow gives the stored values, undecoded.
+    for at, table in enumerate(rows.select_columns(columns).with_format("arrow").iter(batch_size=_TRIED)):
+        found = []
+        for number, row in enumerate(table.to_pylist(), at * _TRIED + 1):
+            cells = [cell if isinstance(cell, list) else [cell] for cell in row.values() if cell is not None]
+            problems = (picture_problem(each, whole=whole) for cell in cells for each in cell)
+            found += [
+                replace(each, given=f"{split}, row {number}: {each.given}") for each in problems if each
+            ]
+        if found:
+            yield from found
+            return
+
+
+@contextmanager
+def pictures_named(trainer: Any) -> Iterator[None]:
+    """Name the row of a picture that a trainer meets and cannot decode.
+
+    Raises:
+        DataError: with the first such rows.
+    """
+    try:
+        yield
+    except (OSError, SyntaxError) as error:
+        if getattr(error, "errno", None) is None:  # not the system's: pillow's own
+            held = (
+                trainer.eval_dataset
+                if isinstance(trainer.eval_dataset, dict)
+                else {"evaluation": trainer.eval_dataset}
+            )
+            splits = {"train": trainer.train_dataset, **held}
+            problems = [each for split, rows in splits.items() for each in _broken(split, rows, whole=True)]
+            if problems:
+                raise data_error("datasets", problems) from error
+        raise
 
 
 def _places(processor: Any, row: Mapping[str, Any], token: int | None) -> tuple[int, int]:
