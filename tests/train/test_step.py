@@ -95,6 +95,20 @@ def test_a_reference_model_lies_beside_one_that_is_trained_whole(config: Path) -
     assert weights("--lora_r", "4") == 1
 
 
+def test_a_training_of_all_weights_is_fused_as_it_is_trained(config: Path) -> None:
+    """Norms keep their input and one number a row for the backward; by single operators float32 copies of it, too."""
+
+    def kept(fuse: str) -> int:
+        argv = ["sft", "--model_name_or_path", str(config), "--device", "cpu", "--dtype", "float32"]
+        argv += ["--use_peft", "False", "--max_length", "32", "--gradient_checkpointing", "False"]
+        plan, command = plan_of(*parse_options([*argv, "--fuse", fuse]))
+        trace = step.check_plan(plan, command, DEFAULT_PHASES).trace
+        assert trace.failure is None
+        return int(trace.memory.phases["forward"]["activations"])
+
+    assert kept("True") < kept("False")
+
+
 def test_micro_batches_but_the_first_begin_with_the_gradients(config: Path) -> None:
     one, two = (traced(config, None, "--gradient_accumulation_steps", steps).memory for steps in "12")
     gradients = one.phases["unscale"]["gradients"]

@@ -292,7 +292,7 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
 
 def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
     """Fuse the layers that the training would fuse; returns what the report says of it."""
-    if not plan.fuse or plan.lora is None:
+    if not plan.fuse:
         return ()
     profile = device_profile(plan.device)
     # Dense copies are made where there is room on this very machine, and none of weights that are sharded.
@@ -327,8 +327,7 @@ def _by_lengths(plan: StepPlan, model: Any) -> bool:
     """The training's attention takes packed rows by their lengths, which a model without weights does not show."""
     profile = device_profile(plan.device)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    fused = plan.fuse and plan.lora is not None
-    return goes_by_lengths(base) or (fused and may_go_by_lengths(base, profile))
+    return goes_by_lengths(base) or (plan.fuse and may_go_by_lengths(base, profile))
 
 
 def _dequantized(config: Any, trace: Trace) -> Iterator[str]:

@@ -100,7 +100,7 @@ class StepPlan:
         notes: what is not traced as asked.
         ranges: whether value ranges are measured, `measure` or `known`, as `isotype.train.policy.policy_by_ranges` takes it.
         data: what the rows' lengths say, and as what they are read; "" where no data set was opened.
-        fuse: whether the training fuses its LoRA layers.
+        fuse: whether the training fuses its layers, adapted or not.
         dropout: whether it drops anything; TRL switches it off where answers are compared.
         data_rows: rows of the training's data set; None where none was opened, or it is a stream.
         lengths: of these rows; None where nobody counted them.
