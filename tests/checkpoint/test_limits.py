@@ -48,6 +48,7 @@ def with_entries(path: Path, **entries: object) -> None:
         ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"return_dict": False}, "return_dict is False"),
+        ({"output_hidden_states": "x"}, "output_hidden_states is 'x'"),
         ({"get_text_config": 5}, "get_text_config, a method of LlamaConfig"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": 63}, "63"),

@@ -38,6 +38,14 @@ def test_a_device_that_is_not_here(
     assert "this was not expected" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tokens", ["-1", "1000000000"])
+def test_a_number_of_tokens_beyond_the_limits(
+    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str], tokens: str
+) -> None:
+    assert main(["quality", str(saved("llama")), f"--tokens={tokens}"]) == 2
+    assert "at least 1, at most 10000000" in capsys.readouterr().err
+
+
 def test_rows_of_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = save_chat_model(tmp_path / "model"), save_rows(tmp_path / "rows.jsonl", rows("sft"))
     batch = batch_of_data(str(model), str(data), 40)

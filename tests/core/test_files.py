@@ -22,6 +22,7 @@ from isotype.core.files import (
     publish_files,
     recover,
     write_failure,
+    write_whole,
 )
 
 OLD = {"weights": "old weights", "config": "old config"}
@@ -288,3 +289,8 @@ def test_discard_takes_over_from_a_discard_that_was_killed(tmp_path: Path):
     discard(tmp_path / "checkpoint-1")
     assert list(tmp_path.iterdir()) == []
     shutil.rmtree(tmp_path)
+
+
+def test_a_path_without_a_name_is_a_directory():
+    with pytest.raises(IsADirectoryError):
+        write_whole(Path(""), "text")

@@ -107,6 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and lost_output():
             print_error(console_of_failure(), lost_output()[0])
             return CRASHED
+        if isinstance(error, OSError) and error.filename is not None and command != "run":
+            what, expected = f"{error.filename}: {error.strerror}", "a file or folder that can be used"
+            failed = UsageError.of("a file cannot be used", what, expected, "give another, or free this one")
+            print_error(console_of_failure(), str(failed))
+            return failed.exit_code
         # A script that `run` runs has libraries of its own.
         if isinstance(error, ModuleNotFoundError) and command != "run":
             lacking = missing_libraries(command, error)

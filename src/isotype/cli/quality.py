@@ -11,6 +11,7 @@ from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.terminal import shown
 from isotype.precision.damages import MEASURED
+from isotype.train.options.arguments import count_problems
 
 
 def quality_parser() -> Parser:
@@ -47,9 +48,11 @@ def run(argv: Sequence[str], console: Console) -> int:
     Raises:
         CheckpointError: no checkpoint there, or one that cannot be loaded.
         DataError: a data set that cannot be read.
-        UsageError: a model without logits.
+        UsageError: a number of tokens beyond the limits, or a model without logits.
     """
-    options = quality_parser().parse_args(list(argv))
+    parser = quality_parser()
+    options = parser.parse_args(list(argv))
+    parser.refuse(count_problems({"tokens": options.tokens}))
     quiet_libraries()
     from isotype.checkpoint.damage.measure import measure_quality
     from isotype.train.rows.measured import batch_of_data

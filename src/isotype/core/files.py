@@ -195,6 +195,8 @@ def write_whole(path: Path, text: str) -> Path:
     Raises:
         OSError: it cannot be written; a former file is untouched.
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="\n") as file:

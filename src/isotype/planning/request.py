@@ -14,6 +14,7 @@ from isotype.core.units import parse_size
 from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS
 from isotype.precision.damages import Damages
+from isotype.train.options.arguments import count_problems
 from isotype.train.preflight.step_plan import Options, StepPlan, plan_of
 
 _DESCRIPTION = """\
@@ -137,7 +138,12 @@ def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
     known, rest = flags.parse_known_args(tokens)
     if model is None and rest and not rest[0].startswith("-") and rest[0] not in METHODS:
         model, *rest = rest
-    problems = [*flags.problems, *_number_problems(known)]
+    problems = [
+        *flags.problems,
+        *count_problems(
+            {name: getattr(known, name) for name in ("devices", "rows", "length", "tokens_per_step")}
+        ),
+    ]
     if model is None and not rest:
         fix = "isotype plan MODEL --device t4"
         problems.append(Problem("no model", "a model, or a training command with its arguments", fix))
@@ -196,16 +202,6 @@ def _numbers(rest: Sequence[str]) -> Any:
     arguments.add_argument("--max_length", "--max-length", type=int)
     arguments.add_argument("--num_train_epochs", "--num-train-epochs", type=float, default=3.0)
     return arguments.parse_known_args(list(rest))[0]
-
-
-def _number_problems(known: Any) -> list[Problem]:
-    names = ("devices", "rows", "length", "tokens_per_step")
-    values = {name: getattr(known, name) for name in names}
-    return [
-        Problem(f"--{name} {value}", "at least 1", "give at least 1")
-        for name, value in values.items()
-        if isinstance(value, int) and value < 1
-    ]
 
 
 def require_known_goal(goal: str) -> None:

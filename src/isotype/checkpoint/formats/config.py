@@ -89,6 +89,7 @@ _ENTRIES = (
     Entry(r"rope_theta", low=1e-6),
     Entry(r"architectures", list[str] | None, "a list of names of classes"),
     Entry(_FLAGS, bool),
+    Entry(r"output_hidden_states|output_attentions", bool | None),
     Entry(r"return_dict", Literal[True], "true"),
 )
 _GENERATION = (

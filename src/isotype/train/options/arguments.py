@@ -6,7 +6,7 @@ Nothing here loads torch: `isotype sft --help` is one screen of what people use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +151,7 @@ class Limit:
         )
 
 
-_COUNT = Limit(1, fix="give at least 1")
+_COUNT = Limit(1, 10**7, fix="give a number within these")  # their products stay within 64 bits
 _NOT_NEGATIVE = Limit(0, fix="give 0 or more")
 _SEED = Limit(0, 2**32 - 1, fix="give a number within these")
 _EVERY = Limit(0, above=True, fix="a number of steps, or a share of them below 1")
@@ -319,6 +319,15 @@ ARGUMENTS: tuple[Argument, ...] = (
     _json("generation_kwargs", '{"top_k": 50}'),
 )
 """Every argument that something more is known of; problems are said in this order."""
+
+
+def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
+    """Problems of counts by the names of their flags, of which only whole numbers are judged."""
+    return [
+        Problem(f"--{name} {count}", _COUNT.words(), _COUNT.fix)
+        for name, count in counts.items()
+        if isinstance(count, int) and not _COUNT.takes(count)
+    ]
 
 
 def number_problems(read: Read) -> Iterator[Problem]:

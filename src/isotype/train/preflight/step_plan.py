@@ -17,7 +17,7 @@ from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING, checkpointing
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.launched import processes, requested_sharding
-from isotype.train.options.arguments import number_problems
+from isotype.train.options.arguments import count_problems, number_problems
 
 if TYPE_CHECKING:
     from isotype.checkpoint.adapter import Adapter
@@ -157,10 +157,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     tokens, fsdp = _take_fsdp(tokens)
     known, rest = parser.parse_known_args(tokens)
     problems = list(parser.problems)
-    for name in ("batch", "length", "devices"):
-        value = getattr(known, name)
-        if isinstance(value, int) and value < 1:
-            problems.append(Problem(f"--{name} {value}", "at least 1", "give at least 1"))
+    problems += count_problems({name: getattr(known, name) for name in ("batch", "length", "devices")})
     if model is None and not rest:
         problems.append(
             Problem(
