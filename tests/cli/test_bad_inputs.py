@@ -137,7 +137,10 @@ def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, m
         ("check chat --fail-on eror", ["did you mean error?"]),
         ("check chat --learning_rat 3", ["did you mean --learning_rate?"]),
         ("check chat --fail error", ["--fail expected a known name"]),
-        ("plan chat --rows 10000000000000000000", ["--rows 10000000000000000000 expected at least 1, at most"]),
+        (
+            "plan chat --rows 10000000000000000000",
+            ["--rows 10000000000000000000 expected at least 1, at most"],
+        ),
         ("check chat --batch 1000000000", ["--batch 1000000000 expected at least 1, at most 10000000"]),
         (f"sft {SFT} --resume_from_checkpoint {'a' * 300}", ["File name too long"]),
         (f"quality chat --data {'a' * 300}", ["File name too long"]),

@@ -293,4 +293,4 @@ def test_discard_takes_over_from_a_discard_that_was_killed(tmp_path: Path):
 
 def test_a_path_without_a_name_is_a_directory():
     with pytest.raises(IsADirectoryError):
-        write_whole(Path(""), "text")
+        write_whole(Path(), "text")
