@@ -102,6 +102,8 @@ def test_a_config_of_more_modules_than_a_model_has(tmp_path):
         ("{", "generation_config.json is not JSON"),
         ('{"max_new_tokens": -1}', "max_new_tokens"),
         ('{"eos_token_id": "x"}', "eos_token_id is 'x'\n    expected  ids of tokens"),
+        (f'{{"pad_token_id": {10**19}}}', "pad_token_id is 10000000000000000000"),
+        ('{"output_hidden_states": []}', "output_hidden_states is []"),
         ('{"min_length": "0"}', "min_length is '0'\n    expected  a number"),
         ('{"bad_words_ids": "x"}', "expected  lists of ids of tokens"),
     ],

@@ -82,6 +82,7 @@ def read_config(directory: Path) -> Any:
 _AGAIN = "correct it, or copy or download the file again"
 _MAX_LAYERS, _MAX_MODULES = 2_000, 100_000
 _FLAGS = r"load_in_[48]bit|bnb_4bit_use_double_quant|llm_int8_enable_fp32_cpu_offload"
+_OUTPUTS = Entry(r"output_hidden_states|output_attentions", bool | None)
 _ENTRIES = (
     Entry(r".*layers.*", high=_MAX_LAYERS),
     Entry(r".*(dropout|dropout_prob|pdrop)", low=0, high=1),
@@ -89,11 +90,12 @@ _ENTRIES = (
     Entry(r"rope_theta", low=1e-6),
     Entry(r"architectures", list[str] | None, "a list of names of classes"),
     Entry(_FLAGS, bool),
-    Entry(r"output_hidden_states|output_attentions", bool | None),
+    _OUTPUTS,
     Entry(r"return_dict", Literal[True], "true"),
 )
 _GENERATION = (
-    Entry(r".*_token_id", int | list[int] | None, "ids of tokens"),
+    _OUTPUTS,
+    Entry(r".*_token_id", int | list[int] | None, "ids of tokens", low=-(2**31), high=2**31),
     Entry(r".*suppress_tokens", list[int] | None, "ids of tokens"),
     Entry(r"bad_words_ids", list[list[int]] | None, "lists of ids of tokens"),
     Entry(r"(min_|max_|top_|temp).*", float | bool | None, "a number"),
