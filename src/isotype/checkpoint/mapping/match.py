@@ -132,7 +132,7 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a model with a checkpoint by names and shapes.
 
     A missing tensor may be initialised where the model's author says so (`_keys_to_ignore_on_load_missing`), or where
-    it is part of the head of another class than the checkpoint was saved from. The model is dense, and may lie on the meta device.
+    it is part of the head of another class than the checkpoint was saved from. The model is dense; its weights may be without values (meta).
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -279,7 +279,7 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
 
 
 def _unread_problems(match: Match) -> Iterator[Problem]:
-    """One problem for each reason: a quantizer treats many tensors alike."""
+    """A problem per reason: a quantizer treats many tensors alike."""
 
     def reason(unread: tuple[StoredTensor, Problem]) -> tuple[str, str]:
         tensor, problem = unread

@@ -281,7 +281,7 @@ _CHEAP = 4e9
 
 
 LEAST = 0.5
-"""What a merge back into the format of the training has to keep to be written."""
+"""The least share of the learning that a merge back into the format of the training keeps; below it nothing is written."""
 
 
 def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
