@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from isotype.core.compiled import NotCompiledError
+from isotype.core.dtypes import dtype_name
 from isotype.lora.attention import strips
 from isotype.lora.attention.choice import OWN, Name
 from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of
@@ -364,6 +365,17 @@ def test_nothing_is_kept_without_a_gradient() -> None:
     assert attention(q, k, v, plan).grad_fn is None
     with torch.no_grad():
         assert attention(q.requires_grad_(), k, v, plan).grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_name)
+def test_the_backward_is_left_nothing_as_large_as_an_input_but_the_inputs(dtype: torch.dtype) -> None:
+    """A step takes the memory that is foreseen of torch's kernel, whichever one is the fastest."""
+    inputs = [x.requires_grad_() for x in tensors((2, 4, 2, 70, 70, 16), dtype)[:3]]
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
+        attention(*inputs, plan_of((2, 70, 70), 32, causal=True))
+    large = [x for x in kept if x.untyped_storage().nbytes() >= inputs[1].untyped_storage().nbytes()]
+    assert {x.data_ptr() for x in large} == {x.data_ptr() for x in inputs}
 
 
 def test_backward_twice_and_inputs_used_twice() -> None:

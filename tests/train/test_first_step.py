@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import transformers
 import isotype
 from isotype.lora.loss.trl_head import put_head
 from isotype.report.check.report import Report
+from isotype.trace.fake.values import Values
 from isotype.train.callback import before_first_step
 
 
@@ -40,6 +42,30 @@ def test_a_float16_step_is_measured_only_where_nobody_has_decided(
     before_first_step(model, arguments, None, lambda _: None, None, ranges)
     model(ids)
     assert len(seen) == measured
+
+
+def test_a_trace_is_gone_before_the_step_begins(tmp_path: Path) -> None:
+    """It refers to itself, and to values of small tensors: kept, they would lie beside the step's own."""
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=128,
+    )  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(config).train()
+    put_head(model)
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+    alive: list[int] = []
+
+    def count(_: Report) -> None:
+        alive.append(sum(type(each) is Values for each in gc.get_objects()))
+
+    gc.collect()
+    before_first_step(model, arguments, torch.optim.AdamW(model.parameters()), count)
+    gc.disable()
+    try:
+        ids = torch.ones(2, 4, dtype=torch.long)
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+    finally:
+        gc.enable()
+    assert alive == [0]
 
 
 @pytest.mark.parametrize("lengths", [(12, 5, 7), (12, 12, 12)])

@@ -22,7 +22,7 @@ import isotype
 from isotype.cli.main import main
 from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
-from isotype.train.governed import count_tokens, enforce_trainer, governed, masters_of
+from isotype.train.governed import apply_to_arguments, count_tokens, enforce_trainer, governed, masters_of
 from isotype.train.monitor.step_values import StepValues
 from isotype.train.output.checkpoints import whole_checkpoints
 from tests.adapters import loaded
@@ -519,3 +519,35 @@ def test_nothing_below_the_first_adapter_has_a_graph(path: Path, tmp_path: Path,
     assert set(seen) == {reentrant}
     after = dict(trainer.model.named_parameters())
     assert all(not torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_reference_model_computes_as_the_model_that_is_trained(
+    path: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Before the first update the two are one model, so that DPO's loss begins at log 2."""
+    policy = isotype.resolve_precision(path, dtype=dtype, device="cpu", trainable="full")
+    model = isotype.load(path, policy)
+    arguments = trl.DPOConfig(
+        output_dir=str(tmp_path), max_steps=1, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True,
+        use_cpu=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    apply_to_arguments(policy, arguments)
+    trainer = governed(trl.DPOTrainer)(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows("dpo", 8)),
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    enforce_trainer(trainer, policy, masters_of(model))
+    made: dict[str, list[torch.Tensor]] = {"model": [], "reference": []}
+    for name, each in (("model", trainer.model), ("reference", trainer.ref_model)):
+        for module in each.modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.RMSNorm) or "RMSNorm" in type(module).__name__:
+                module.register_forward_hook(lambda _, args, out, to=made[name]: to.append(out.detach()))
+    trainer.train()
+    assert made["reference"]
+    for one, other in zip(made["model"], made["reference"], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)

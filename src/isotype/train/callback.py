@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections import Counter
@@ -421,6 +422,7 @@ def before_first_step(
             raised = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))
             return
+        gc.collect()  # a trace refers to itself, and holds values
         tell(report)
 
     called = outermost if outermost is not None and is_compiled_module(outermost) else model

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,10 @@ def enforce_trainer(
         if parameters[name].dtype != values.dtype:
             parameters[name].data = values
     changes = enforce_model(trainer.model, policy)
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None:
+        # Its forward is the model's, so that the two agree at the first step; its weights stay as exact as those that are trained.
+        enforce_model(reference, replace(policy, keep_frozen=True))
     if getattr(trainer.args, "use_liger_kernel", False):
         trainer.args.use_liger_kernel = False
         changes = (

@@ -289,6 +289,8 @@ def _build(run: Run, console: Console) -> _Built:
         console.print(wrapped(text, console), highlight=False, markup=False, soft_wrap=True)
     elif settings.extra.fuse:
         fusion = fuse(trainer.model)
+        if getattr(trainer, "ref_model", None) is not None:
+            fuse(trainer.ref_model)
         describe.show_fusion(console, fusion, settings.extra)
     packing = keep_rows(trainer)
     for name, text in describe.head_rows(trainer):

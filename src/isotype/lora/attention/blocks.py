@@ -5,6 +5,8 @@ What packed rows and windows gain by where nothing can be compiled: torch's kern
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -28,14 +30,40 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     """
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
+    out: torch.Tensor = _Attention.apply(q, k, v, spec)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps q, k and v alone, as torch's kernel does: what the blocks made of them comes again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.spec = spec
+        ctx.save_for_backward(q, k, v)
+        return _in_parts(q, k, v, spec)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[:3]
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            out = _in_parts(*inputs, ctx.spec)
+        grads = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], d_out))
+        return *(next(grads) if need else None for need in needed), None
+
+
+def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
+    dtype = q.dtype
     with torch.autocast(q.device.type, enabled=False):
-        wide = torch.promote_types(q.dtype, torch.float32)
-        q_, k_, v_ = q.to(wide), k.to(wide), v.to(wide)
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
         parts = [
-            _part(q_[slice(*part.batch)], k_[slice(*part.batch)], v_[slice(*part.batch)], part, spec.scale)
+            _part(q[slice(*part.batch)], k[slice(*part.batch)], v[slice(*part.batch)], part, spec.scale)
             for part in spec.plan.parts
         ]
-        return torch.cat(parts).to(q.dtype).transpose(1, 2)
+        return torch.cat(parts).to(dtype).transpose(1, 2)
 
 
 def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float) -> torch.Tensor:

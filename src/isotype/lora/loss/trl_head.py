@@ -74,12 +74,14 @@ def use_own_head(trainer: Any) -> None:
 
     smoothing = _smoothing(trainer)
     gradients = ("log_probs", "entropy") if _entropy_is_differentiated(trainer.args) else ("log_probs",)
+    trained = next(_models(trainer))
     for model in _models(trainer):
         own = _asked(model.forward)
         if own is None:
             continue
         outermost, keywords = own
-        autocast = nullcontext if outermost else trainer.accelerator.autocast
+        # accelerate puts autocast around the trained model when training begins, and around a reference model before, if at all
+        autocast = nullcontext if outermost and model is trained else trainer.accelerator.autocast
         request = _HeadRequest(
             **keywords,
             gradients=gradients,
