@@ -134,6 +134,12 @@ def test_the_command_prints_a_table_and_json(mixed_checkpoint, capsys):
     )
 
 
+def test_a_model_type_that_is_no_name_is_a_model_that_transformers_does_not_know(mixed_checkpoint, capsys):
+    (mixed_checkpoint / "config.json").write_text('{"model_type": ["llama"]}')
+    assert main(["inspect", str(mixed_checkpoint)]) == 0
+    assert "error" not in capsys.readouterr().out
+
+
 def test_no_checkpoint_is_an_error(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: not a checkpoint\n")

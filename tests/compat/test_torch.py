@@ -55,6 +55,7 @@ from isotype.compat.torch import (
     own_state,
     parsed_to,
     run_backward,
+    sharded_scaler,
     stack_of,
     stays_at_the_bottom,
     storage_key,
@@ -388,3 +389,25 @@ def test_the_loss_scale_is_had_without_waiting() -> None:
     assert scale.item() == scaler.get_scale() == 64.0
     assert loss_scale(None) is None
     assert loss_scale(torch.amp.GradScaler("cpu", enabled=False)) is None
+
+
+def test_the_overflow_of_a_sharded_scaler_fits_a_fused_optimizer(tmp_path: Path) -> None:
+    """The workaround can go when torch's own scaler does not raise."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    def stepped(scaler: Any) -> float:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([weight], lr=0.5, fused=True)
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return float(weight.detach().sum())
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert stepped(sharded_scaler("cpu")) < 2
+        with pytest.raises(RuntimeError, match="broadcast shape"):
+            stepped(ShardedGradScaler("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -219,3 +219,4 @@ def test_what_cannot_be_asked(config: Path) -> None:
         isotype.plan(config, "cpu-avx2")
     with pytest.raises(PrecisionError, match="unknown device"):
         isotype.plan(config, "rtx1")
+    assert main(["plan", str(config), "--device", ""]) == 2

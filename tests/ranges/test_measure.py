@@ -15,6 +15,7 @@ import isotype
 from isotype.checkpoint.kept import kept
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
+from isotype.ranges.batches import made_batches
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.pairwise import few
@@ -208,6 +209,13 @@ def test_what_a_checkpoint_may_lack_is_said(tmp_path: Path, monkeypatch: pytest.
         "loaded whole, not block by block: it has no score.weight, which transformers draws",
     )
     assert ranges.by_module["model.layers.1"].gradient > 0
+
+
+def test_token_ids_are_drawn_where_the_tokenizer_knows_no_word() -> None:
+    """Rows of such texts would never be long enough."""
+    model = tiny_model("llama")
+    (batch,) = made_batches(model, lambda text: {"input_ids": []}, 100).batches
+    assert batch["input_ids"].shape == (2, 64)
 
 
 def test_token_ids_are_drawn_for_want_of_a_tokenizer(tmp_path: Path) -> None:

@@ -228,6 +228,12 @@ def test_lora_bias_is_an_argument():
     assert "--lora_bias some\n    expected  one of none, all, lora_only" in message("--lora_bias", "some")
 
 
+def test_an_infinite_number_of_steps_is_refused():
+    assert message("--save_steps", "inf").endswith(
+        "--save_steps inf\n    expected  more than 0\n    fix       a number of steps, or a share of them below 1"
+    )
+
+
 def test_gradient_checkpointing_is_not_reentrant_unless_asked_for():
     def given(*argv):
         return parse_settings(METHODS["sft"], [*BASE, *argv]).training.gradient_checkpointing_kwargs

@@ -220,7 +220,7 @@ def require_loadable(name: str | Path, revision: str | None = None) -> None:
     config = source / "config.json" if source is not None and source.is_dir() else None
     alone = config is not None and not config.is_file() and not list(config.parent.glob("*.gguf"))
     if config is not None and config.is_file():
-        alone = read_json(config).get("model_type") not in CONFIG_MAPPING
+        alone = str(read_json(config).get("model_type")) not in CONFIG_MAPPING
     if source is not None and (alone or (source.is_file() and source.suffix != ".gguf")):
         headers = read_headers(source)
         stored = stored_tensors(headers.tensors, headers.quantization)

@@ -388,6 +388,22 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
     return float(scaler.get_scale()) if scale is None else scale.reshape(())
 
 
+def sharded_scaler(device: str) -> torch.amp.GradScaler:
+    """torch's GradScaler of sharded models, with an overflow float32 `[]`: its own is `[1]`, which fused optimizers refuse.
+
+    https://github.com/pytorch/pytorch/issues/140514
+    """
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    class Scaler(ShardedGradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            super().unscale_(optimizer)
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            found.update({each: overflow.reshape(()) for each, overflow in found.items()})
+
+    return Scaler(device)
+
+
 SDPA_SETTER: Final = "_sdpa_kernel"
 AUTOCAST_CAST: Final = "_cast"
 """The function of `torch.amp.autocast_mode` that `custom_fwd(cast_inputs=…)` casts by."""

@@ -161,35 +161,39 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0))
-    if words is not None:
-        ids = text_rows(words, rows, length)
+    read = None if words is None else text_rows(words, rows, length)
+    if read is not None:
+        ids = read
         said = f"{plural(rows, 'text')} of {length} tokens that come with isotype"
     else:
-        ids = _drawn(size, rows, length)
-        said = f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed, for want of a tokenizer"
+        ids = drawn(size, rows, length)
+        want = "a tokenizer" if words is None else "a tokenizer that knows a word of isotype's texts"
+        said = f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed, for want of {want}"
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     notes = _add_images(batch, base, size)
     batch["labels"] = _labels(base, batch)
     return Batches((batch,), rows, said, ids.numel(), notes)
 
 
-def text_rows(tokenizer: Any, rows: int, length: int) -> torch.Tensor:
-    """Row r begins with passage r and goes on with the following ones until it is long enough."""
-    texts = passages()
+def text_rows(tokenizer: Any, rows: int, length: int) -> torch.Tensor | None:
+    """Row r begins with passage r and goes on with the following ones until it is long enough; None where they have no tokens."""
     # The special tokens that a text begins with come once a row.
-    pieces = [tokenizer(text)["input_ids"] for text in texts]
+    pieces = [tokenizer(text)["input_ids"] for text in passages()]
+    if not any(pieces):
+        return None
     batch = []
     for row in range(rows):
         ids: list[int] = []
-        turn, start = row % len(texts), row // len(texts)
+        turn, start = row % len(pieces), row // len(pieces)
         while len(ids) < length * (start + 1):
-            ids += pieces[turn % len(texts)]
+            ids += pieces[turn % len(pieces)]
             turn += 1
         batch.append(ids[length * start : length * (start + 1)])
     return torch.tensor(batch)
 
 
-def _drawn(size: int, rows: int, length: int) -> torch.Tensor:
+def drawn(size: int, rows: int, length: int) -> torch.Tensor:
+    """Token ids of a vocabulary of `size`, int64 `[rows, length]`, by a fixed seed."""
     generator = torch.Generator().manual_seed(_SEED)
     return torch.randint(min(_FIRST, size - 1), size, (rows, length), generator=generator)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.opened import require_readable
-from isotype.compat.torch import loss_scale
+from isotype.compat.torch import loss_scale, sharded_scaler
 from isotype.core.errors import PrecisionError, SaveError
 from isotype.core.files import (
     NO_ROOM,
@@ -421,9 +421,7 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
         accelerator.native_amp = True
     if policy.loss_scaling and has_shards(trainer.model):
         # Every process has to skip a step that overflows in one of them.
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        accelerator.scaler = ShardedGradScaler(accelerator.device.type)
+        accelerator.scaler = sharded_scaler(accelerator.device.type)
     if policy.loss_scaling:
         begin_loss_scale(accelerator.scaler, policy)
 

@@ -47,10 +47,10 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[:3]
-        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+        q, k, v = (x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True))
         with torch.enable_grad():
-            out = _in_parts(*inputs, ctx.spec)
-        grads = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], d_out))
+            out = _in_parts(q, k, v, ctx.spec)
+        grads = iter(torch.autograd.grad(out, [x for x in (q, k, v) if x.requires_grad], d_out))
         return *(next(grads) if need else None for need in needed), None
 
 

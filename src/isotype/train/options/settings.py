@@ -94,7 +94,7 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
             _check_json(argument, _given_value(parser, given, argument.name, config_keys))
     try:
         parsed = parser.parse_args_into_dataclasses(args=[*arguments, *neutral])
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, OverflowError) as error:
         wrong = list(number_problems(partial(_given_value, parser, given, config_keys=config_keys)))
         message = one_line(error)
         values = vars(parser.parse_known_args([*arguments, *neutral])[0])
@@ -165,7 +165,7 @@ def _works_without(parser: Any, values: dict[str, Any], name: str) -> bool:
         for kind in parser.dataclass_types:
             names = {each.name for each in fields(kind) if each.init}
             kind(**{key: value for key, value in values.items() if key in names and key != name})
-    except (ValueError, TypeError, OSError, ImportError):
+    except (ValueError, TypeError, OSError, ImportError, OverflowError):
         return False
     return True
 
