@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import isotype
 from isotype.lora.attention import choice as choices
@@ -23,6 +24,7 @@ from isotype.lora.attention.choice import (
     offered,
     shape_of,
 )
+from isotype.lora.attention.foreseen import foreseen
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
 from tests.adapters import step
@@ -239,8 +241,9 @@ def test_a_choice_of_the_user_stays() -> None:
     assert use_fast_attention(model).reason == "its implementation is eager"
 
 
-def test_the_preflight_follows_it(cache: Path) -> None:
-    model, batch = tiny_model("llama", torch.bfloat16), tiny_batch("llama")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_preflight_follows_it(cache: Path, dtype: torch.dtype) -> None:
+    model, batch = tiny_model("llama", dtype), tiny_batch("llama")
     plain = isotype.check(model, batch)
     use_fast_attention(model)
     report = isotype.check(model, batch)
@@ -248,8 +251,24 @@ def test_the_preflight_follows_it(cache: Path) -> None:
     assert [(found.code, found.module) for found in report.findings] == [
         (found.code, found.module) for found in plain.findings
     ]
-    assert report.memory.peak == plain.memory.peak
+    # A CPU that emulates bfloat16 computes on float32 copies of one layer's operands at a time.
+    assert (report.memory.peak == plain.memory.peak) == (dtype == torch.float32)
     assert not cache.exists()  # a preflight measures nothing
+
+
+def test_what_is_foreseen_is_the_attention_that_it_stands_for() -> None:
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
+        out = foreseen(scaled_dot_product_attention, q, k, v)
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (q, k, v)}
+    expected = scaled_dot_product_attention(q, k, v)
+    assert torch.equal(out, expected)
+    d_out = torch.randn_like(out)
+    for one, other in zip(
+        torch.autograd.grad(out, (q, k), d_out), torch.autograd.grad(expected, (q, k), d_out), strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 SHAPE = Shape(1, 1, 2, 16, 16, 64, "causal", torch.float32, True)

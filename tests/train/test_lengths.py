@@ -28,19 +28,31 @@ def turn(role: str, words: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "row", "length"),
+    ("method", "row", "length", "prompt"),
     [
-        ("sft", {"input_ids": [1, 2, 3]}, 3),
-        ("sft", {"text": "w1 w2 w3"}, 4),
-        ("sft", {"prompt": "w1 w2 ", "completion": "w3"}, 4),
-        ("sft", {"messages": turn("user", 2) + turn("assistant", 3)}, 11),
-        ("dpo", {"prompt": "w1 ", "chosen": "w2", "rejected": "w3 w4 w5"}, 5),
-        ("kto", {"prompt": turn("user", 2), "completion": turn("assistant", 3), "label": True}, 11),
-        ("grpo", {"prompt": turn("user", 2)}, 7),
+        ("sft", {"input_ids": [1, 2, 3]}, 3, 0),
+        ("sft", {"text": "w1 w2 w3"}, 4, 0),
+        ("sft", {"prompt": "w1 w2 ", "completion": "w3"}, 4, 2),
+        ("sft", {"messages": turn("user", 2) + turn("assistant", 3)}, 11, 0),
+        ("dpo", {"prompt": "w1 ", "chosen": "w2", "rejected": "w3 w4 w5"}, 5, 1),
+        ("kto", {"prompt": turn("user", 2), "completion": turn("assistant", 3), "label": True}, 11, 7),
+        ("grpo", {"prompt": turn("user", 2)}, 7, 0),
     ],
 )
-def test_the_length_of_a_row(model, method, row, length):
-    assert lengths_of(method, processing_class(model), [row]) == Lengths((length,), 1)
+def test_the_length_of_a_row(model, method, row, length, prompt):
+    assert lengths_of(method, processing_class(model), [row]) == Lengths((length,), 1, prompt=prompt)
+
+
+def test_as_many_tokens_are_asked_as_in_the_shortest_prompt(model):
+    rows = [{"prompt": "w1 " * words, "chosen": "w2", "rejected": "w3"} for words in (5, 2, 9)]
+    assert lengths_of("dpo", processing_class(model), rows).prompt == 2
+
+
+@pytest.mark.parametrize(("argv", "prompt"), [([], 2), (["--completion_only_loss", "False"], 0)])
+def test_a_step_learns_no_prompt_unless_asked_to(model, tmp_path, argv, prompt):
+    data = save_rows(tmp_path / "rows.jsonl", [{"prompt": "w1 w2 ", "completion": "w3"}] * 4)
+    command = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--device", "cpu", *argv]
+    assert plan_of(*parse_options([*map(str, command)]))[0].prompt == prompt
 
 
 def test_what_is_cut():

@@ -71,6 +71,15 @@ def calls_of(model: torch.nn.Module) -> list[tuple[tuple[int, ...], bool]]:
     return seen
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+def test_nothing_is_learned_of_a_prompt(method):
+    model = tiny_model("llama")
+    put_head(model)
+    inputs = step_inputs(method, model, 2, 12, prompt=5, reference=False)
+    assert (inputs.inputs["labels"] == -100).sum(-1).tolist() == [5] * len(inputs.inputs["labels"])
+    assert inputs.function(model, inputs.inputs).isfinite()
+
+
 def test_every_method_has_a_loss():
     assert {"labels", *LOSSES} == set(get_args(Loss))
 

@@ -329,6 +329,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 made_by = operands[0].origin
                 self.mark(tensor, Origin("scratch", tensor.dtype, made_by.module, source=made_by.source))
             self.ledger.seen(tensor)
+        if name == "aten._safe_softmax.default":  # it notes of every score, in a byte, whether it is -inf
+            for size in (outputs[0].numel(), -outputs[0].numel()):
+                self.ledger.add("activations", size)
         if breach is not None:
             if place.breached and self.phase == "backward" and not self._recomputing:
                 breach = replace(breach, consequence=True)

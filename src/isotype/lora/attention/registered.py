@@ -19,6 +19,7 @@ from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
+from isotype.lora.attention.foreseen import foreseen
 from isotype.lora.attention.lengths import by_lengths, lengths_mask, why_not_lengths
 from isotype.lora.attention.lengths import why_not_call as why_not_by_lengths
 from isotype.lora.attention.plan import (
@@ -351,7 +352,7 @@ def attention_forward(
     if reason is None and not (q.numel() and k.numel()):
         return attention_to_nothing(q, k, v).transpose(1, 2), None
     # A preflight measures nothing, and thousands of operators on blocks would tell it no more than torch's one: both kernels
-    # take and give the same dtypes, do the same FLOPs or fewer, and keep q, k, v and some numbers for each query.
+    # take and give the same dtypes, and do the same FLOPs or fewer.
     if reason is None and q.shape[2] > 1 and not isinstance(q, FakeTensor):
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
@@ -366,10 +367,17 @@ def attention_forward(
     report = _reports.get(module)
     if report is not None and reason is not None:
         report.left[reason] += 1
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
-    )
-    return result
+
+    def of_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = sdpa_attention_forward(
+            module, q, k, v, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
+        )[0]
+        return out
+
+    if reason is None and isinstance(q, FakeTensor) and attention_dtype(q) != q.dtype:
+        # A CPU that emulates the dtype takes one of isotype's kernels, which do not keep the result.
+        return foreseen(of_torch, q, k, v), None
+    return of_torch(query, key, value), None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from isotype.lora.sequences import saying
 from isotype.lora.unpadded import Unpadded, in_one_row
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.devices.simulated import has_value
 
 _SMOOTHER = "_isotype_label_smoother"
 _PACKED = "_isotype_packed_rows"
@@ -349,8 +350,8 @@ def _fused(
         states = states[:, :-1] if place is None else states
     labels = labels.to(states.device)
     mask = labels != -100
-    # On fakes it is not known which positions have labels: all of them, which is the most.
-    known = not isinstance(states, FakeTensor)
+    # Of large fakes it is not known which positions have labels: all of them, which is the most.
+    known = not isinstance(states, FakeTensor) or has_value(mask)
     chosen = mask if known else torch.ones_like(mask)
     if bare is not None and place is not None:  # how many there are is known without waiting for the device
         index = torch.nonzero_static(chosen.flatten(), size=bare.reads).squeeze(1)

@@ -10,6 +10,9 @@ import torch
 from isotype.compat.torch import FakeTensor, FakeTensorMode
 from isotype.precision.devices.profile import DeviceProfile
 
+VALUE = "_isotype_value"
+"""Attribute of a fake tensor whose value a trace knows."""
+
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -38,3 +41,8 @@ def simulates_cpu(fake: FakeTensor) -> bool:
 def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
     """Whether the CPU whose part `fake` takes has no instructions for products in `dtype`."""
     return isinstance(fake.fake_mode, SimulatedMode) and dtype in fake.fake_mode.emulated
+
+
+def has_value(fake: torch.Tensor) -> bool:
+    """Whether a trace knows the value of a fake tensor: of small ones that no weight has a part in."""
+    return hasattr(fake, VALUE)

@@ -23,6 +23,7 @@ from isotype.compat.torch import (
     without_modes,
 )
 from isotype.core.operators import operator_name
+from isotype.precision.devices.simulated import VALUE
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
 
@@ -31,7 +32,6 @@ aten = torch.ops.aten
 LIMIT = 1 << 14
 """Elements above which a tensor's value is not kept."""
 
-_VALUE = "_isotype_value"
 _GUESSED = "_isotype_guessed"
 _EXACT = "_isotype_exact"
 HALVES = (torch.bfloat16, torch.float16)
@@ -72,12 +72,12 @@ class Values:
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """From now on the value of the fake `tensor` is known."""
         if value.numel() <= LIMIT and value.layout == torch.strided and value.device.type == "cpu":
-            setattr(tensor, _VALUE, value)
+            setattr(tensor, VALUE, value)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of `tensor`, None where it is not known."""
         if isinstance(tensor, FakeTensor):
-            value: torch.Tensor | None = getattr(tensor, _VALUE, None)
+            value: torch.Tensor | None = getattr(tensor, VALUE, None)
             if value is None or (self._spoiled and storage_of(value) in self._spoiled):
                 return None
             return value
@@ -86,7 +86,7 @@ class Values:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Something unknown was written into `tensor`."""
-        value = getattr(tensor, _VALUE, None)
+        value = getattr(tensor, VALUE, None)
         if value is not None:
             storage = value.untyped_storage()
             self._spoiled[storage_key(storage)] = storage
@@ -135,7 +135,7 @@ class Values:
 
     def came_rounded(self, tensor: torch.Tensor, name: str) -> None:
         """The input `tensor` has a known value in 16 bit: what it stands for may be half a step away."""
-        value = getattr(tensor, _VALUE, None)
+        value = getattr(tensor, VALUE, None)
         if value is not None and value.dtype in HALVES:
             with without_functions(), without_modes():
                 exact = value.double()

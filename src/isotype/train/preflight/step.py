@@ -122,11 +122,11 @@ class PlannedStep:
         told = {call.source for call in trace_of(step).calls} & documents_told_at()
         return not told or has_states(model)
 
-    def _batch(self, rows: int, tokens: int) -> tuple[StepPlan, int]:
+    def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
         """The plan with the rows of a batch, and the tokens of each."""
         if not self.mixed:
             return replace(self.plan, rows=rows), tokens
-        rows, tokens = one_a_row(self.plan.lengths, tokens, rows)
+        rows, tokens = one_a_row(lengths, tokens, rows)
         return replace(self.plan, rows=rows, packed=False), tokens
 
     def request(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> StepRequest:
@@ -134,7 +134,7 @@ class PlannedStep:
         plan, (model, _) = self.plan, self.model(arguments)
         return StepRequest(
             model,
-            _inputs(*self._batch(rows, tokens), model),
+            _inputs(*self._batch(rows, tokens, plan.lengths), model),
             self.policy,
             plan.device,
             autocast=self.policy.autocast or False,
@@ -161,7 +161,10 @@ class PlannedStep:
         if tokens < row_length(plan, self.config):  # rows are cut, and those that are evaluated with them
             length = min(length, tokens)
         length = row_length(replace(plan, length=length), self.config)
-        return _inputs(*self._batch(plan.evaluation or rows, length), model)
+        held, rows = plan.evaluation_lengths, plan.evaluation or rows
+        if held is not None and not plan.packed and not plan.completion:
+            rows = min(rows, held.rows)
+        return _inputs(*self._batch(rows, length, held or plan.lengths), model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
         """The report on it; a trace that the choice has made already is not made again."""
@@ -312,11 +315,13 @@ def row_length(plan: StepPlan, config: Any) -> int:
 
 
 def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
+    asked = length - plan.completion if plan.completion else plan.prompt
     return step_inputs(
         plan.method,
         model,
         plan.rows,
         length,
+        prompt=min(asked, length - 1),
         completion=min(plan.completion, length - 1),
         reference=plan.reference,
         packed=plan.packed and not _by_lengths(plan, model),

@@ -83,6 +83,8 @@ class StepPlan:
         step_rows: rows of an optimizer step on one device; where they are more than `rows`, gradients are accumulated.
         evaluation: rows of a batch that is evaluated during the training; 0: as many as `rows`; None: nothing is evaluated.
         evaluation_length: tokens of its longest row; None: as of the rows that train.
+        evaluation_lengths: of the rows that are evaluated; None where nobody counted them.
+        prompt: tokens at the beginning of every row that the loss leaves out.
         completion: tokens of a completion (grpo, rloo).
         reference: whether every step runs the reference model.
         lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
@@ -125,6 +127,8 @@ class StepPlan:
     step_rows: int = 0
     evaluation: int | None = None
     evaluation_length: int | None = None
+    evaluation_lengths: Lengths | None = None
+    prompt: int = 0
     completion: int = 0
     reference: bool = False
     revision: str | None = None
@@ -412,7 +416,26 @@ def training_plan(
     plan = _full_plan(plain, settings, start)
     rows = data[settings.script.dataset_train_split]
     field = getattr(settings.training, "dataset_text_field", "text")
+    plan = _with_held_back(plan, settings, tokenizer, data)
     return _bounded(plan, settings, rows, lengths or lengths_of(plan.method, tokenizer, rows, field))
+
+
+def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
+    """The plan with the lengths of the rows that are evaluated, and the longest that can occur among them."""
+    from isotype.train.rows.lengths import lengths_of, longest_possible
+
+    training, split = settings.training, settings.script.dataset_test_split
+    if plan.evaluation is None or split not in data:
+        return plan
+    rows, field = data[split], getattr(training, "dataset_text_field", "text")
+    lengths = lengths_of(
+        plan.method, tokenizer, rows, field, source=settings.script.dataset_name or "datasets"
+    )
+    packed = bool(getattr(training, "packing", False))
+    longest, _ = longest_possible(
+        rows, lengths, getattr(training, "max_length", None), packed=packed, completion=plan.completion
+    )
+    return replace(plan, evaluation_lengths=lengths, evaluation_length=longest)
 
 
 def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
@@ -420,6 +443,9 @@ def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | N
     from isotype.train.rows.lengths import longest_possible, packed_rows
 
     training = settings.training
+    if lengths is not None and len(lengths.tokens) == lengths.rows:
+        learned = getattr(training, "completion_only_loss", None) is False
+        plan = replace(plan, prompt=0 if learned else lengths.prompt)
     limit = getattr(training, "max_length", None)
     longest, why = longest_possible(
         rows, lengths, limit, packed=bool(getattr(training, "packing", False)), completion=plan.completion
@@ -466,6 +492,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     field, name = getattr(training, "dataset_text_field", "text"), script.dataset_name or "datasets"
     found = lengths_of(plan.method, tokenizer, rows, field, source=name)
     said += filter(None, [None if found is None else found.begun_twice()])
+    plan = _with_held_back(plan, settings, tokenizer, data)
     plan = replace(plan, data="; ".join(said), lengths=found)
     if options.length is not None:
         return plan

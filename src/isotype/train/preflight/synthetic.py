@@ -12,6 +12,7 @@ from torch import nn
 
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS, Loss
+from isotype.data.tokens import IGNORED
 from isotype.model.loss import loss_of
 from isotype.ranges.batches import image_shape
 from isotype.records.request import LossOf
@@ -69,6 +70,7 @@ def step_inputs(
     rows: int,
     length: int,
     *,
+    prompt: int = 0,
     completion: int = 0,
     reference: bool = True,
     packed: bool = False,
@@ -80,23 +82,26 @@ def step_inputs(
         model: the model, PEFT or not, for its config; with `isotype.lora.loss.trl_head.put_head`, but for a reward model.
         rows: examples a step (completions for grpo and rloo).
         length: tokens an example, of prompt and completion together.
+        prompt: tokens at the beginning of an example that the loss leaves out.
         completion: tokens of the completion (grpo, rloo).
         reference: whether the method compares with the reference model in every step.
         packed: whether each row holds two documents, told apart by their positions (sft).
     """
     batch = synthetic_batch(model, rows, length)
+    loss = METHODS[method].loss
+    if batch["labels"].dim() > 1:
+        batch["labels"][:, :prompt] = IGNORED
     if packed:
         del batch["attention_mask"]
         places, half = torch.arange(length), length // 2
         batch["position_ids"] = torch.where(places < half, places, places - half).repeat(rows, 1)
-    loss = METHODS[method].loss
     if loss == "labels":
         return LossOf(_label_loss, batch)
     copies = 2 if loss in ("reward", "preference") else 1
     tokens = {
         name: value.repeat(copies, *[1] * (value.dim() - 1))
         for name, value in batch.items()
-        if name != "labels"
+        if name != "labels" or loss != "reward"
     }
     return LossOf(lambda model, inputs: LOSSES[loss](model, inputs, completion, reference), tokens)
 
@@ -117,8 +122,9 @@ def _label_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Log-probabilities of the tokens, float32 `[rows, length - 1]`."""
-    log_probs: torch.Tensor = model(**batch, labels=batch["input_ids"], fused_lm_head=True).log_probs
+    """Log-probabilities of the tokens that are learned, float32 `[rows, length - 1]`; 0 of the others."""
+    labels = batch.get("labels", batch["input_ids"])  # there are none in the phase `generate`
+    log_probs: torch.Tensor = model(**{**batch, "labels": labels}, fused_lm_head=True).log_probs
     return log_probs
 
 

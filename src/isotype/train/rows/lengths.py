@@ -29,11 +29,13 @@ class Lengths:
         tokens: of each row that was tokenized (of a pair, its longer half with the prompt).
         rows: rows of the data set.
         doubled: of those that were tokenized, how many begin with the token of the beginning twice.
+        prompt: of each of them at least so many come first and are asked, not learned.
     """
 
     tokens: tuple[int, ...]
     rows: int
     doubled: int = 0
+    prompt: int = 0
 
     @property
     def longest(self) -> int:
@@ -81,15 +83,16 @@ def lengths_of(
         return None
     words = getattr(tokenizer, "tokenizer", tokenizer)
     step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
-    tokens = []
+    tokens, prompts = [], []
     doubled = 0
     for at in range(0, len(rows), step):
         try:
             tokens.append(_length(method, words, rows[at], text_field))
+            prompts.append(_asked(method, words, rows[at]))
         except TemplateError as error:
             raise refused_row(source, at, error) from error
         doubled += _begins_twice(words, rows[at], text_field)
-    return Lengths(tuple(tokens), len(rows), doubled)
+    return Lengths(tuple(tokens), len(rows), doubled, min(prompts))
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
@@ -181,6 +184,13 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
         return max(_tokens(tokenizer, prompt, answer, tools) for answer in answers)
     chat = row.get("messages")
     return _tokens(tokenizer, None, chat if chat is not None else row[text_field], tools)
+
+
+def _asked(method: str, tokenizer: Any, row: Mapping[str, Any]) -> int:
+    """Tokens of the prompt that an answer of the row follows; 0 where the row does not tell the two apart, or the model answers."""
+    if "input_ids" in row or METHODS[method].loss == "policy" or not row.get("prompt"):
+        return 0
+    return len(_ids(tokenizer, row["prompt"], None, row.get("tools")))
 
 
 def _tokens(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> int:
