@@ -32,7 +32,7 @@ _FLAGS = {
     "cpu-avx512": ("AMD EPYC", {"avx2", "avx512f", "avx512_bf16"}, ("bfloat16",)),
     "cpu-amx": ("Intel Xeon", {"avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16"}, ("bfloat16", "float16")),
 }
-_seen = os.environ.get(VARIABLE, CPUS[0])
+_seen = MACHINE  # of a process that pretends nothing, such as a benchmark
 
 
 def default() -> str:
@@ -213,6 +213,7 @@ _DOOR = _Doors()
 
 def install() -> None:
     """See pretended CPUs in this process, from the first import of isotype on."""
+    see_as_asked()
     late = sorted(_DOORS.keys() & sys.modules.keys())
     if _DOOR in sys.meta_path:
         sys.meta_path.remove(_DOOR)

@@ -53,6 +53,17 @@ def test_the_faster_kernel_is_the_same_on_every_machine(any_cpu: str) -> None:
     assert measured.in_turns(lambda: ways, 2, 1) == {"torch's": [2.0, 2.0], "isotype's": [1.0, 1.0]}
 
 
+def test_a_benchmark_that_takes_parts_of_the_tests_sees_the_machine() -> None:
+    """What it prints is of this machine: nothing pretends a CPU before `install`."""
+    seen = subprocess.run(
+        [sys.executable, "-c", "from tests import cpus; print(cpus.seen())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert seen.stdout.strip() == cpus.MACHINE
+
+
 SEES = "from isotype.precision.devices.cpu import this_onednn; print(len(this_onednn().takes))"
 
 

@@ -91,6 +91,17 @@ def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: P
     assert report.ok
 
 
+def test_the_weights_of_a_reference_model_are_counted(path: Path, tmp_path: Path) -> None:
+    trainer = trl.DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(path),
+        args=arguments(trl.DPOConfig, tmp_path),
+        train_dataset=datasets.Dataset.from_list(rows("dpo")),
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+    )
+    weights = sum(each.nbytes for each in trainer.model.parameters())
+    assert isotype.check(trainer, verify=False).memory.phases["forward"]["weights"] == 2 * weights
+
+
 def process() -> tuple[Any, ...]:
     return (random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist())
 

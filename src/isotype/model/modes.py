@@ -20,15 +20,13 @@ from isotype.compat.torch import (
     operator_schema,
     tree_iter,
 )
-from isotype.core.operators import schema_of
+from isotype.core.operators import BFLOAT16_WITHOUT_MEMORY, schema_of
 from isotype.core.random_states import random_states_kept
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
 """Operators whose results are numbers of Python's, which no tensor without memory has."""
-# Of experts: torch 2.13's kernel for the meta device takes bfloat16 only (`_meta_grouped_mm_common` in torch/_meta_registrations.py).
-_GROUPED = torch.ops.aten._grouped_mm.default
 _PLACED = (PARAMETERS, CHILDREN)
 """What a sharded model takes out and puts in as it runs, in step with what its hooks remember."""
 
@@ -73,7 +71,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NUMBERS and args[0].is_meta:
             return _number(args[0]) if func is _ITEM else True
-        if func is _GROUPED and args[0].is_meta and args[0].dim() < args[1].dim():
+        if func in BFLOAT16_WITHOUT_MEMORY and args[0].is_meta and args[0].dim() < args[1].dim():
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         schema = operator_schema(func)  # operators of higher order have none
         if schema is not None and schema.is_mutable:

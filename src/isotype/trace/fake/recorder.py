@@ -28,7 +28,14 @@ from isotype.contracts.contract import Contracts, is_exempt
 from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
 from isotype.core.errors import first_line
-from isotype.core.operators import given_tensors, leaves, operator_name, schema_of, tensors_in
+from isotype.core.operators import (
+    BFLOAT16_WITHOUT_MEMORY,
+    given_tensors,
+    leaves,
+    operator_name,
+    schema_of,
+    tensors_in,
+)
 from isotype.core.source import condition_at, raising_frame, shown, tensors_at_hand
 from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.fake.arguments import (
@@ -50,11 +57,6 @@ from isotype.trace.sides import Sides
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-
-# torch 2.13's fake kernel takes bfloat16 only (`_meta_grouped_mm_common` in torch/_meta_registrations.py); the CPU's and
-# CUDA's take float32 and float16 too. tests/trace/test_recorder.py says when this can go.
-_FAKE_TOO_STRICT = frozenset({"aten._grouped_mm.default"})
-
 
 # Functions that take float16 on a GPU (in sizes of a power of two) and no 16 bits on a CPU (`promote_type_fft` in
 # aten/src/ATen/native/SpectralOps.cpp).
@@ -249,7 +251,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if verdict is None or (not verdict.accepted and is_exempt(name, args)):
             return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
-            if name in _FAKE_TOO_STRICT:
+            if func in BFLOAT16_WITHOUT_MEMORY:
                 return self._as_bfloat16(func, args, kwargs, tensors), None
             result, breach = self._run(func, args, kwargs, tensors, edited)
             # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
