@@ -59,7 +59,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_SIZES, **_GROUPED}),
     "llama-tied": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {**_SIZES, **_GROUPED, "sliding_window": 64}),
-    "qwen2": ("Qwen2Config", {**_SIZES, **_GROUPED}),
+    # Not Qwen2: transformers reads every tokenizer of its models by a class that knows none of the words here.
+    "glm4": ("Glm4Config", {**_SIZES, **_GROUPED, **_WIDE}),
     "qwen3": ("Qwen3Config", {**_SIZES, **_GROUPED, **_WIDE}),
     "gemma": ("GemmaConfig", {**_SIZES, **_GROUPED, **_WIDE}),
     "gemma2": ("Gemma2Config", {**_SIZES, **_GROUPED, **_WIDE, "sliding_window": 64}),

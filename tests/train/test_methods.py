@@ -78,6 +78,8 @@ def test_trains_under_the_policy(model: Path, method: str, dtype: str, tmp_path:
     assert [step.loss for step in steps] == pytest.approx(logged, rel=1e-6)
     assert any(step.grad_norm and step.grad_norm > 0 for step in steps)
 
+    assert list(trainer.model.peft_config) == ["default"]  # the reference is the model with it switched off
+
     states = list(trainer.optimizer.optimizer.state.values())
     assert len(states) == sum(p.requires_grad for p in trainer.model.parameters())
     assert {state[key].dtype for state in states for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}

@@ -72,6 +72,23 @@ def test_a_model_with_arguments_of_the_trainer():
     assert plan("m", "--use_peft", "False").precision.trainable == "full"
 
 
+@pytest.mark.parametrize(
+    ("argv", "copied"),
+    [
+        ("dpo", None),  # switched off, a new adapter leaves the reference
+        ("dpo --init_lora_weights gaussian", None),
+        ("dpo --quantization nf4 --init_lora_weights loftq", "adapters"),
+        ("dpo --use_peft False", "weights"),
+        ("dpo --use_peft False --precompute_ref_log_probs True", None),
+        ("sft --use_peft False", None),
+        ("grpo --use_peft False", None),
+        ("grpo --use_peft False --beta 0.1", "weights"),
+    ],
+)
+def test_of_what_a_reference_is_a_copy(argv, copied):
+    assert plan(*argv.split(), "--model_name_or_path", "m").copied == copied
+
+
 def test_grpo_has_completions_and_no_reference_by_default():
     found = plan("grpo", "--model_name_or_path", "m", "--max_completion_length", "99")
     assert (found.completion, found.reference) == (99, False)

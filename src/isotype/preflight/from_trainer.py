@@ -48,7 +48,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         scaler=_has_scaler(trainer),
         gradient_checkpointing=checkpointing(trainer.args),
         evaluation=_evaluation(trainer) if inputs is None else None,
-        reference=getattr(trainer, "ref_model", None) is not None,
+        reference=None if getattr(trainer, "ref_model", None) is None else "weights",
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
-from isotype.records.memory import Phase
+from isotype.records.memory import MemoryKind, Phase
 
 DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
 
@@ -56,7 +56,7 @@ class StepRequest:
         autocast_eval: whether autocast is on in the phase `"generate"` too.
         fold: trace layers that are equal but for their values once; what is found in one is said of all.
         evaluation: the inputs of a batch that is evaluated between steps, as `inputs`; None: nothing is evaluated.
-        reference: whether a frozen copy of the model is there too, which the loss compares with.
+        reference: of what a frozen copy is there too, which the loss compares with: `weights` or `adapters`; None: of nothing.
         accumulates: whether an optimizer step takes several micro-batches of these inputs.
         room: what the step may take of the device's memory; None: its share of all of it.
         ranges: what was measured of the model's values; None: `run` measures a float16 step whose weights are at hand,
@@ -81,7 +81,7 @@ class StepRequest:
     autocast_eval: bool = False
     fold: bool = False
     evaluation: Any = None
-    reference: bool = False
+    reference: MemoryKind | None = None
     accumulates: bool = False
     room: Room | None = None
     ranges: Ranges | None = None

@@ -35,7 +35,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train.launched import Sharding
 from isotype.train.options.settings import Settings
 from isotype.train.policy import moments_of_run
-from isotype.train.start import LOFTQ, brings_tokens
+from isotype.train.start import LOFTQ, brings_tokens, is_its_own_reference
 
 # What the policy decides; `read_precision_request` has heard what the arguments say about it.
 _DECIDED = (
@@ -131,6 +131,12 @@ def _with_reference(settings: Settings, model: Any) -> Any:
         model.add_adapter(_REFERENCE, model.peft_config["default"])
         enforce_model(model, policy)
     return model
+
+
+def drop_reference(settings: Settings, start: Adapter | None, model: Any) -> None:
+    """Take TRL's copy of an adapter out that is none: switched off, a new adapter leaves what the copy computes."""
+    if is_its_own_reference(settings, start) and _REFERENCE in (getattr(model, "peft_config", None) or {}):
+        model.delete_adapter(_REFERENCE)
 
 
 @contextmanager

@@ -212,6 +212,12 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
     ]
 
 
+def is_its_own_reference(settings: Settings, start: Adapter | None) -> bool:
+    """Whether the model is its own reference where its adapter is switched off: one that is new, and leaves the base as it is."""
+    new = start is None and settings.extra.init_lora_weights in (None, *DRAWN)
+    return new and settings.sharding is None
+
+
 def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
     """Whether the base that the policy decided on can give a part of its weights to the adapter.
 

@@ -43,7 +43,7 @@ from isotype.train.generate import Prompt, answer
 from isotype.train.governed import apply_to_arguments, enforce_trainer, governed, masters_of
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
-from isotype.train.models import adapted_model, processing_class, reference_there
+from isotype.train.models import adapted_model, drop_reference, processing_class, reference_there
 from isotype.train.options.settings import Settings, cure_by_name
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
@@ -279,6 +279,7 @@ def _build(run: Run, console: Console) -> _Built:
             peft_config=peft_config,
             **run.rewards,
         )
+    drop_reference(settings, run.start, trainer.model)
     changes = Counter(change.what for change in enforce_trainer(trainer, policy, masters))
     if changes:
         places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from isotype.model.loss import loss_of
+from isotype.records.memory import MemoryKind
 from isotype.records.request import LossOf, named_inputs
 from isotype.records.trace import Weight
 from isotype.trace.fake.untouched import Untouched, beside_twin
@@ -48,7 +49,7 @@ class StepCode:
     folded: bool = False
     weights: Sequence[Weight] | None = None
     evaluation: Any = None
-    reference: bool = False
+    reference: MemoryKind | None = None
 
     @property
     def named_inputs(self) -> Mapping[str, Any]:

@@ -236,8 +236,8 @@ class _Step:
                 same = storage_of(state) == storage_of(tensor)
                 ledger.seen(state, "weights", weight.repeats, held if same else None)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
-        if self.code.reference:
-            ledger.add("weights", ledger.alive("weights"))
+        if self.code.reference is not None:
+            ledger.add(self.code.reference, ledger.alive(self.code.reference))
 
     def _weigh(self) -> None:
         """Enter what is there before the step: weights with all that belongs to them, optimizer states, inputs."""

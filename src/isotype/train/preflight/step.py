@@ -145,7 +145,7 @@ class PlannedStep:
             fsdp=plan.fsdp,
             devices=plan.devices,
             reshard=plan.reshard,
-            reference=plan.reference and plan.lora is None,
+            reference=plan.copied,
             accumulates=rows < plan.step_rows,
             room=self.room,
             evaluation=self._evaluation(model, rows, tokens),

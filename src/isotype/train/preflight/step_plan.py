@@ -21,6 +21,7 @@ from isotype.train.options.arguments import count_problems, number_problems
 
 if TYPE_CHECKING:
     from isotype.checkpoint.adapter import Adapter
+    from isotype.records.memory import MemoryKind
     from isotype.train.options.settings import Settings
     from isotype.train.rows.lengths import Lengths
 
@@ -87,6 +88,7 @@ class StepPlan:
         prompt: tokens at the beginning of every row that the loss leaves out.
         completion: tokens of a completion (grpo, rloo).
         reference: whether every step runs the reference model.
+        copied: of what a frozen copy is that reference: `weights` or `adapters`; None where there is none.
         lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
         learning_rate, optimizer: of the optimizer.
         checkpointing: arguments of `gradient_checkpointing_enable`, None where it is off.
@@ -131,6 +133,7 @@ class StepPlan:
     prompt: int = 0
     completion: int = 0
     reference: bool = False
+    copied: MemoryKind | None = None
     revision: str | None = None
     attention: str | None = None
     packed: bool = False
@@ -349,6 +352,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         completion=completion,
         reference=settings.method.compares(training)
         and not getattr(training, "precompute_ref_log_probs", False),
+        copied=_copied(settings, start),
         lora=_lora_config(settings, start) if model.use_peft else None,
         learning_rate=training.learning_rate,
         optimizer=str(getattr(training.optim, "value", training.optim)),
@@ -373,6 +377,16 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         # The training leaves layers that torch.compile takes to PEFT; on a check nothing else hangs by it.
         fuse=settings.extra.fuse and not (settings.auto_checkpointing and training.torch_compile),
     )
+
+
+def _copied(settings: Settings, start: Adapter | None) -> MemoryKind | None:
+    from isotype.train.start import is_its_own_reference
+
+    if not settings.method.compares(settings.training):
+        return None
+    if not settings.model.use_peft:
+        return None if getattr(settings.training, "precompute_ref_log_probs", False) else "weights"
+    return None if is_its_own_reference(settings, start) else "adapters"
 
 
 def _evaluation(settings: Settings) -> int | None:
