@@ -91,7 +91,8 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     )
     assert status == 0
     found = json.loads(out)["setup"]
-    assert found["batch"]["input_ids"] == [5, longest + 6]  # of 8 rows asked for there are 5
+    # Of 8 rows asked for there are 5; a trainer may add a token at the end.
+    assert found["batch"]["input_ids"] == [5, longest + 7]
     counted = f"counted by the tokenizer of {model} (a vocabulary of 64)"
     assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens; {counted}"
     assert found["details"] == [

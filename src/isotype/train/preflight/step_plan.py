@@ -523,7 +523,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     cut = found.cut(limit)
     return replace(
         plan,
-        length=longest if limit is None else min(longest, limit),
+        length=plan.longest or longest,
         data="; ".join((cut or told, counted, *said)),
     )
 
