@@ -167,6 +167,7 @@ class _LoraLinear(torch.autograd.Function):
             if d_x is not None:
                 _add_dropped(spec, each, masks, down, d_hidden, d_x)
             x, d_inputs = _through_input(ctx, d_x, factors, x)
+            del d_x, factors, arrived  # copies in the working dtype, which the gradients of A do without
             if d_down is None:
                 _, d_down = _through_products(spec, (), whole, d_hidden, x)
             _through_down(spec, each, x, masks, d_hidden, d_down, found)
