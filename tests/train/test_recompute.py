@@ -27,7 +27,8 @@ from isotype.train.models import processing_class
 from isotype.train.options.settings import Settings, parse_settings
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.preflight import step
-from isotype.train.preflight.step_plan import StepPlan, parse_options, plan_of, training_plan
+from isotype.train.preflight.plan import StepPlan
+from isotype.train.preflight.step_plan import parse_options, plan_of, training_plan
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 from isotype.train.rows.data import training_data
 from isotype.train.rows.lengths import Lengths, longest_possible

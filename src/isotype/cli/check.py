@@ -18,7 +18,8 @@ from isotype.core.arguments import Parser
 from isotype.core.errors import UsageError
 from isotype.preflight.from_function import function_arguments
 from isotype.train.preflight.command import Repaired, repaired_command
-from isotype.train.preflight.step_plan import Options, StepPlan, parse_options, plan_of
+from isotype.train.preflight.plan import Options, StepPlan
+from isotype.train.preflight.step_plan import parse_options, plan_of
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report

@@ -15,7 +15,8 @@ from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS
 from isotype.precision.damages import Damages
 from isotype.train.options.arguments import count_problems
-from isotype.train.preflight.step_plan import Options, StepPlan, plan_of
+from isotype.train.preflight.plan import Options, StepPlan
+from isotype.train.preflight.step_plan import plan_of
 
 _DESCRIPTION = """\
 Say what can be trained on a device, how fast, and print the command of the best settings: from a config alone, without

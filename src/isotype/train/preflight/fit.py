@@ -13,7 +13,7 @@ from isotype.train.preflight.command import set_flag, without_flag
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report
-    from isotype.train.preflight.step_plan import StepPlan
+    from isotype.train.preflight.plan import StepPlan
 
 _SECANTS, _ATTEMPTS = 5, 14
 """Secant steps before bisection takes over; measurements in all."""

@@ -39,7 +39,8 @@ from isotype.train.output.checkpoints import read_json
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.fit import fitting
-from isotype.train.preflight.step_plan import DEFAULT_LENGTH, StepPlan, training_plan
+from isotype.train.preflight.plan import StepPlan
+from isotype.train.preflight.step_plan import DEFAULT_LENGTH, training_plan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 from isotype.train.rows.lengths import Lengths, one_a_row

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
 from isotype.core.formats import MIXED, QUANTIZATIONS
-from isotype.core.names import plural
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING, checkpointing
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.launched import processes, requested_sharding
 from isotype.train.options.arguments import count_problems, number_problems
+from isotype.train.preflight.plan import Options, StepPlan
 
 if TYPE_CHECKING:
     from isotype.checkpoint.adapter import Adapter
@@ -41,109 +40,6 @@ weights, a GPU or a data set.
 Every flag of `isotype sft` (dpo, …) works; these are the ones of a check alone, and the ones used most:"""
 
 _STATUS = "exit status: 0 nothing found, 1 something at or above --fail-on, 2 bad arguments"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What belongs to the check and not to the training.
-
-    Attributes:
-        model: the positional argument, or None.
-        batch, length: rows and tokens of the step, None where the training's arguments decide.
-        generate: whether generation is traced too.
-        fsdp: 0, 1 or 2; None where the training's arguments decide.
-        devices: how many devices train together; None where the launcher decides.
-        json, sarif, html: outputs; of sarif `-` is standard output.
-        fix: whether the repaired command is shown.
-        fail_on: the severity from which the exit status is 1.
-    """
-
-    model: str | None
-    batch: int | None
-    length: int | None
-    generate: bool
-    fsdp: int | None
-    devices: int | None
-    json: bool
-    sarif: str | None
-    html: Path | None
-    fix: bool
-    fail_on: str
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step to be checked.
-
-    Attributes:
-        source: what names the model.
-        method: the training method.
-        precision: what was asked of the precision.
-        device: name of a device or of a profile.
-        rows, length: of the batch, for dpo and reward in pairs; length None for the default.
-        step_rows: rows of an optimizer step on one device; where they are more than `rows`, gradients are accumulated.
-        evaluation: rows of a batch that is evaluated during the training; 0: as many as `rows`; None: nothing is evaluated.
-        evaluation_length: tokens of its longest row; None: as of the rows that train.
-        evaluation_lengths: of the rows that are evaluated; None where nobody counted them.
-        prompt: tokens at the beginning of every row that the loss leaves out.
-        completion: tokens of a completion (grpo, rloo).
-        reference: whether every step runs the reference model.
-        copied: of what a frozen copy is that reference: `weights` or `adapters`; None where there is none.
-        lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
-        learning_rate, optimizer: of the optimizer.
-        checkpointing: arguments of `gradient_checkpointing_enable`, None where it is off.
-        auto: whether that is to be chosen by the memory of the step instead.
-        longest: tokens of the longest row that can occur in the training; None: as `length`.
-        unforeseen: why nobody can say what the step takes, as a clause; "" where a trace can.
-        fsdp: 0, 1 or 2.
-        devices: how many devices train together, a process each.
-        reshard: whether FSDP frees a block's gathered weights after its forward.
-        revision: of a hub id.
-        attention: attention implementation, None for transformers' choice.
-        packed: whether rows hold several documents, which attention tells apart by their positions.
-        notes: what is not traced as asked.
-        ranges: whether value ranges are measured, `measure` or `known`, as `isotype.train.policy.policy_by_ranges` takes it.
-        data: what the rows' lengths say, and as what they are read; "" where no data set was opened.
-        fuse: whether the training fuses its layers, adapted or not.
-        dropout: whether it drops anything; TRL switches it off where answers are compared.
-        data_rows: rows of the training's data set; None where none was opened, or it is a stream.
-        lengths: of these rows; None where nobody counted them.
-    """
-
-    source: str
-    method: str
-    precision: PrecisionRequest
-    device: str
-    rows: int
-    length: int | None
-    lora: Any
-    learning_rate: float
-    optimizer: str
-    checkpointing: Mapping[str, Any] | None
-    auto: bool = False
-    longest: int | None = None
-    unforeseen: str = ""
-    fsdp: int = 0
-    devices: int = 1
-    reshard: bool = True
-    step_rows: int = 0
-    evaluation: int | None = None
-    evaluation_length: int | None = None
-    evaluation_lengths: Lengths | None = None
-    prompt: int = 0
-    completion: int = 0
-    reference: bool = False
-    copied: MemoryKind | None = None
-    revision: str | None = None
-    attention: str | None = None
-    packed: bool = False
-    notes: tuple[str, ...] = ()
-    ranges: str = "measure"
-    data: str = ""
-    fuse: bool = True
-    dropout: bool = True
-    data_rows: int | None = None
-    lengths: Lengths | None = None
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -281,6 +177,7 @@ def plan_of(options: Options, rest: Sequence[str]) -> tuple[StepPlan, tuple[str,
         _refuse_second_model(options.model, arguments)
         arguments = ["--model_name_or_path", options.model, *arguments]
     from isotype.train.options.settings import parse_settings
+    from isotype.train.preflight.plan_rows import with_data
     from isotype.train.start import start_of
     from isotype.train.validate import argument_problems
 
@@ -289,7 +186,7 @@ def plan_of(options: Options, rest: Sequence[str]) -> tuple[StepPlan, tuple[str,
     if problems:
         raise UsageError("arguments that cannot work", problems)
     plan = _full_plan(options, settings, start)
-    return _with_data(plan, settings, options), ("isotype", method, *arguments)
+    return with_data(plan, settings, options), ("isotype", method, *arguments)
 
 
 def _refuse_second_model(first: str, arguments: Sequence[str]) -> None:
@@ -424,108 +321,15 @@ def training_plan(
         data: splits of rows.
         lengths: of the training rows, where they are known already.
     """
+    from isotype.train.preflight.plan_rows import bounded, with_held_back
     from isotype.train.rows.lengths import lengths_of
 
     plain = Options(None, None, None, False, None, None, False, None, None, False, "error")
     plan = _full_plan(plain, settings, start)
     rows = data[settings.script.dataset_train_split]
     field = getattr(settings.training, "dataset_text_field", "text")
-    plan = _with_held_back(plan, settings, tokenizer, data)
-    return _bounded(plan, settings, rows, lengths or lengths_of(plan.method, tokenizer, rows, field))
-
-
-def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
-    """The plan with the lengths of the rows that are evaluated, and the longest that can occur among them."""
-    from isotype.train.rows.lengths import lengths_of, longest_possible
-
-    training, split = settings.training, settings.script.dataset_test_split
-    if plan.evaluation is None or split not in data:
-        return plan
-    rows, field = data[split], getattr(training, "dataset_text_field", "text")
-    lengths = lengths_of(
-        plan.method, tokenizer, rows, field, source=settings.script.dataset_name or "datasets"
-    )
-    packed = bool(getattr(training, "packing", False))
-    longest, _ = longest_possible(
-        rows, lengths, getattr(training, "max_length", None), packed=packed, completion=plan.completion
-    )
-    return replace(plan, evaluation_lengths=lengths, evaluation_length=longest)
-
-
-def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
-    """The plan with as many rows as there are, and the longest that can occur among them."""
-    from isotype.train.rows.lengths import longest_possible, packed_rows
-
-    training = settings.training
-    if lengths is not None and len(lengths.tokens) == lengths.rows:
-        learned = getattr(training, "completion_only_loss", None) is False
-        plan = replace(plan, prompt=0 if learned else lengths.prompt)
-    limit = getattr(training, "max_length", None)
-    longest, why = longest_possible(
-        rows, lengths, limit, packed=bool(getattr(training, "packing", False)), completion=plan.completion
-    )
-    if getattr(training, "packing", False) and (packed := packed_rows(lengths, limit)) is not None:
-        longest = max(map(sum, packed))
-        return replace(plan, rows=min(plan.rows, len(packed)), length=longest, longest=longest)
-    # A prompt of GRPO or RLOO is answered several times: there the rows of a batch are no rows of the data set.
-    fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
-    return replace(plan, rows=fewer, longest=longest, unforeseen=plan.unforeseen or why)
-
-
-def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
-    """The plan with the lengths that the rows of a data set on this machine really have.
-
-    Raises:
-        DataError: the data set cannot be trained on, as the training itself would say.
-        UsageError, CheckpointError: the tokenizer does not fit it.
-    """
-    from isotype.train.models import tokenizer_here
-    from isotype.train.rows.assistant import labelled_rows
-    from isotype.train.rows.contents import plain_contents
-    from isotype.train.rows.data import training_data_here
-    from isotype.train.rows.lengths import COUNTED_ROWS, lengths_of
-    from isotype.train.validate import check_tokenizer, plain_turns
-
-    training, script = settings.training, settings.script
-    said: list[str] = []
-    data = training_data_here(settings, said.append)
-    if data is None:
-        return plan
-    rows = data[script.dataset_train_split]
-    plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None)
-    source, tokenizer = tokenizer_here(plan.source, plan.revision)
-    if tokenizer is None:
-        return replace(
-            plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
-        )
-    check_tokenizer(settings, source, tokenizer, data)
-    data = plain_contents(tokenizer, data, said.append)
-    rows = data[script.dataset_train_split]
-    labelled_rows(settings, tokenizer, data, COUNTED_ROWS, said.append)
-    said += plain_turns(settings, tokenizer, data)
-    field, name = getattr(training, "dataset_text_field", "text"), script.dataset_name or "datasets"
-    found = lengths_of(plan.method, tokenizer, rows, field, source=name)
-    said += filter(None, [None if found is None else found.begun_twice()])
-    plan = _with_held_back(plan, settings, tokenizer, data)
-    plan = replace(plan, data="; ".join(said), lengths=found)
-    if options.length is not None:
-        return plan
-    bounded = _bounded(plan, settings, rows, found)
-    plan = bounded if options.batch is None else replace(bounded, rows=plan.rows)
-    if found is None or getattr(training, "packing", False):
-        return plan
-    limit = getattr(training, "max_length", None)
-    longest = found.longest + plan.completion
-    told = f"the longest of {plural(len(found.tokens), 'row')} has {plural(longest, 'token')}"
-    told += f", with a completion of {plan.completion:,}" if plan.completion else ""
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    counted = f"counted by the tokenizer of {plan.source} (a vocabulary of {len(words):,})"
-    cut = found.cut(limit)
-    return replace(
-        plan,
-        length=plan.longest or longest,
-        data="; ".join((cut or told, counted, *said)),
-    )
+    plan = with_held_back(plan, settings, tokenizer, data)
+    return bounded(plan, settings, rows, lengths or lengths_of(plan.method, tokenizer, rows, field))
 
 
 def _lora_config(settings: Settings, start: Adapter | None) -> Any:

@@ -1,0 +1,101 @@
+"""What the rows of a data set say of a step: how many there are, their longest, what of them is learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from isotype.core.names import plural
+from isotype.train.models import tokenizer_here
+from isotype.train.rows.assistant import labelled_rows
+from isotype.train.rows.contents import plain_contents
+from isotype.train.rows.data import training_data_here
+from isotype.train.rows.lengths import COUNTED_ROWS, Lengths, lengths_of, longest_possible, packed_rows
+from isotype.train.validate import check_tokenizer, plain_turns
+
+if TYPE_CHECKING:
+    from isotype.train.options.settings import Settings
+    from isotype.train.preflight.plan import Options, StepPlan
+
+
+def with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
+    """The plan with the lengths of the rows that are evaluated, and the longest that can occur among them."""
+    training, split = settings.training, settings.script.dataset_test_split
+    if plan.evaluation is None or split not in data:
+        return plan
+    rows, field = data[split], getattr(training, "dataset_text_field", "text")
+    lengths = lengths_of(
+        plan.method, tokenizer, rows, field, source=settings.script.dataset_name or "datasets"
+    )
+    packed = bool(getattr(training, "packing", False))
+    longest, _ = longest_possible(
+        rows, lengths, getattr(training, "max_length", None), packed=packed, completion=plan.completion
+    )
+    return replace(plan, evaluation_lengths=lengths, evaluation_length=longest)
+
+
+def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
+    """The plan with as many rows as there are, and the longest that can occur among them."""
+    training = settings.training
+    if lengths is not None and len(lengths.tokens) == lengths.rows:
+        learned = getattr(training, "completion_only_loss", None) is False
+        plan = replace(plan, prompt=0 if learned else lengths.prompt)
+    limit = getattr(training, "max_length", None)
+    longest, why = longest_possible(
+        rows, lengths, limit, packed=bool(getattr(training, "packing", False)), completion=plan.completion
+    )
+    if getattr(training, "packing", False) and (packed := packed_rows(lengths, limit)) is not None:
+        longest = max(map(sum, packed))
+        return replace(plan, rows=min(plan.rows, len(packed)), length=longest, longest=longest)
+    # A prompt of GRPO or RLOO is answered several times: there the rows of a batch are no rows of the data set.
+    fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
+    return replace(plan, rows=fewer, longest=longest, unforeseen=plan.unforeseen or why)
+
+
+def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
+    """The plan with the lengths that the rows of a data set on this machine really have.
+
+    Raises:
+        DataError: the data set cannot be trained on, as the training itself would say.
+        UsageError, CheckpointError: the tokenizer does not fit it.
+    """
+    training, script = settings.training, settings.script
+    said: list[str] = []
+    data = training_data_here(settings, said.append)
+    if data is None:
+        return plan
+    rows = data[script.dataset_train_split]
+    plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None)
+    source, tokenizer = tokenizer_here(plan.source, plan.revision)
+    if tokenizer is None:
+        return replace(
+            plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
+        )
+    check_tokenizer(settings, source, tokenizer, data)
+    data = plain_contents(tokenizer, data, said.append)
+    rows = data[script.dataset_train_split]
+    labelled_rows(settings, tokenizer, data, COUNTED_ROWS, said.append)
+    said += plain_turns(settings, tokenizer, data)
+    field, name = getattr(training, "dataset_text_field", "text"), script.dataset_name or "datasets"
+    found = lengths_of(plan.method, tokenizer, rows, field, source=name)
+    said += filter(None, [None if found is None else found.begun_twice()])
+    plan = with_held_back(plan, settings, tokenizer, data)
+    plan = replace(plan, data="; ".join(said), lengths=found)
+    if options.length is not None:
+        return plan
+    with_rows = bounded(plan, settings, rows, found)
+    plan = with_rows if options.batch is None else replace(with_rows, rows=plan.rows)
+    if found is None or getattr(training, "packing", False):
+        return plan
+    limit = getattr(training, "max_length", None)
+    longest = found.longest + plan.completion
+    told = f"the longest of {plural(len(found.tokens), 'row')} has {plural(longest, 'token')}"
+    told += f", with a completion of {plan.completion:,}" if plan.completion else ""
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    counted = f"counted by the tokenizer of {plan.source} (a vocabulary of {len(words):,})"
+    cut = found.cut(limit)
+    return replace(
+        plan,
+        length=plan.longest or longest,
+        data="; ".join((cut or told, counted, *said)),
+    )
