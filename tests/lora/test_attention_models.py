@@ -27,6 +27,7 @@ from isotype.lora.attention.choice import (
 from isotype.lora.attention.foreseen import foreseen
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
+from tests import cpus
 from tests.adapters import step
 from tests.lora.conftest import KERNELS
 from tests.lora.test_attention import POSITIONS, tensors
@@ -241,8 +242,9 @@ def test_a_choice_of_the_user_stays() -> None:
     assert use_fast_attention(model).reason == "its implementation is eager"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_preflight_follows_it(cache: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_preflight_follows_it(cache: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus.pretend("cpu-avx2", monkeypatch)
     model, batch = tiny_model("llama", dtype), tiny_batch("llama")
     plain = isotype.check(model, batch)
     use_fast_attention(model)
@@ -251,7 +253,7 @@ def test_the_preflight_follows_it(cache: Path, dtype: torch.dtype) -> None:
     assert [(found.code, found.module) for found in report.findings] == [
         (found.code, found.module) for found in plain.findings
     ]
-    # Gradients of float16 are computed on float32 copies of one layer's operands at a time, on every CPU.
+    # This CPU emulates bfloat16: it computes on float32 copies of one layer's operands at a time.
     assert (report.memory.peak == plain.memory.peak) == (dtype == torch.float32)
     assert not cache.exists()  # a preflight measures nothing
 
