@@ -59,7 +59,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_SIZES, **_GROUPED}),
     "llama-tied": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {**_SIZES, **_GROUPED, "sliding_window": 64}),
-    # Not Qwen2: transformers reads every tokenizer of its models by a class that knows none of the words here.
     "glm4": ("Glm4Config", {**_SIZES, **_GROUPED, **_WIDE}),
     "qwen3": ("Qwen3Config", {**_SIZES, **_GROUPED, **_WIDE}),
     "gemma": ("GemmaConfig", {**_SIZES, **_GROUPED, **_WIDE}),
@@ -88,7 +87,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, **_GROUPED, **_WIDE, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     ),
 }  # fmt: skip
-"""Name -> (class of its configuration in transformers, its arguments)."""
+"""Name -> (configuration class of transformers, its arguments). Not Qwen2: its tokenizers are read by a class that knows no word of these."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from isotype.compat.torch import (
     is_traced,
     is_transformed,
     last_node_number,
-    loss_scale,
     mark_as_parameter,
     multiply_each,
     node_number,
@@ -55,7 +54,6 @@ from isotype.compat.torch import (
     own_state,
     parsed_to,
     run_backward,
-    sharded_scaler,
     stack_of,
     stays_at_the_bottom,
     storage_key,
@@ -377,37 +375,3 @@ def test_torch_still_refuses_functions_without_setup_context() -> None:
 def test_modules_still_keep_their_compiled_call_in_an_attribute() -> None:
     assert getattr(nn.Module, COMPILED_CALL) is None
     assert not is_compiled(nn.Linear(1, 1))
-
-
-def test_the_loss_scale_is_had_without_waiting() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    assert loss_scale(scaler) == 64.0  # before the first backward it lies with the host
-    scaler.scale(torch.ones(()))
-    scale = loss_scale(scaler)
-    assert isinstance(scale, torch.Tensor)
-    assert scale.shape == ()
-    assert scale.item() == scaler.get_scale() == 64.0
-    assert loss_scale(None) is None
-    assert loss_scale(torch.amp.GradScaler("cpu", enabled=False)) is None
-
-
-def test_the_overflow_of_a_sharded_scaler_fits_a_fused_optimizer(tmp_path: Path) -> None:
-    """The workaround can go when torch's own scaler does not raise."""
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    def stepped(scaler: Any) -> float:
-        weight = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.AdamW([weight], lr=0.5, fused=True)
-        scaler.scale(weight.sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        return float(weight.detach().sum())
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        assert stepped(sharded_scaler("cpu")) < 2
-        with pytest.raises(RuntimeError, match="broadcast shape"):
-            stepped(ShardedGradScaler("cpu"))
-    finally:
-        torch.distributed.destroy_process_group()

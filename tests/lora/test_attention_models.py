@@ -24,7 +24,7 @@ from isotype.lora.attention.choice import (
     offered,
     shape_of,
 )
-from isotype.lora.attention.foreseen import foreseen
+from isotype.lora.attention.recomputed import float32_copies, recomputed
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
 from tests import cpus
@@ -262,7 +262,7 @@ def test_what_is_foreseen_is_the_attention_that_it_stands_for() -> None:
     q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
-        out = foreseen(scaled_dot_product_attention, q, k, v)
+        out = recomputed(scaled_dot_product_attention, q, k, v, float32_copies)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (q, k, v)}
     expected = scaled_dot_product_attention(q, k, v)
     assert torch.equal(out, expected)

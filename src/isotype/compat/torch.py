@@ -377,33 +377,6 @@ def has_compiler() -> bool:
     return COMPILER in sys.modules
 
 
-def loss_scale(scaler: Any) -> torch.Tensor | float | None:
-    """The loss scale of a GradScaler, float32 `[]` on its device, not waited for; None of none, or of one that is off.
-
-    `GradScaler.get_scale()` waits for the device; the tensor that it reads is None before the first backward.
-    """
-    if scaler is None or not scaler.is_enabled():
-        return None
-    scale: torch.Tensor | None = scaler._scale
-    return float(scaler.get_scale()) if scale is None else scale.reshape(())
-
-
-def sharded_scaler(device: str) -> torch.amp.GradScaler:
-    """torch's GradScaler of sharded models, with an overflow float32 `[]`: its own is `[1]`, which fused optimizers refuse.
-
-    https://github.com/pytorch/pytorch/issues/140514
-    """
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    class Scaler(ShardedGradScaler):
-        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-            super().unscale_(optimizer)
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            found.update({each: overflow.reshape(()) for each, overflow in found.items()})
-
-    return Scaler(device)
-
-
 SDPA_SETTER: Final = "_sdpa_kernel"
 AUTOCAST_CAST: Final = "_cast"
 """The function of `torch.amp.autocast_mode` that `custom_fwd(cast_inputs=…)` casts by."""

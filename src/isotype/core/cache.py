@@ -81,7 +81,7 @@ def _folder(variable: str, name: str) -> tuple[Path, str]:
 
 
 def _keep_libraries(folder: Path) -> None:
-    """Let the compiled libraries of a temporary folder, which take 18 s, lie in one that all processes of this user share."""
+    """Link the compiled libraries of a temporary folder to one that all processes of this user share: to compile them takes 18 s."""
     if not hasattr(os, "geteuid"):
         return
     kept = folder.with_name(f"isotype-libraries-{os.geteuid()}")

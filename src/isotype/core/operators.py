@@ -13,8 +13,8 @@ from isotype.compat.torch import UNNAMED_VIEW, operator_schema
 
 # Of experts. torch 2.13's kernels for the meta device and for fakes take bfloat16 only (`_meta_grouped_mm_common` in
 # torch/_meta_registrations.py); the CPU's and CUDA's take float32 and float16 too. tests/trace/test_recorder.py says when this can go.
-BFLOAT16_WITHOUT_MEMORY = frozenset({torch.ops.aten._grouped_mm.default})
-"""Operators that take bfloat16 only of tensors without memory."""
+BFLOAT16_WITHOUT_MEMORY = frozenset({"aten._grouped_mm.default"})
+"""Names of operators that take bfloat16 only of tensors without memory."""
 
 ATTENTION_KERNELS = (
     "scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn",

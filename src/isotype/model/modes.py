@@ -20,7 +20,7 @@ from isotype.compat.torch import (
     operator_schema,
     tree_iter,
 )
-from isotype.core.operators import BFLOAT16_WITHOUT_MEMORY, schema_of
+from isotype.core.operators import BFLOAT16_WITHOUT_MEMORY, operator_name, schema_of
 from isotype.core.random_states import random_states_kept
 
 _CONTAINERS = (dict, OrderedDict, list, set)
@@ -71,7 +71,11 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NUMBERS and args[0].is_meta:
             return _number(args[0]) if func is _ITEM else True
-        if func in BFLOAT16_WITHOUT_MEMORY and args[0].is_meta and args[0].dim() < args[1].dim():
+        if (
+            operator_name(func) in BFLOAT16_WITHOUT_MEMORY
+            and args[0].is_meta
+            and args[0].dim() < args[1].dim()
+        ):
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         schema = operator_schema(func)  # operators of higher order have none
         if schema is not None and schema.is_mutable:

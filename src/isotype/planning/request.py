@@ -158,8 +158,8 @@ def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
         rest = [known.method, *rest]
     if known.data:
         rest = [*rest, "--dataset_name", known.data]
-    named = tuple(name for each in known.device or ["auto"] for name in each.split(",") if name)
-    devices = named or ("",)  # which is refused as any other name that is none
+    devices = tuple(name for each in known.device or ["auto"] for name in each.split(",") if name)
+    devices = devices or ("",)  # which is refused as any other name that is none
     options = Options(
         model=model,
         batch=None,

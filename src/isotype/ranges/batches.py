@@ -161,41 +161,35 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0))
-    read = None if words is None else text_rows(words, rows, length)
-    if read is not None:
-        ids = read
-        said = f"{plural(rows, 'text')} of {length} tokens that come with isotype"
-    else:
-        ids = drawn(size, rows, length)
-        want = "a tokenizer" if words is None else "a tokenizer that knows a word of isotype's texts"
-        said = f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed, for want of {want}"
+    ids, said = token_rows(words, size, rows, length)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     notes = _add_images(batch, base, size)
     batch["labels"] = _labels(base, batch)
     return Batches((batch,), rows, said, ids.numel(), notes)
 
 
-def text_rows(tokenizer: Any, rows: int, length: int) -> torch.Tensor | None:
-    """Row r begins with passage r and goes on with the following ones until it is long enough; None where they have no tokens."""
+def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
+    """Token ids, int64 `[rows, length]`, and a clause about where they come from.
+
+    Row r begins with isotype's passage r and goes on with the next ones. Without a tokenizer, or with one that makes no token of any
+    passage, ids of the vocabulary are drawn by a fixed seed.
+    """
     # The special tokens that a text begins with come once a row.
-    pieces = [tokenizer(text)["input_ids"] for text in passages()]
+    pieces = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in passages()]
     if not any(pieces):
-        return None
+        generator = torch.Generator().manual_seed(_SEED)
+        ids = torch.randint(min(_FIRST, vocabulary - 1), vocabulary, (rows, length), generator=generator)
+        want = "a tokenizer" if tokenizer is None else "a tokenizer that knows a word of isotype's texts"
+        return ids, f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed, for want of {want}"
     batch = []
     for row in range(rows):
-        ids: list[int] = []
+        tokens: list[int] = []
         turn, start = row % len(pieces), row // len(pieces)
-        while len(ids) < length * (start + 1):
-            ids += pieces[turn % len(pieces)]
+        while len(tokens) < length * (start + 1):
+            tokens += pieces[turn % len(pieces)]
             turn += 1
-        batch.append(ids[length * start : length * (start + 1)])
-    return torch.tensor(batch)
-
-
-def drawn(size: int, rows: int, length: int) -> torch.Tensor:
-    """Token ids of a vocabulary of `size`, int64 `[rows, length]`, by a fixed seed."""
-    generator = torch.Generator().manual_seed(_SEED)
-    return torch.randint(min(_FIRST, size - 1), size, (rows, length), generator=generator)
+        batch.append(tokens[length * start : length * (start + 1)])
+    return torch.tensor(batch), f"{plural(rows, 'text')} of {length} tokens that come with isotype"
 
 
 def _labels(base: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

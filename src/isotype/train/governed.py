@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.opened import require_readable
-from isotype.compat.torch import loss_scale, sharded_scaler
+from isotype.compat.torch_scaler import loss_scale, sharded_scaler
 from isotype.core.errors import PrecisionError, SaveError
 from isotype.core.files import (
     NO_ROOM,

@@ -133,23 +133,24 @@ def _with_reference(settings: Settings, model: Any) -> Any:
     return model
 
 
-def drop_reference(settings: Settings, start: Adapter | None, model: Any) -> None:
-    """Take TRL's copy of an adapter out that is none: switched off, a new adapter leaves what the copy computes."""
-    if is_its_own_reference(settings, start) and _REFERENCE in (getattr(model, "peft_config", None) or {}):
-        model.delete_adapter(_REFERENCE)
-
-
 @contextmanager
-def reference_there(model: Any) -> Iterator[None]:
-    """While a trainer is built: TRL finds the adapter `ref` of a sharded model there, and only copies values into it."""
-    if _REFERENCE not in (getattr(model, "peft_config", None) or {}):
-        yield
+def one_reference(settings: Settings, start: Adapter | None, model: Any) -> Iterator[None]:
+    """While a trainer is built: let TRL add an adapter `ref` only where it is needed, and where it can be added.
+
+    A sharded model has it already: TRL copies values into it. A new adapter's copy goes again: with the adapter switched off the model
+    computes the same.
+    """
+    adapters = getattr(model, "peft_config", None) or {}
+    if _REFERENCE in adapters:
+        model.add_adapter = lambda *_: None
+        try:
+            yield
+        finally:
+            del model.add_adapter
         return
-    model.add_adapter = lambda *_: None
-    try:
-        yield
-    finally:
-        del model.add_adapter
+    yield
+    if is_its_own_reference(settings, start) and _REFERENCE in adapters:
+        model.delete_adapter(_REFERENCE)
 
 
 def _sharded(

@@ -43,7 +43,7 @@ from isotype.train.generate import Prompt, answer
 from isotype.train.governed import apply_to_arguments, enforce_trainer, governed, masters_of
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
-from isotype.train.models import adapted_model, drop_reference, processing_class, reference_there
+from isotype.train.models import adapted_model, one_reference, processing_class
 from isotype.train.options.settings import Settings, cure_by_name
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
@@ -61,7 +61,7 @@ from isotype.train.recompute_choice import Choice
 from isotype.train.rows.assistant import labelled_rows, labels_kept
 from isotype.train.rows.contents import pictures_named, plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
-from isotype.train.rows.lengths import Lengths, lengths_of
+from isotype.train.rows.lengths import Lengths, lengths_in
 from isotype.train.rows.packed import keep_rows
 from isotype.train.run import Run
 from isotype.train.start import start_of
@@ -267,7 +267,7 @@ def _build(run: Run, console: Console) -> _Built:
         _refused_rows_named(settings, tokenizer, data),
         asking(_name_on_hub(settings, source)),
         _found_again(model, source, run.checkpoint.revision),
-        reference_there(model),
+        one_reference(settings, run.start, model),
         labels_kept(settings, rows),
     ):
         trainer = governed(method.trainer_class())(
@@ -279,7 +279,6 @@ def _build(run: Run, console: Console) -> _Built:
             peft_config=peft_config,
             **run.rewards,
         )
-    drop_reference(settings, run.start, trainer.model)
     changes = Counter(change.what for change in enforce_trainer(trainer, policy, masters))
     if changes:
         places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
@@ -311,12 +310,9 @@ def _build(run: Run, console: Console) -> _Built:
 
 def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
     """Lengths of the training rows, where `max_length` means anything to the method."""
-    training = settings.training
-    if not hasattr(training, "max_length"):
+    if not hasattr(settings.training, "max_length"):
         return None
-    rows, field = data[settings.script.dataset_train_split], getattr(training, "dataset_text_field", "text")
-    source = settings.script.dataset_name or "datasets"
-    return lengths_of(settings.method.name, tokenizer, rows, field, source=source)
+    return lengths_in(settings, tokenizer, data[settings.script.dataset_train_split])
 
 
 @contextmanager
@@ -342,10 +338,8 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
     try:
         yield
     except (TemplateError, *ERRORS):
-        field = getattr(settings.training, "dataset_text_field", "text")
         for rows in data.values():
-            source = settings.script.dataset_name or "datasets"
-            lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=True)
+            lengths_in(settings, tokenizer, rows, every=True)
         raise
 
 

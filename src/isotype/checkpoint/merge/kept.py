@@ -29,7 +29,7 @@ from isotype.checkpoint.merge.rounding import as_stored
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
-from isotype.ranges.batches import Rows, drawn, positions, text_rows
+from isotype.ranges.batches import Rows, positions, token_rows
 
 TOKENS, _LENGTH = 512, 256  # tokens that are compared, about, and those of a row, at most
 _HELD = 1 << 28  # bytes of logits that are held: of a large vocabulary every n-th token's
@@ -43,9 +43,8 @@ def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
         words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
-        size, length = int(model.config.get_text_config().vocab_size), min(64, longest)
-        read = text_rows(words, 4, length)
-        texts = drawn(size, 4, length) if read is None else read
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        texts, _ = token_rows(words, vocabulary, 4, min(64, longest))
         return Rows(tuple((ids, ids) for ids in texts.tolist()))
     chosen: list[tuple[Sequence[int], Sequence[int]]] = []
     for ids, labels in rows.texts:

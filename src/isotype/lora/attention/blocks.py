@@ -5,12 +5,13 @@ What packed rows and windows gain by where nothing can be compiled: torch's kern
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from isotype.lora.attention.plan import LOG2_E, Block, Part, Spec, attention_to_nothing
+from isotype.lora.attention.recomputed import recomputed
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -30,28 +31,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     """
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
-    out: torch.Tensor = _Attention.apply(q, k, v, spec)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps q, k and v alone, as torch's kernel does: what the blocks made of them comes again in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-        ctx.spec = spec
-        ctx.save_for_backward(q, k, v)
-        return _in_parts(q, k, v, spec)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[:3]
-        q, k, v = (x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True))
-        with torch.enable_grad():
-            out = _in_parts(q, k, v, ctx.spec)
-        grads = iter(torch.autograd.grad(out, [x for x in (q, k, v) if x.requires_grad], d_out))
-        return *(next(grads) if need else None for need in needed), None
+    return recomputed(partial(_in_parts, spec=spec), q, k, v)
 
 
 def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -19,7 +19,6 @@ from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
-from isotype.lora.attention.foreseen import foreseen
 from isotype.lora.attention.lengths import by_lengths, lengths_mask, why_not_lengths
 from isotype.lora.attention.lengths import why_not_call as why_not_by_lengths
 from isotype.lora.attention.plan import (
@@ -30,6 +29,8 @@ from isotype.lora.attention.plan import (
     plan_of_mask,
     spec_of,
 )
+from isotype.lora.attention.recomputed import float32_copies, recomputed
+from isotype.lora.attention.repeated import repeated_attention_forward
 from isotype.lora.attention.strips import compiled_strips
 from isotype.lora.sequences import Sequences, packed
 from isotype.lora.unpadded import MOST_TOKENS, Unpadded, tried, unpadded, unpadded_sides
@@ -45,7 +46,7 @@ NAME = "isotype"
 """The name in transformers' registries, and of `model.set_attn_implementation`."""
 
 REPEATED = "isotype_repeated"
-"""The name of torch's kernel with keys and values repeated before it, see `repeated_attention_forward`."""
+"""The name of torch's kernel with keys and values repeated before it, see `isotype.lora.attention.repeated`."""
 
 LENGTHS = "isotype_lengths"
 """The name of torch's kernels with one for sequences behind one another, see `lengths_attention_forward`."""
@@ -375,44 +376,9 @@ def attention_forward(
         return out
 
     if reason is None and isinstance(q, FakeTensor) and attention_dtype(q) != q.dtype:
-        # A CPU that emulates the dtype takes one of isotype's kernels, which do not keep the result.
-        return foreseen(of_torch, q, k, v), None
+        # A CPU that emulates the dtype takes one of isotype's kernels: they keep no result and work on float32 copies.
+        return recomputed(of_torch, q, k, v, float32_copies), None
     return of_torch(query, key, value), None
-
-
-@dataclass(frozen=True)
-class _Ungrouped:
-    """What `sdpa_attention_forward` reads of an attention layer, of one whose heads are not grouped."""
-
-    is_causal: bool
-
-
-def repeated_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Transformers' `sdpa` with keys and values repeated for each head of the queries, where transformers would leave that to torch.
-
-    It leaves it to torch where there is no mask, and on GPUs without FlashAttention (torch up to 2.13) torch's plain operators then compute
-    all scores in float32. Calls with a mask, of one query or with a cache of pages are transformers' own. Arguments and results as of
-    `attention_forward`.
-    """
-    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-
-    groups = int(getattr(module, "num_key_value_groups", 1))
-    layer: Any = module
-    if groups > 1 and attention_mask is None and query.shape[2] > 1 and kwargs.get("cache") is None:
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        layer = _Ungrouped(bool(getattr(module, "is_causal", True)))
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        layer, query, key, value, attention_mask, is_causal=is_causal, **kwargs
-    )
-    return result
 
 
 def lengths_attention_forward(

@@ -44,5 +44,5 @@ def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """Whether a trace knows the value of a fake tensor: of small ones that no weight has a part in."""
+    """True if a trace has given the fake tensor its value: if it is small and depends on no weight."""
     return hasattr(fake, VALUE)

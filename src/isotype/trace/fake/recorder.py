@@ -251,7 +251,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if verdict is None or (not verdict.accepted and is_exempt(name, args)):
             return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
-            if func in BFLOAT16_WITHOUT_MEMORY:
+            if name in BFLOAT16_WITHOUT_MEMORY:
                 return self._as_bfloat16(func, args, kwargs, tensors), None
             result, breach = self._run(func, args, kwargs, tensors, edited)
             # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).

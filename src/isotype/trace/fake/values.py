@@ -346,7 +346,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 
 
 def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Codes, scales of the rows, and the columns with values above the threshold, of which there are few or none."""
+    """Make codes, scales of the rows, and the columns with values above the threshold: none."""
     scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
     columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
     return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns

@@ -322,7 +322,7 @@ ARGUMENTS: tuple[Argument, ...] = (
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
-    """Problems of counts by the names of their flags, of which only whole numbers are judged."""
+    """Judge counts, which are given by the names of their flags; values that are no whole numbers are left to others."""
     return [
         Problem(f"--{name} {count}", _COUNT.words(), _COUNT.fix)
         for name, count in counts.items()

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What belongs to the check and not to the training.
+    """The arguments that a check has of its own.
 
     Attributes:
         model: the positional argument, or None.
-        batch, length: rows and tokens of the step, None where the training's arguments decide.
+        batch, length: rows and tokens of the step, None if the training's arguments decide.
         generate: whether generation is traced too.
         fsdp: 0, 1 or 2; None where the training's arguments decide.
         devices: how many devices train together; None where the launcher decides.

@@ -10,7 +10,7 @@ from isotype.train.models import tokenizer_here
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.contents import plain_contents
 from isotype.train.rows.data import training_data_here
-from isotype.train.rows.lengths import COUNTED_ROWS, Lengths, lengths_of, longest_possible, packed_rows
+from isotype.train.rows.lengths import COUNTED_ROWS, Lengths, lengths_in, longest_possible, packed_rows
 from isotype.train.validate import check_tokenizer, plain_turns
 
 if TYPE_CHECKING:
@@ -23,10 +23,8 @@ def with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any
     training, split = settings.training, settings.script.dataset_test_split
     if plan.evaluation is None or split not in data:
         return plan
-    rows, field = data[split], getattr(training, "dataset_text_field", "text")
-    lengths = lengths_of(
-        plan.method, tokenizer, rows, field, source=settings.script.dataset_name or "datasets"
-    )
+    rows = data[split]
+    lengths = lengths_in(settings, tokenizer, rows)
     packed = bool(getattr(training, "packing", False))
     longest, _ = longest_possible(
         rows, lengths, getattr(training, "max_length", None), packed=packed, completion=plan.completion
@@ -60,8 +58,8 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
         UsageError, CheckpointError: the tokenizer does not fit it.
     """
     training, script = settings.training, settings.script
-    said: list[str] = []
-    data = training_data_here(settings, said.append)
+    notes: list[str] = []
+    data = training_data_here(settings, notes.append)
     if data is None:
         return plan
     rows = data[script.dataset_train_split]
@@ -72,30 +70,29 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
             plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
         )
     check_tokenizer(settings, source, tokenizer, data)
-    data = plain_contents(tokenizer, data, said.append)
+    data = plain_contents(tokenizer, data, notes.append)
     rows = data[script.dataset_train_split]
-    labelled_rows(settings, tokenizer, data, COUNTED_ROWS, said.append)
-    said += plain_turns(settings, tokenizer, data)
-    field, name = getattr(training, "dataset_text_field", "text"), script.dataset_name or "datasets"
-    found = lengths_of(plan.method, tokenizer, rows, field, source=name)
-    said += filter(None, [None if found is None else found.begun_twice()])
+    labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
+    notes += plain_turns(settings, tokenizer, data)
+    lengths = lengths_in(settings, tokenizer, rows)
+    notes += filter(None, [None if lengths is None else lengths.begun_twice()])
     plan = with_held_back(plan, settings, tokenizer, data)
-    plan = replace(plan, data="; ".join(said), lengths=found)
+    plan = replace(plan, data="; ".join(notes), lengths=lengths)
     if options.length is not None:
         return plan
-    with_rows = bounded(plan, settings, rows, found)
+    with_rows = bounded(plan, settings, rows, lengths)
     plan = with_rows if options.batch is None else replace(with_rows, rows=plan.rows)
-    if found is None or getattr(training, "packing", False):
+    if lengths is None or getattr(training, "packing", False):
         return plan
     limit = getattr(training, "max_length", None)
-    longest = found.longest + plan.completion
-    told = f"the longest of {plural(len(found.tokens), 'row')} has {plural(longest, 'token')}"
+    longest = lengths.longest + plan.completion
+    told = f"the longest of {plural(len(lengths.tokens), 'row')} has {plural(longest, 'token')}"
     told += f", with a completion of {plan.completion:,}" if plan.completion else ""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     counted = f"counted by the tokenizer of {plan.source} (a vocabulary of {len(words):,})"
-    cut = found.cut(limit)
+    cut = lengths.cut(limit)
     return replace(
         plan,
         length=plan.longest or longest,
-        data="; ".join((cut or told, counted, *said)),
+        data="; ".join((cut or told, counted, *notes)),
     )

@@ -162,10 +162,10 @@ class PlannedStep:
         if tokens < row_length(plan, self.config):  # rows are cut, and those that are evaluated with them
             length = min(length, tokens)
         length = row_length(replace(plan, length=length), self.config)
-        held, rows = plan.evaluation_lengths, plan.evaluation or rows
-        if held is not None and not plan.packed and not plan.completion:
-            rows = min(rows, held.rows)
-        return _inputs(*self._batch(rows, length, held or plan.lengths), model)
+        lengths, rows = plan.evaluation_lengths, plan.evaluation or rows
+        if lengths is not None and not plan.packed and not plan.completion:
+            rows = min(rows, lengths.rows)
+        return _inputs(*self._batch(rows, length, lengths or plan.lengths), model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
         """The report on it; a trace that the choice has made already is not made again."""
@@ -316,13 +316,13 @@ def row_length(plan: StepPlan, config: Any) -> int:
 
 
 def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
-    asked = length - plan.completion if plan.completion else plan.prompt
+    prompt = length - plan.completion if plan.completion else plan.prompt
     return step_inputs(
         plan.method,
         model,
         plan.rows,
         length,
-        prompt=min(asked, length - 1),
+        prompt=min(prompt, length - 1),
         completion=min(plan.completion, length - 1),
         reference=plan.reference,
         packed=plan.packed and not _by_lengths(plan, model),

@@ -322,14 +322,13 @@ def training_plan(
         lengths: of the training rows, where they are known already.
     """
     from isotype.train.preflight.plan_rows import bounded, with_held_back
-    from isotype.train.rows.lengths import lengths_of
+    from isotype.train.rows.lengths import lengths_in
 
     plain = Options(None, None, None, False, None, None, False, None, None, False, "error")
     plan = _full_plan(plain, settings, start)
     rows = data[settings.script.dataset_train_split]
-    field = getattr(settings.training, "dataset_text_field", "text")
     plan = with_held_back(plan, settings, tokenizer, data)
-    return bounded(plan, settings, rows, lengths or lengths_of(plan.method, tokenizer, rows, field))
+    return bounded(plan, settings, rows, lengths or lengths_in(settings, tokenizer, rows))
 
 
 def _lora_config(settings: Settings, start: Adapter | None) -> Any:

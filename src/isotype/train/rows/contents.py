@@ -126,15 +126,14 @@ def _broken(split: str, rows: Any, *, whole: bool) -> Iterator[Problem]:
         return
     # Arrow gives the stored values, undecoded.
     for at, table in enumerate(rows.select_columns(columns).with_format("arrow").iter(batch_size=_TRIED)):
-        found = []
+        problems: list[Problem] = []
         for number, row in enumerate(table.to_pylist(), at * _TRIED + 1):
             cells = [cell if isinstance(cell, list) else [cell] for cell in row.values() if cell is not None]
-            problems = (picture_problem(each, whole=whole) for cell in cells for each in cell)
-            found += [
-                replace(each, given=f"{split}, row {number}: {each.given}") for each in problems if each
-            ]
-        if found:
-            yield from found
+            of_row = (picture_problem(picture, whole=whole) for cell in cells for picture in cell)
+            place = f"{split}, row {number}"
+            problems += [replace(each, given=f"{place}: {each.given}") for each in of_row if each]
+        if problems:
+            yield from problems
             return
 
 

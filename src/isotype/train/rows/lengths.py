@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from isotype.compat.templates import render_chat
 from isotype.core.errors import DataError, one_line
 from isotype.data.methods import METHODS
+
+if TYPE_CHECKING:
+    from isotype.train.options.settings import Settings
 
 UNBOUNDED = "nothing says how long rows can be (--max_length does)"
 
@@ -29,7 +32,7 @@ class Lengths:
         tokens: of each row that was tokenized (of a pair, its longer half with the prompt).
         rows: rows of the data set.
         doubled: of those that were tokenized, how many begin with the token of the beginning twice.
-        prompt: of each of them at least so many come first and are asked, not learned.
+        prompt: tokens that every row begins with and the loss may leave out: as many as the shortest prompt has.
     """
 
     tokens: tuple[int, ...]
@@ -88,11 +91,18 @@ def lengths_of(
     for at in range(0, len(rows), step):
         try:
             tokens.append(_length(method, words, rows[at], text_field))
-            prompts.append(_asked(method, words, rows[at]))
+            prompts.append(_prompt(method, words, rows[at]))
         except TemplateError as error:
             raise refused_row(source, at, error) from error
         doubled += _begins_twice(words, rows[at], text_field)
     return Lengths(tuple(tokens), len(rows), doubled, min(prompts))
+
+
+def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
+    """`lengths_of` rows of the data set that a training's arguments name."""
+    field = getattr(settings.training, "dataset_text_field", "text")
+    source = settings.script.dataset_name or "datasets"
+    return lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=every)
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
@@ -186,7 +196,7 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
     return _tokens(tokenizer, None, chat if chat is not None else row[text_field], tools)
 
 
-def _asked(method: str, tokenizer: Any, row: Mapping[str, Any]) -> int:
+def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any]) -> int:
     """Tokens of the prompt that an answer of the row follows; 0 where the row does not tell the two apart, or the model answers."""
     if "input_ids" in row or METHODS[method].loss == "policy" or not row.get("prompt"):
         return 0

@@ -1,0 +1,34 @@
+"""torch: GradScaler, and that of sharded models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def loss_scale(scaler: Any) -> torch.Tensor | float | None:
+    """The loss scale of a GradScaler, float32 `[]` on its device, not waited for; None of none, or of one that is off.
+
+    `GradScaler.get_scale()` waits for the device; the tensor that it reads is None before the first backward.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: torch.Tensor | None = scaler._scale
+    return float(scaler.get_scale()) if scale is None else scale.reshape(())
+
+
+def sharded_scaler(device: str) -> torch.amp.GradScaler:
+    """Make torch's GradScaler of sharded models, whose overflow is float32 `[]`; torch's own has `[1]`, which fused optimizers refuse.
+
+    https://github.com/pytorch/pytorch/issues/140514
+    """
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    class Scaler(ShardedGradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            super().unscale_(optimizer)
+            overflows = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            overflows.update({device: overflow.reshape(()) for device, overflow in overflows.items()})
+
+    return Scaler(device)
