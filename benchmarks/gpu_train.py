@@ -160,7 +160,7 @@ class Peer:
         import transformers
 
         import isotype
-        from isotype.train.governed import masters_of
+        from isotype.train.trainer import masters_of
 
         quantization = None if self.storage == "none" else self.storage
         source = str(self.request.model)
@@ -240,7 +240,7 @@ class Peer:
 
         import isotype
         from isotype.lora.loss.trl_head import HEAD_CHOICE
-        from isotype.train.governed import enforce_trainer, governed
+        from isotype.train.trainer import enforce_trainer, policy_trainer
 
         data = Dataset.from_dict({"input_ids": self._batches(setting).flatten(0, 1).tolist()})
         arguments = SFTConfig(
@@ -250,7 +250,7 @@ class Peer:
             disable_tqdm=True, use_cpu=self.request.device == "cpu", use_liger_kernel=self.name == "trl+liger",
             dataset_kwargs={"skip_prepare_dataset": True}, dataloader_pin_memory=self.request.device == "cuda",
         )  # fmt: skip
-        trainer_class = governed(SFTTrainer) if self.own else SFTTrainer
+        trainer_class = policy_trainer(SFTTrainer) if self.own else SFTTrainer
         adapted = hasattr(self.model, "peft_config")
         config = None if adapted else peft.LoraConfig(**LORA)
         if self.own:

@@ -22,9 +22,9 @@ import isotype
 from isotype.data.methods import METHODS
 from isotype.train import training
 from isotype.train.compilation import CompiledBlock, compile_blocks
-from isotype.train.governed import governed
 from isotype.train.options.settings import parse_settings
 from isotype.train.preflight.step_plan import parse_options, plan_of
+from isotype.train.trainer import policy_trainer
 from isotype.train.validate import check_settings
 from tests.models import tiny_batch, tiny_model
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -140,7 +140,7 @@ def test_what_accelerate_launch_asks_for_is_taken_over(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     accelerate.state.AcceleratorState._reset_state(True)
-    trainer = governed(trl.SFTTrainer)(
+    trainer = policy_trainer(trl.SFTTrainer)(
         model=transformers.AutoModelForCausalLM.from_pretrained(path),
         args=trl.SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False),
         train_dataset=datasets.Dataset.from_list(rows("sft")),

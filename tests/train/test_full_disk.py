@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Every time test_governed.py fills a small file system under a run, and tests/checkpoint/test_merge.py one under a merge.
+# Every time test_trainer.py fills a small file system under a run, and tests/checkpoint/test_merge.py one under a merge.
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 

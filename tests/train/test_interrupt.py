@@ -21,7 +21,7 @@ from isotype.data.methods import METHODS
 from isotype.train.options.arguments import IsotypeArguments
 from isotype.train.options.settings import Settings
 from isotype.train.output.resume import resume_command
-from isotype.train.stop import graceful_stop
+from isotype.train.signals import graceful_stop
 from tests.pairwise import few
 from tests.processes import run_module
 from tests.train.tiny import arguments, rows, save_chat_model, save_rows

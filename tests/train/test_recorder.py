@@ -21,13 +21,13 @@ from rich.console import Console
 from isotype.core.errors import SaveError, TrainingError
 from isotype.report.run.record import EvalRecord, StepRecord
 from isotype.train.callback import PrecisionCallback
-from isotype.train.governed import governed
 from isotype.train.monitor import step_values
 from isotype.train.monitor.progress import ProgressView
 from isotype.train.monitor.recorder import SAMPLING_SECONDS, Kept, RunRecorder, memory_meter
 from isotype.train.monitor.step_values import StepValues
+from isotype.train.trainer import policy_trainer
 from tests.pairwise import few, pairwise
-from tests.train.test_governed import build
+from tests.train.test_trainer import build
 from tests.train.tiny import save_chat_model
 
 
@@ -359,7 +359,7 @@ def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
         reduced.append(values.tolist())
         return values + torch.tensor([30.0, 3.0, 1.0])  # the other process: 30 tokens, a loss of 3, a signal
 
-    trainer: Any = governed(transformers.Trainer).__new__(governed(transformers.Trainer))
+    trainer: Any = policy_trainer(transformers.Trainer).__new__(policy_trainer(transformers.Trainer))
     trainer.args = SimpleNamespace(device=torch.device("cpu"))
     trainer.accelerator = SimpleNamespace(num_processes=2, reduce=reduce, scaler=None)
     trainer._step_tokens, trainer._step_loss = 10, torch.tensor(1.0)

@@ -16,7 +16,7 @@ from rich.console import Console
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 import isotype.lora.loss.trl_head
-import isotype.train.governed
+import isotype.train.trainer
 from isotype.data.methods import METHODS
 from isotype.lora.loss.head_choice import head_of
 from isotype.lora.loss.trl_head import put_head, use_own_head, use_trl_head
@@ -25,7 +25,7 @@ from isotype.train import training
 from isotype.train.options.settings import parse_settings
 from isotype.train.preflight.synthetic import step_inputs
 from tests.measured_step import measure_step
-from tests.train.test_governed import adapted, trainer_of
+from tests.train.test_trainer import adapted, trainer_of
 from tests.train.tiny import rows, save_chat_model, save_rows
 from tests.zoo import ARCHITECTURES
 
@@ -146,7 +146,7 @@ def test_methods_as_with_trl(
     used = []
     for own in (True, False):
         if not own:
-            monkeypatch.setattr(isotype.train.governed, "use_own_head", lambda trainer: None)
+            monkeypatch.setattr(isotype.train.trainer, "use_own_head", lambda trainer: None)
         dtype = "" if "--dtype" in more else "--dtype float32"
         arguments = f"""--model_name_or_path {path} --dataset_name {data} --output_dir {tmp_path / str(own)} {dtype}
             --max_steps 2 --logging_steps 1 --learning_rate 1e-3 --per_device_train_batch_size 2 --seed 0

@@ -38,9 +38,9 @@ from isotype.preflight.run import run
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
-from isotype.train.governed import begin_loss_scale
 from isotype.train.monitor.diverged import stopped
 from isotype.train.monitor.watch import StepWatch
+from isotype.train.trainer import begin_loss_scale
 
 logger = logging.getLogger("isotype")
 

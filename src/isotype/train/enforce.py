@@ -31,7 +31,7 @@ def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, 
             "pass one: isotype.enforce(model, isotype.resolve_precision(model, …))",
         )
     if is_trainer:
-        from isotype.train.governed import enforce_trainer
+        from isotype.train.trainer import enforce_trainer
 
         return enforce_trainer(model, policy)
     return enforce_model(model, policy)

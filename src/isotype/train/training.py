@@ -40,7 +40,7 @@ from isotype.train import describe
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import sound_attention, take_one_gpu, training_device, wait_less
 from isotype.train.generate import Prompt, answer
-from isotype.train.governed import apply_to_arguments, enforce_trainer, governed, masters_of
+from isotype.train.initial_adapter import start_of
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, one_reference, processing_class
@@ -64,8 +64,8 @@ from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_in
 from isotype.train.rows.packed import keep_rows
 from isotype.train.run import Run
-from isotype.train.start import start_of
-from isotype.train.stop import early_stopping, graceful_stop, not_the_best
+from isotype.train.signals import early_stopping, graceful_stop, not_the_best
+from isotype.train.trainer import apply_to_arguments, enforce_trainer, masters_of, policy_trainer
 from isotype.train.validate import (
     check_policy,
     check_read_later,
@@ -270,7 +270,7 @@ def _build(run: Run, console: Console) -> _Built:
         one_reference(settings, run.start, model),
         labels_kept(settings, rows),
     ):
-        trainer = governed(method.trainer_class())(
+        trainer = policy_trainer(method.trainer_class())(
             model=model,
             args=training,
             train_dataset=rows[train_split],

@@ -36,11 +36,11 @@ from isotype.data.methods import METHODS
 from isotype.data.tokens import token_faults
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.compilation import compiler_problems
+from isotype.train.initial_adapter import check_initial, initial_problems
 from isotype.train.options.arguments import name_problems, number_problems
 from isotype.train.options.settings import Settings
 from isotype.train.rows.contents import check_pictures
-from isotype.train.start import check_initial, initial_problems
-from isotype.train.stop import early_stopping_problems
+from isotype.train.signals import early_stopping_problems
 
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _REPORTERS = {

@@ -122,14 +122,14 @@ class _Deferred:
 
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Makes a `StepRecord` of every optimizer step of a governed trainer.
+    """Makes a `StepRecord` of every optimizer step of a trainer under a policy.
 
     Of several processes each holds the records, so that all judge the run alike; only the first shows progress. Where the device leaves out an
     update by itself (`isotype.train.monitor.step_values`), a step is judged and recorded while the next one runs, or before anything is saved,
     logged or measured of it.
 
     Args:
-        trainer: from `isotype.train.governed.governed`.
+        trainer: from `isotype.train.trainer.policy_trainer`.
         on_progress: called with (steps done, steps in all, record of the last one): once with None before the
             first step, then after every step.
         on_evaluated: called with every held-back loss.

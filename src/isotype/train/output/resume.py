@@ -22,6 +22,7 @@ from isotype.data.build import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import JSON_NAME
+from isotype.train.initial_adapter import LOFTQ, MADE_BY
 from isotype.train.launched import under_launcher
 from isotype.train.options.settings import Settings
 from isotype.train.output.checkpoints import (
@@ -32,7 +33,6 @@ from isotype.train.output.checkpoints import (
     unreadable_state,
     whole_checkpoints,
 )
-from isotype.train.start import LOFTQ, MADE_BY
 
 _NO_RESUME = (None, False, "False", "false")
 

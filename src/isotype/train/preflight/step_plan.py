@@ -176,9 +176,9 @@ def plan_of(options: Options, rest: Sequence[str]) -> tuple[StepPlan, tuple[str,
     if options.model is not None:
         _refuse_second_model(options.model, arguments)
         arguments = ["--model_name_or_path", options.model, *arguments]
+    from isotype.train.initial_adapter import start_of
     from isotype.train.options.settings import parse_settings
     from isotype.train.preflight.plan_rows import with_data
-    from isotype.train.start import start_of
     from isotype.train.validate import argument_problems
 
     settings, start = start_of(parse_settings(METHODS[method], arguments))
@@ -277,7 +277,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
 
 
 def _copied(settings: Settings, start: Adapter | None) -> MemoryKind | None:
-    from isotype.train.start import is_its_own_reference
+    from isotype.train.initial_adapter import is_its_own_reference
 
     if not settings.method.compares(settings.training):
         return None

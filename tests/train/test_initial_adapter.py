@@ -141,7 +141,7 @@ def test_a_check_takes_it(path: Path) -> None:
 
 
 def test_a_base_that_comes_quantized_is_refused_when_the_policy_is_known(path: Path) -> None:
-    from isotype.train.start import check_initial
+    from isotype.train.initial_adapter import check_initial
 
     settings: Any = parse_settings(
         METHODS["sft"], ["--model_name_or_path", str(path), "--init_lora_weights", "pissa"]
@@ -161,7 +161,7 @@ def test_what_begins_from_errors_of_4_bits_wants_4_bits(
 
 
 def test_an_adapter_on_int8_is_trained_further_on_int8(path: Path, tmp_path: Path) -> None:
-    from isotype.train.start import start_of
+    from isotype.train.initial_adapter import start_of
 
     adapter = save_adapter(path, tmp_path / "adapter", "float32", "int8")
     settings, start = start_of(parse_settings(METHODS["sft"], ["--model_name_or_path", str(adapter)]))

@@ -1,4 +1,4 @@
-"""The governed trainer: step measures, whole checkpoints, rotation, full disks, and the digits that TRL cuts off."""
+"""The trainer under a policy: step measures, whole checkpoints, rotation, full disks, and the digits that TRL cuts off."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ import isotype
 from isotype.cli.main import main
 from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
-from isotype.train.governed import apply_to_arguments, count_tokens, enforce_trainer, governed, masters_of
 from isotype.train.monitor.step_values import StepValues
 from isotype.train.output.checkpoints import whole_checkpoints
+from isotype.train.trainer import (
+    apply_to_arguments,
+    count_tokens,
+    enforce_trainer,
+    masters_of,
+    policy_trainer,
+)
 from tests.adapters import loaded
 from tests.pairwise import few, pairwise
 from tests.refusals import refused
@@ -43,7 +49,7 @@ def adapted(path: Path, dtype: str) -> tuple[Any, isotype.PrecisionPolicy]:
 
 
 def trainer_of(model: Any, path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
-    """A governed SFT trainer, as TRL has built it."""
+    """A PolicyTrainer of SFT, as TRL has built it."""
     given = {
         "max_steps": 6,
         "save_steps": 1,
@@ -57,7 +63,7 @@ def trainer_of(model: Any, path: Path, out: Path, cls: Any = trl.SFTTrainer, **m
         "use_cpu": True,
         "dataloader_pin_memory": False,
     }
-    trainer = governed(cls)(
+    trainer = policy_trainer(cls)(
         model=model,
         args=trl.SFTConfig(output_dir=str(out), **{**given, **more}),
         train_dataset=datasets.Dataset.from_list(rows("sft")),
@@ -69,7 +75,7 @@ def trainer_of(model: Any, path: Path, out: Path, cls: Any = trl.SFTTrainer, **m
 
 
 def build(path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
-    """A governed SFT trainer under a float32 policy."""
+    """A PolicyTrainer of SFT under a float32 policy."""
     model, policy = adapted(path, "float32")
     masters = masters_of(model)
     trainer = trainer_of(model, path, out, cls, **more)
@@ -158,7 +164,7 @@ def test_the_gradient_norm_is_the_one_before_clipping(
 
 
 def trainer_for(path: Path, out: Path, method: str, **more: Any) -> Any:
-    """A governed trainer of `method`, under no policy."""
+    """A PolicyTrainer of `method`, under no policy."""
     config, trainer = METHODS[method].dataclass_types()[1], METHODS[method].trainer_class()
     if method == "reward":
         model = transformers.LlamaForSequenceClassification.from_pretrained(path, num_labels=1)
@@ -177,7 +183,7 @@ def trainer_for(path: Path, out: Path, method: str, **more: Any) -> Any:
         "dataloader_pin_memory": False,
     }
     rewarded = {"reward_funcs": [reward_by_words]} if method in ("grpo", "rloo") else {}
-    built = governed(trainer)(
+    built = policy_trainer(trainer)(
         model=model,
         args=config(output_dir=str(out), **{**given, **more}),
         train_dataset=datasets.Dataset.from_list(rows(method)),
@@ -533,7 +539,7 @@ def test_the_reference_model_computes_as_the_model_that_is_trained(
         use_cpu=True, dataloader_pin_memory=False,
     )  # fmt: skip
     apply_to_arguments(policy, arguments)
-    trainer = governed(trl.DPOTrainer)(
+    trainer = policy_trainer(trl.DPOTrainer)(
         model=model,
         args=arguments,
         train_dataset=datasets.Dataset.from_list(rows("dpo", 8)),

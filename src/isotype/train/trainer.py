@@ -1,6 +1,6 @@
 """A transformers or TRL trainer under a policy: whole checkpoints only, and a measure of every step.
 
-`governed(SFTTrainer)` is a subclass; nothing of the trainer's own source is replaced.
+`policy_trainer(SFTTrainer)` is a subclass; nothing of the trainer's own source is replaced.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from isotype.train.output.checkpoints import (
 from isotype.train.output.sharded import Sharded
 
 
-class _Governed:
-    """Mixin over `transformers.Trainer`; see `governed`.
+class PolicyTrainer:
+    """Mixin over `transformers.Trainer`; see `policy_trainer`.
 
     Attributes:
         card: makes the model card of the run; None for the trainer's own.
@@ -348,9 +348,9 @@ class _Governed:
 
 
 @cache
-def governed(trainer_class: type) -> type:
+def policy_trainer(trainer_class: type) -> type:
     """`trainer_class` with whole checkpoints, step measures and isotype's loss; the name is kept."""
-    bases = (_Governed, Sharded, trainer_class)
+    bases = (PolicyTrainer, Sharded, trainer_class)
     return type(trainer_class.__name__, bases, {"__module__": trainer_class.__module__})
 
 
