@@ -823,7 +823,8 @@ def test_what_the_terminal_shows() -> None:
         "warning: the merged model keeps 87.5 % of what was learned; merge with --gguf q8_0 (8.5 bits a",
         "weight, keeps 99.4 %)",
         "",
-        "try it:  isotype chat merged",
+        "try it:",
+        "    isotype chat merged",
     ]
 
 

@@ -146,8 +146,7 @@ def test_what_is_printed_runs(
     assert main(["merge", str(adapter), *arguments]) == 0
     assert (tmp_path / file).is_file()
     assert {path.name for path in tmp_path.iterdir()} == {file.partition("/")[0]}
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("try it:"))
-    program, *command = shlex.split(line.removeprefix("try it:"))
+    program, *command = shlex.split(capsys.readouterr().out.partition("\ntry it:\n")[2])
     assert program == "isotype"
     assert command == ["chat", file]
     assert main([*command, "--ask", "a careful engineer", "--max_new_tokens", "2"]) == 0

@@ -244,7 +244,7 @@ def test_the_repaired_command():
         Fix("fix the model", "safe", actions=(Action("output", "norm", "bfloat16"),)),
     )
     assert repaired_command(command, fixes).text == (
-        "repaired:  isotype sft --model_name_or_path m --dtype bfloat16 --optim=adamw_torch --learning_rate 1e-05\n"
+        "repaired:\n    isotype sft --model_name_or_path m --dtype bfloat16 --optim=adamw_torch --learning_rate 1e-05\n"
         "by hand:   fix the model"
     )
     assert repaired_command(command, ()).text == "nothing to repair"
@@ -259,7 +259,7 @@ def test_the_repaired_command_is_the_one_that_was_proven(capsys, config):
     argv = (config, "--device", "t4", "--length", 16, "--dtype", "bfloat16")
     findings, _, fixed = run(capsys, *argv, "--fix")[1].partition("repaired:")
     assert "warning[IST601]" in findings
-    assert len(fixed.splitlines()) == 1  # nothing by hand, nothing left
+    assert len(fixed.splitlines()) == 2  # nothing by hand, nothing left
     again = run(capsys, *fixed.split()[2:], "--length", 16, "--fix")[1]
     assert "warning" not in again
     assert again.endswith("nothing to repair\n")

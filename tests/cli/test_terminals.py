@@ -18,12 +18,13 @@ from rich.text import Text
 
 import isotype
 from isotype.cli.main import main
+from isotype.core.commands import printed_command
 from isotype.core.files import write_whole
 from isotype.core.terminal import _NEAREST, as_typed, lost_output, outlive_output, print_the_nearest
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.html import write_report
 from isotype.report.narrow import fitting, wrapped
-from isotype.train.describe import command_line, show_policy
+from isotype.train.describe import show_policy
 
 PICTURES = ("charts.py", "html.py", "palette.py")
 """Modules (by the end of their names) that write HTML and SVG, not terminals."""
@@ -232,6 +233,6 @@ def test_reports_are_utf_8_whatever_the_locale_could_not_decode(tmp_path: Path) 
     asked = "é".encode().decode("ascii", "surrogateescape")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
-        assert command_line(["sft", "--ask", asked]) == "isotype sft --ask 'é'"
+        assert printed_command(["isotype", "sft", "--ask", asked]) == "isotype sft --ask 'é'"
         assert write_whole(tmp_path / "run.html", f"<p>{asked}").read_text(encoding="utf-8") == "<p>é"
         assert write_report(tmp_path / "check.html", f"<p>{asked}").read_text(encoding="utf-8") == "<p>é"

@@ -159,7 +159,7 @@ def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) 
     findings = with_nearest((FINDING,), step, command)
     fixes = findings[0].fixes
     assert fixes[0].verified
-    assert fixes[0].description == (
+    assert fixes[0].text == (
         f"this fits: isotype sft --model_name_or_path {config.parent} --dtype float16 --dataset_name embedded:precision_qa "
         "--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --max_length 256 --gradient_checkpointing True"
     )

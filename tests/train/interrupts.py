@@ -80,7 +80,7 @@ def main() -> None:
     workers = ("--dataloader_num_workers", "1", "--save_strategy", "no")
     run = Run(root, "once", arguments(root, "once", 400, *workers))
     found["once"] = run.when_printed("step 6/").send(signal.SIGINT).end()
-    command = shlex.split(re.search(r"^  isotype (sft .*)$", run.printed(), re.M)[1])
+    command = shlex.split(re.search(r"^    isotype (sft .*)$", run.printed(), re.M)[1])
     # What was printed goes on; only the end is brought nearer, for the time's sake.
     stopped = int(command[-1].rpartition("-")[2])
     near = ["--max_steps", str(stopped + 5), "--save_strategy", "steps"]

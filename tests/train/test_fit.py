@@ -46,7 +46,7 @@ def fixed(rows: int, length: int, weights: int, room: int) -> tuple[str, int]:
     options, rest = parse_options(["m", "--batch", str(rows), "--length", str(length)])
     plan, _ = plan_of(options, rest)
     report = fitting(report_of(weights + rows * length, room), plan, length, COMMAND, peak)
-    fixes = [fix.description for finding in report.findings for fix in finding.fixes]
+    fixes = [fix.text for finding in report.findings for fix in finding.fixes]
     return (fixes[0] if fixes else ""), len(seen)
 
 

@@ -51,7 +51,7 @@ def test_one_signal_ends_the_step_and_saves(found: dict[str, Any], name: str):
     (checkpoint,) = run["whole"]
     assert int(checkpoint.removeprefix("checkpoint-")) >= 6
     path = f"{found['root']}/{name}/{checkpoint}"
-    assert f"\nstopped; {path} is whole. Go on with:\n  isotype sft --model" in run["printed"]
+    assert f"\nstopped; {path} is whole. Go on with:\n    isotype sft --model" in run["printed"]
     assert run["printed"].endswith(f" --resume_from_checkpoint {path}\n")
     assert (run["hidden"], run["adapter"], run["report"]) == ([], False, True)
 

@@ -17,6 +17,7 @@ from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.errors import UsageError
 from isotype.preflight.from_function import function_arguments
+from isotype.report.narrow import wrapped
 from isotype.train.preflight.command import Repaired, repaired_command
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import parse_options, plan_of
@@ -47,7 +48,7 @@ def _run(argv: Sequence[str], console: Console) -> int:
         report, repaired = _check_plan(plan, options, command)
     _show(report, options, console, repaired)
     if repaired is not None and not options.json and options.sarif != "-":
-        console.print(repaired.text, highlight=False, markup=False, soft_wrap=True)
+        console.print(wrapped(repaired.text, console), highlight=False, markup=False, soft_wrap=True)
     return exit_status(report, options.fail_on)
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
 from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
+from isotype.core.commands import printed_command
 from isotype.report.narrow import wrapped
 
 if TYPE_CHECKING:
@@ -89,9 +90,8 @@ def _planned(command: str, argv: list[str], console: Console) -> list[str]:
 def demo(argv: Sequence[str], console: Console) -> int:
     """Run `isotype demo`."""
     arguments = [*DEMO, *argv]
-    console.print(
-        Text.assemble(("isotype demo is:", "dim"), f" isotype sft {shlex.join(arguments)}\n"), highlight=False
-    )
+    command = printed_command(["isotype", "sft", *arguments], indent=4)
+    console.print(wrapped(f"isotype demo is:\n{command}\n", console), highlight=False, soft_wrap=True)
     return train("sft", arguments, console)
 
 
@@ -128,8 +128,10 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
 
         whole = outcome.checkpoint
         if whole is not None:
-            say(f"\nstopped; {whole} is whole. Go on with:\n  {resume_command(settings, whole)}")
+            command = resume_command(settings, whole)
+            say(wrapped(f"\nstopped; {whole} is whole. Go on with:\n    {command}", console))
         else:
             say("\nstopped before the first checkpoint; nothing to go on from")
     elif outcome.adapter is not None and settings.method.answers:
-        say(f"\ntry it:  isotype chat {outcome.adapter}")
+        command = printed_command(("isotype", "chat", str(outcome.adapter)), indent=4)
+        say(wrapped(f"\ntry it:\n{command}", console))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import codecs
 import os
 import re
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TextIO
 
 _NEAREST = {
@@ -119,8 +118,3 @@ def _nearest(error: UnicodeError) -> tuple[str, int]:
     # In a table the longer text takes its room from the gap before the next column.
     gap = len(error.object) - end - len(error.object[end:].lstrip(" "))
     return text, end + max(0, min(len(text) - len(lacking), gap - 1))
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """`isotype …` as it can be pasted into a shell."""
-    return as_typed(shlex.join(["isotype", *argv]))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
+from isotype.core.commands import printed_command
 from isotype.core.errors import IsotypeError
 from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
@@ -87,4 +87,4 @@ def advice(method: str, argv: Sequence[str]) -> str:
         return f"what fits is not known: {error.headline}"
     if row is None:
         return "out of memory, and nothing smaller of this model fits: isotype plan says what would on another device"
-    return f"out of memory; this fits ({format_bytes(row.peak)}): {shlex.join(row.command)}"
+    return f"out of memory; this fits ({format_bytes(row.peak)}):\n{printed_command(row.command, indent=4)}"

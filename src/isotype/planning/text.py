@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
-import shlex
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from isotype.core.commands import printed_command
 from isotype.core.console import TerminalConsole
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.planning.record import GOALS, Device, Record, Row, Workload
-from isotype.report.narrow import fitting, wrapped
+from isotype.report.narrow import fitting, width_of, wrapped
 from isotype.report.text import format_duration, format_share
 
 WIDTH = 110
@@ -64,7 +64,12 @@ def render(plan: Record, console: Console) -> None:
         if several:
             say(f"{title_of(plan, device)}: {'nothing fits' if device.chosen is None else ''}")
         if device.chosen is not None:
-            say(shlex.join(device.chosen.command))
+            _print_command(device.chosen.command, console)
+
+
+def _print_command(command: Sequence[str], console: Console) -> None:
+    text = printed_command(command, width_of(console))
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _comparison(plan: Record) -> Table:
@@ -106,11 +111,10 @@ def render_models(plans: Sequence[Record], console: Console) -> None:
     if chosen is not None and chosen.work is not None:
         say(f"data       {_work(chosen, chosen.work)}")
     say()
-    say(
-        "nothing fits: a larger device, or more of them (--devices)"
-        if chosen is None
-        else shlex.join(chosen.command)
-    )
+    if chosen is None:
+        say("nothing fits: a larger device, or more of them (--devices)")
+    else:
+        _print_command(chosen.command, console)
 
 
 def _models(plans: Sequence[Record], at: int) -> Table:

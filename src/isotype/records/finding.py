@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+from isotype.core.commands import printed_command
 from isotype.core.json_records import Share
 from isotype.records.trace import Call, Operand, Weight
 
@@ -117,6 +118,7 @@ class Fix:
         verified: whether a second trace with it was run, in which the finding was gone and nothing new appeared.
         actions: what has to change; empty where it cannot be named.
         outcome: what the second trace showed, "" before.
+        command: the command that the description speaks of, as a program and its arguments; empty without one.
     """
 
     description: str
@@ -124,6 +126,12 @@ class Fix:
     verified: bool = False
     actions: tuple[Action, ...] = ()
     outcome: str = ""
+    command: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The description with its command, in one line."""
+        return f"{self.description}: {printed_command(self.command)}" if self.command else self.description
 
     @property
     def scope(self) -> Scope:
@@ -134,7 +142,7 @@ class Fix:
 
 def marked(fix: Fix) -> str:
     """A fix's description, marked where it names a library's line."""
-    return f"{fix.description} (in a library's code)" if fix.scope == "library" else fix.description
+    return f"{fix.text} (in a library's code)" if fix.scope == "library" else fix.text
 
 
 def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.merge.report import ENOUGH, share
+from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.units import format_bytes
-from isotype.report.narrow import fitting
+from isotype.report.narrow import fitting, wrapped
 
 if TYPE_CHECKING:
     from isotype.checkpoint.merge.report import LogitsDifference, MergeReport
@@ -32,8 +32,8 @@ def show_merge(console: Console, report: MergeReport) -> None:
         console.print(Text.assemble(("note: ", "dim"), note), highlight=False)
     for warning in report.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning), highlight=False)
-    command = shlex.join(("isotype", "chat", str(report.model or report.output)))
-    console.print(f"\ntry it:  {command}", highlight=False, markup=False, soft_wrap=True)
+    command = printed_command(("isotype", "chat", str(report.model or report.output)), indent=4)
+    console.print(wrapped(f"\ntry it:\n{command}", console), highlight=False, markup=False, soft_wrap=True)
 
 
 def _share(error: float) -> str:

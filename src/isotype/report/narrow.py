@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import textwrap
 
 from rich.console import Console, RenderableType
@@ -11,11 +12,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from isotype.core.commands import printed_command
+
 NARROW = 60
 """Columns below which a table's rows are printed one under another."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
 """What stands before a line's first word: its indent, a bullet, a label of one or two words."""
+
+_COMMAND = re.compile(r" {4}(?=(?:isotype|torchrun) )")
 
 
 def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
@@ -40,19 +45,28 @@ def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
     return lines
 
 
+def width_of(console: Console) -> int | None:
+    """Columns of a line; None for a log file or a pipe, which has no width of its own."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else None
+
+
 def wrapped(text: str, console: Console) -> str:
     """The text with each line that is longer than the console wrapped at words, under the line's first word.
 
-    A log file, which has no width of its own, gets the lines as they are. Nor are words cut: paths stay whole.
+    A log file, which has no width of its own, gets the lines as they are. Nor are words cut: paths stay whole. A line of a
+    command, four columns in, stays one that can be pasted.
     """
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    width = width_of(console)
+    if width is None:
         return text
-    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, console.width))
+    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
 
 
 def _wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
+    if _COMMAND.match(line):
+        return printed_command(shlex.split(line), width, 4).split("\n")
     match = _LABEL.match(line)
     label = match.group() if match else ""
     indent, lines = len(label), []

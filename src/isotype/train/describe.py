@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.core.allocator import allocator_setting
+from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural, stacked
 from isotype.core.optimizers import state_of
-from isotype.core.terminal import as_typed, command_line, lost_output
+from isotype.core.terminal import as_typed, lost_output
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
 from isotype.lora.loss.trl_head import HEAD_CHOICE
@@ -266,7 +267,7 @@ def record(
     dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
     return RunRecord(
         method=settings.method.name,
-        command=command_line([settings.method.name, *settings.argv]),
+        command=printed_command(["isotype", settings.method.name, *settings.argv]),
         started=facts.started.isoformat(timespec="seconds"),
         finished=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,

@@ -23,10 +23,10 @@ from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.templates import ERRORS
 from isotype.compat.transformers import name_of, rename
+from isotype.core.commands import printed_command
 from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
 from isotype.core.files import recover
 from isotype.core.lock import only_writer
-from isotype.core.terminal import command_line
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.reductions import float32_reductions
 from isotype.precision.by_damage import with_constants_of
@@ -177,7 +177,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
     if not settings.training.should_save:
         yield
         return
-    command = command_line([settings.method.name, *settings.argv])
+    command = printed_command(["isotype", settings.method.name, *settings.argv])
     with only_writer(Path(settings.training.output_dir), command) as unlocked:
         if unlocked is not None:
             console.print(wrapped(f"note: {unlocked}", console), highlight=False, markup=False)

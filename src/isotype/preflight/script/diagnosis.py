@@ -381,7 +381,7 @@ class Diagnosis:
             if finding.cause:
                 self._plain(f"   = cause  {finding.cause}")
             for fix in finding.fixes[:1]:
-                self._plain(f"   = help   {fix.description}   ({fix_standing(fix)})")
+                self._plain(f"   = help   {fix.text}   ({fix_standing(fix)})")
 
     def _print_call(self, call: Call) -> None:
         where = "   ".join(

@@ -319,7 +319,7 @@ def _fix(fix: Fix) -> Content:
         ("tried", "✓ verified") if fix.verified else ("untried", "not verified"),
     ]
     return {
-        "description": fix.description,
+        "description": fix.text,
         "outcome": fix.outcome,
         "tags": [(css, text) for css, text in tags if text],
         "actions": [

@@ -101,7 +101,7 @@ NAMES: Names = {
     "layers=layer_formats exceptions loss_scale keep_frozen reasons warnings",
     Finding: "code severity message module op phase source cause evidence notes operands places cost fixes",
     Origin: "kind name module source",
-    Fix: "description scope safety verified outcome actions",
+    Fix: "description=text scope safety verified outcome actions",
     Products: "flops flops_per_second emulated_in seconds",
     StepTime: "seconds traced_seconds bound tokens_per_second products traffic.bytes=bytes traffic.bytes_per_second=bytes_per_second "
     "traffic.seconds=traffic_seconds launches.count=launches launches.seconds_each=launch_seconds",

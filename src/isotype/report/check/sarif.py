@@ -80,7 +80,7 @@ def _result(finding: Finding, index: Mapping[str, int], report: Record) -> dict[
         "evidence": list(finding.evidence),
         "places": list(finding.places),
         "operands": [f"{o.role} {dtype_name(o.dtype)} {list(o.shape)}" for o in finding.operands],
-        "fixes": [f"{fix.description} ({fix_standing(fix)})" for fix in finding.fixes],
+        "fixes": [f"{fix.text} ({fix_standing(fix)})" for fix in finding.fixes],
     }
     lines = [
         finding.message,

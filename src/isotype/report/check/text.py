@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isotype.contracts.contract import doubts, judged_by
+from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, plain_name, plural
 from isotype.core.units import format_bytes
@@ -21,6 +22,7 @@ from isotype.records.trace import Operand, Setup
 from isotype.report.check.cost import device_words, flops_words, memory_words, setup_words, time_rows
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
+from isotype.report.narrow import width_of
 from isotype.report.text import format_share, short_source
 from isotype.rules.ist605_memory import unquantized_experts
 
@@ -278,13 +280,16 @@ def repairable(fix: Fix) -> bool:
 # --- lines ------------------------------------------------------------------------------------------------
 
 
-def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[Line]:
+def lines(
+    report: Record, width: int = WIDTH, in_script: bool = False, command_width: int | None = None
+) -> list[Line]:
     """The whole report as styled lines of at most `width` columns, where names and words allow it.
 
     Args:
         report: of `check`.
         width: columns.
         in_script: whether the step is one of a script that `isotype run` runs.
+        command_width: columns of a command; None: one line, as for a file.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     text: list[Line] = [
@@ -297,7 +302,7 @@ def lines(report: Record, width: int = WIDTH, in_script: bool = False) -> list[L
         (),
     ]
     for finding in report.findings:
-        text += [*_finding(finding, setup.profile.title, layers, width), ()]
+        text += [*_finding(finding, setup.profile.title, layers, width, command_width), ()]
     data = [("data", setup.data)] if setup.data else []
     measured = [("ranges", words)] if (words := ranges_words(report)) else []
     rows = [
@@ -326,12 +331,18 @@ def render(report: Record, console: Console, *, width: int | None = None, in_scr
     """Print the report; `width` is the console's unless it is given, `in_script` as `lines` takes it."""
     from rich.text import Text
 
-    for line in lines(report, width or console.width, in_script):
+    for line in lines(report, width or console.width, in_script, width_of(console)):
         # Wrapped already: rich must neither wrap again nor read markup out of a module's name.
         console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
 
 
-def _finding(finding: Finding, title: str, layers: Mapping[tuple[str, int], int], width: int) -> list[Line]:
+def _finding(
+    finding: Finding,
+    title: str,
+    layers: Mapping[tuple[str, int], int],
+    width: int,
+    command_width: int | None,
+) -> list[Line]:
     style = _STYLES[finding.severity]
     head = f"{finding.severity}[{finding.code}]"
     text = _hang(((head, style), (": ", "bold")), finding.message, width, "bold")
@@ -347,7 +358,14 @@ def _finding(finding: Finding, title: str, layers: Mapping[tuple[str, int], int]
         text += _field("cost", "; ".join(cost_clauses(finding.cost, title)), width)
     for fix in finding.fixes:
         text += _field("help", f"{fix.description}   ({fix_standing(fix)})", width)
+        text += _command(fix.command, command_width)
     return text
+
+
+def _command(command: Sequence[str], width: int | None) -> list[Line]:
+    """A command on lines of its own; none where there is none."""
+    lines = printed_command(command, width, 4).split("\n") if command else []
+    return [((line, ""),) for line in lines]
 
 
 def _place(finding: Finding, width: int) -> list[Line]:

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter, is_adapter, read_adapter
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
+from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import recover, write_whole
-from isotype.core.terminal import command_line
 from isotype.data.build import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.narrow import wrapped
@@ -137,8 +137,9 @@ def resume_command(settings: Settings, checkpoint: Path) -> str:
     if "output_dir" not in settings.explicit:
         argv += ["--output_dir", settings.training.output_dir]
     launcher, argv = under_launcher(argv)
-    command = command_line([settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)])
-    return launcher + command
+    return launcher + printed_command(
+        ["isotype", settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)]
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ the same run

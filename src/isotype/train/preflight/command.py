@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from isotype.core.commands import printed_command
 from isotype.records.finding import Action, Finding, Fix
 
 _FLAGS = {
@@ -37,7 +37,7 @@ class Repaired:
         """As JSON; a fix that changes nothing but the model has the scope `model`, for the others see `SCOPES`."""
         fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
         left = [{"code": each.code, "cause": each.cause, "reason": reason} for each, reason in self.left]
-        command = None if self.command is None else shlex.join(self.command)
+        command = None if self.command is None else printed_command(self.command)
         return {"fixes": fixes, "left": left, "command": command}
 
 
@@ -52,7 +52,7 @@ def repaired_command(
             by_hand.append(fix.description)
         for name, value in flags:
             tokens = set_flag(tokens, name, value)
-    lines = [f"repaired:  {shlex.join(tokens)}"] if tokens != list(command) else []
+    lines = [f"repaired:\n{printed_command(tokens, indent=4)}"] if tokens != list(command) else []
     lines += [f"by hand:   {text}" for text in by_hand]
     lines += [f"left:      {finding.code}: {finding.message}: {reason}" for finding, reason in left]
     return Repaired("\n".join(lines) or "nothing to repair", fixes, left, tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -60,7 +59,7 @@ def fitting(
 
 def fits_first(findings: Iterable[Finding], command: Iterable[str], outcome: str) -> tuple[Finding, ...]:
     """The findings, those on memory with a command that fits as their first fix."""
-    fix = Fix(f"this fits: {shlex.join(command)}", "safe", verified=True, outcome=outcome)
+    fix = Fix("this fits", "safe", verified=True, outcome=outcome, command=tuple(command))
     return tuple(
         replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
         for finding in findings
