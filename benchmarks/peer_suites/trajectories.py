@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, str]] = {
         "sft", "--neftune_noise_alpha 5 --per_device_train_batch_size 2 --gradient_accumulation_steps 2",
     ),
     "NEFTune + packing": ("sft", "--neftune_noise_alpha 5 --packing True --max_length 64"),
+    "NEFTune + padding-free": ("sft", "--neftune_noise_alpha 5 --padding_free True --max_length None"),
+    "padding-free": ("sft", "--padding_free True --max_length None"),
     "label smoothing": ("sft", "--label_smoothing_factor 0.1"),
     "evaluation": ("sft", "--eval_strategy steps --eval_steps 4 --per_device_eval_batch_size 3 --eval_on_start True"),
     "dpo sigmoid": ("dpo", "--loss_type sigmoid"),

@@ -12,7 +12,7 @@ from transformers.integrations.neftune import activate_neftune
 
 from isotype.lora.attention.registered import sides_of, use_fast_attention
 from isotype.lora.loss.trl_head import put_head
-from isotype.lora.unpadded import unpadded, unpadded_sides
+from isotype.lora.unpadded import hooks_see_one_row, unpadded, unpadded_sides
 from tests.models import CONFIGS, tiny_model
 from tests.zoo import ARCHITECTURES
 
@@ -145,6 +145,30 @@ def test_noise_on_embeddings_is_that_of_the_padded_batch(rows: tuple[str, ...]) 
     torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=1e-5, atol=1e-5)
     assert len(embeddings._forward_hooks) == 2
     assert not embeddings._forward_pre_hooks
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_noise_on_rows_that_were_kept_is_that_of_one_row(fast: bool) -> None:
+    """As TRL would have joined them, also where the padding is left out before the embeddings."""
+    model = tiny_model("llama").train()
+    activate_neftune(model, 5.0)
+    seen: list[torch.Tensor] = []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, result: seen.append(result[0]))
+    if fast:
+        use_fast_attention(model)
+    put_head(model)
+    asked = batch("xxxxxxx", "xxx....", "xxxxx..")
+    there = asked["attention_mask"].bool()
+    labels = asked["input_ids"].masked_fill(~there, -100)
+    model.base_model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with hooks_see_one_row(model, asked["attention_mask"]):
+        torch.manual_seed(3)
+        model(**asked, labels=labels, fused_lm_head=True)
+    joined, taken = seen[-2:]  # after those of the trial of what may be left out
+    torch.manual_seed(3)
+    torch.testing.assert_close(joined, model.get_input_embeddings()(asked["input_ids"][there][None])[0])
+    assert torch.equal(taken[0] if fast else taken[there], joined)
+    assert not model.get_input_embeddings()._forward_pre_hooks
 
 
 def test_a_step_of_nothing_but_padding_in_a_row() -> None:

@@ -8,7 +8,7 @@ model is one is found by running it, not by its name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
@@ -130,30 +130,47 @@ def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
     NEFTune's divides its noise by the length of the rows and draws it for padding, too: of one long row it would be
     smaller, and differ from batch to batch.
     """
+    with saying(bare.sequences), _seen_as(model, bare.place, bare.tokens[None]):
+        yield
+
+
+def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManager[None]:
+    """Within it hooks of a model's embeddings see the tokens of a batch behind one another in one row, without its padding.
+
+    Args:
+        present: `[rows, length]`, of any dtype: not zero where there is no padding. Hooks see a batch of fakes, which do not tell, as it is.
+    """
+    if isinstance(present, FakeTensor) or not _is_hooked(model):
+        return nullcontext()
+    flat = present.flatten().bool()
+    return _seen_as(model, flat.nonzero().T, (flat.cumsum(0) - 1).clamp(min=0).view(present.shape))
+
+
+@contextmanager
+def _seen_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
+    """Within it ids of the shape of `back` are embedded as `into` picks from them, and `back` picks from what comes of it."""
+    if not _is_hooked(model):
+        yield
+        return
     embeddings = model.get_input_embeddings()
 
-    def padded(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return (
-            (args[0][0][bare.place], *args[1:])
-            if args and args[0].shape == (1, bare.tokens.numel())
-            else None
-        )
+    def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return (args[0].flatten()[into], *args[1:]) if args and args[0].shape == back.shape else None
 
-    def bare_again(module: nn.Module, args: Any, states: torch.Tensor) -> torch.Tensor:
-        rows = states.shape[:2] == bare.place.shape
-        return states.flatten(0, 1).index_select(0, bare.tokens.to(states.device))[None] if rows else states
+    def put_back(module: nn.Module, args: Any, states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(0, 1)[back.to(states.device)] if states.shape[:2] == into.shape else states
 
-    with saying(bare.sequences):
-        if not any(_is_foreign(hook) for hook in forward_hooks(embeddings).values()):
-            yield
-            return
-        before = embeddings.register_forward_pre_hook(padded, prepend=True)
-        after = embeddings.register_forward_hook(bare_again)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
+    before = embeddings.register_forward_pre_hook(pick, prepend=True)
+    after = embeddings.register_forward_hook(put_back)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _is_hooked(model: Any) -> bool:
+    return any(_is_foreign(hook) for hook in forward_hooks(model.get_input_embeddings()).values())
 
 
 def _is_foreign(hook: Any) -> bool:

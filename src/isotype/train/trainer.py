@@ -51,6 +51,7 @@ from isotype.train.output.checkpoints import (
     write_manifest,
 )
 from isotype.train.output.sharded import Sharded
+from isotype.train.rows.packed import seen_as_joined
 
 
 class PolicyTrainer:
@@ -167,7 +168,8 @@ class PolicyTrainer:
         """
         if model.training:
             self._step_tokens = self._step_tokens + count_tokens(inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        with seen_as_joined(self, inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The Trainer comes here once a step, with gradients unscaled; what it returns is the norm before clipping.

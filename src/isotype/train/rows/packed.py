@@ -7,6 +7,7 @@ tokens of the whole batch there: memory that grows with the square of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from isotype.compat.transformers import attention_of
 from isotype.lora.loss.trl_head import goes_by_lengths, take_packed_rows
-from isotype.lora.unpadded import mixes_documents
+from isotype.lora.unpadded import hooks_see_one_row, mixes_documents
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,16 @@ def keep_rows(trainer: Any) -> str | None:
         return f"packing: the rows of a batch are not joined into one, {_no_lengths(model)}; documents in a row are kept apart by a mask"
     why = mixed or "the loss of its router would count padding"
     return f"packing: documents are padded, each in a row of its own: {why}"
+
+
+def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Within it hooks of a trainer's embeddings see a batch whose rows were kept as TRL would have joined them.
+
+    NEFTune's noise hangs by the length of the row that it is added to.
+    """
+    if not isinstance(trainer.data_collator, Rows):
+        return nullcontext()
+    return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])
 
 
 def _no_lengths(model: Any) -> str:
