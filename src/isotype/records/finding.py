@@ -130,7 +130,7 @@ class Fix:
 
     @property
     def text(self) -> str:
-        """The description with its command, in one line."""
+        """What to do, as an order ("return each norm's output in bfloat16"), with its command, in one line."""
         return f"{self.description}: {printed_command(self.command)}" if self.command else self.description
 
     @property
