@@ -4,7 +4,7 @@ Both run on fake tensors of a device without a CPU's branches (`tests/fake_gpu.p
 with the bytes that it reads and writes. A layer is the difference between a model of two layers and one of one layer. Attention is one
 operator forward and one backward; dequantization counts the bytes that it writes.
 
-Run: python benchmarks/gpu_count.py [--storage none nf4] [--tokens 2048] [--dropout 0.1]
+Run: python benchmarks/gpu_count.py [--storage none nf4] [--tokens 2048] [--dropout 0.1] [--record]
 Prints a table and one line of JSON. No GPU and no Triton is needed: nothing is computed.
 """
 
@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+import results  # noqa: E402
 
 SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--storage", nargs="+", default=["none", "nf4"], choices=["none", "nf4", "int8"])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters")
+    results.add_option(parser)
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -101,7 +104,26 @@ def main() -> None:
                     f"{row.elementwise / 1e3:>12,.0f}{row.products / 1e3:>13,.0f}{row.dequantized / 1e6:>16,.0f}",
                     flush=True,
                 )
+    if options.record:
+        for row in table:
+            keep(row, options)
     print(json.dumps([vars(row) for row in table]))
+
+
+def keep(row: Row, options: argparse.Namespace) -> None:
+    """Add a row to the file of results."""
+    base = "bfloat16" if row.storage == "none" else row.storage
+    dropout = f", dropout {options.dropout}" if options.dropout else ""
+    results.append(
+        f"gpu-layer/{base}, {'on' if row.checkpointing else 'off'}, {options.tokens} tokens{dropout}",
+        {
+            "kernels": results.Measure(row.kernels, "kernels"),
+            "between": results.Measure(row.elementwise / 1e3, "kB a token"),
+            "products": results.Measure(row.products / 1e3, "kB a token"),
+            "dequantized": results.Measure(row.dequantized / 1e6, "MB"),
+        },
+        row.path,
+    )
 
 
 if __name__ == "__main__":

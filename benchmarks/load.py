@@ -9,7 +9,7 @@ Checkpoints are synthetic: a Llama of 1.1 billion parameters in bfloat16 (22 lay
 experts in mxfp4 (4 layers of width 1024), and `embedded:smollm2`, a GGUF file of 135 million parameters, where it is
 installed. `--small` takes a Llama of 0.1 billion.
 
-Run: python benchmarks/load.py [CASE …] [--rounds 3] [--small] [--keep DIR]. Prints a table and one line of JSON.
+Run: python benchmarks/load.py [CASE …] [--rounds 3] [--small] [--keep DIR] [--record]. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import results as kept
 
 SIDES = ("isotype", "transformers")
 
@@ -238,6 +240,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--keep", type=Path, help="where the checkpoints are, or are written to")
+    kept.add_option(parser)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -259,7 +262,27 @@ def main() -> None:
                 )
             ours, theirs = (results[name][side]["seconds"][0] for side in SIDES)
             print(f"{'':<34} {ours / theirs:.2f} of transformers' time")
+            if options.record:
+                keep(f"load{'-small' if options.small else ''}/{name}", results[name])
     print(json.dumps(results))
+
+
+def keep(figure: str, sides: dict[str, dict[str, list[float]]]) -> None:
+    """Add a case to the file of results; the share is isotype's time over the other's."""
+    for side, found in sides.items():
+        median, *spread = found["seconds"]
+        kept.append(
+            figure,
+            {
+                "seconds": kept.Measure(median, "s", (spread[0], spread[1])),
+                "cpu": kept.Measure(found["cpu"][0], "s"),
+                "peak": kept.Measure(found["peak"][0] / 1e9, "GB"),
+                "model": kept.Measure(found["model"][0] / 1e9, "GB"),
+                "share": kept.Measure(sides["isotype"]["seconds"][0] / median),
+            },
+            side,
+            "isotype",
+        )
 
 
 def prepared(checkpoint: str, root: Path, small: bool) -> str:

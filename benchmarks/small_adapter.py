@@ -5,7 +5,7 @@ last digit is lost; where both are one sum, rounded once, it is not. *arrives* i
 in the layer's: the slope of (output - exact base) on the exact adapter over all values, 1 where nothing is lost. *size* is the
 norm of the adapter's output over that of the base's. *by torch* is isotype without compiled loops.
 
-Run: python benchmarks/small_adapter.py [--dtype bfloat16] [--tokens 1024] [--width 576] [--device cpu]
+Run: python benchmarks/small_adapter.py [--dtype bfloat16] [--tokens 1024] [--width 576] [--device cpu] [--record]
 Prints a table and one line of JSON.
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import isotype
+import results
 from isotype.core.dtypes import parse_dtype
 from isotype.lora import fused
 
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--device", default="cpu")
+    results.add_option(parser)
     asked = parser.parse_args()
     dtype = parse_dtype(asked.dtype)
     model = layer(asked.width, dtype).to(asked.device)
@@ -76,6 +78,13 @@ def main() -> None:
             share = {name: arrives(way(), base, adapter) for name, way in ways.items()}
             rows.append({"size": float(adapter.norm() / base.norm()), **share})
             print(f"{rows[-1]['size']:8.5f}  " + "  ".join(f"{value:16.3f}" for value in share.values()))
+            if asked.record:
+                for name, value in share.items():
+                    results.append(
+                        f"small-adapter/{asked.dtype}, {asked.device}, 2^{size}",
+                        {"size": results.Measure(rows[-1]["size"]), "arrives": results.Measure(value)},
+                        name,
+                    )
     print(json.dumps({"device": asked.device, "dtype": asked.dtype, "rows": rows}))
 
 

@@ -17,7 +17,7 @@ floor, of the adapters and of causal attention, and with checkpointing the forwa
 tokens are some more and the longest are cut), and floor and tokens/s are those of full rows; the bare loop and the Trainer, which take rows of one length, are left out.
 
 Run: python benchmarks/train.py [--storage nf4 none int8] [--dtype bf16 fp32] [--tokens 512 2048] [--checkpointing off on]
-     [--rows 2] [--uneven] [--peers isotype trl trainer bare] [--steps 7] [--rounds 2] [--threads 2] [--json PATH]
+     [--rows 2] [--uneven] [--peers isotype trl trainer bare] [--steps 7] [--rounds 2] [--threads 2] [--json PATH] [--record]
 Prints two tables and one line of JSON.
 """
 
@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import results
 from dense_folder import dense_folder
 from step_clock import watch
 from turns import quartiles
@@ -365,6 +366,32 @@ HEAD = (
 )
 
 
+def keep(rows: list[dict[str, Any]]) -> None:
+    """Add the rows of one configuration to the file of results; ratios are over isotype's step and memory, where it ran."""
+    own = next((row for row in rows if row["peer"] == "isotype"), None)
+    for row in rows:
+        measures = {
+            "step": results.Measure(row["step"], "s", (row["low"], row["high"])),
+            "tokens": results.Measure(row["tokens_per_second"], "tokens/s"),
+            "first": results.Measure(row["first"], "s"),
+            "memory": results.Measure(row["memory"], "MiB"),
+            "first_loss": results.Measure(row["first_loss"]),
+            "loss": results.Measure(row["loss"]),
+            "floor": results.Measure(row["floor"], "s"),
+            "of_step": results.Measure(row["floor"] / row["step"]),
+        }
+        products = {
+            "step": measures["step"],
+            "products": results.Measure(row["all"], "s"),
+            "of_step": results.Measure(row["all"] / row["step"]),
+        }
+        results.append(f"products/{row['setup']}", products, row["peer"])
+        if own:
+            measures["ratio"] = results.Measure(row["step"] / own["step"], "×")
+            measures["memory_share"] = results.Measure(own["memory"] / row["memory"])
+        results.append(f"step/{row['setup']}", measures, row["peer"], "isotype" if own else "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--storage", nargs="+", default=["nf4", "none"])
@@ -380,6 +407,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path)
+    results.add_option(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
@@ -396,6 +424,8 @@ def main() -> None:
         setup = Setup(storage, dtype, tokens, checkpointing == "on", asked.steps, asked.rows, asked.uneven)
         made = compare(setup, peers, asked.rounds, asked.threads)
         show(made)
+        if asked.record:
+            keep(made)
         rows += made
     show_products(rows)
     text = json.dumps({"rows": rows, "threads": asked.threads})
