@@ -211,7 +211,6 @@ def commit() -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git(
-        "status", "--porcelain", "--", "src", "benchmarks", "tests", f":!{RESULTS.relative_to(ROOT)}"
-    )
+    measured = ("src", "tests", "benchmarks/*.py", "benchmarks/**/*.py")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *measured)
     return git("rev-parse", "--short=7", "HEAD") + ("+" if changed else "")

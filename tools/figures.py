@@ -2,13 +2,14 @@
 
 A marker `<!-- figures: NAME -->…<!-- end -->` holds what benchmarks/figures.toml says under that name:
 
-- `text`: a template of one line, filled with the figure that `figures` names;
+- `text`: a template of one line, filled with the figure that `figures` names, or with least and most of several (`1.8 to 2.9`);
 - `columns`: heading and template of each column; a row for each figure that `figures` names (patterns, as of a shell), or, with
   `by = "peer"`, for each of its peers; the commands, machines and commits of the rows come below it;
 - `head` and `rows`: a table whose rows differ, each `{figures, machine, cells}`.
 
 A template names measures by peer (`{trl.step:.2f}`) or, in a row of one record, alone (`{step:.2f}`, `{step.low}`), and `{name}`, `{parts[0]}`
-(of the figure behind its slash, at commas), `{peer}`, `{machine}`, `{date}`, `{commit}`. `machine` is a pattern; without it the newest counts, from one machine.
+(of the figure behind its slash, at commas), `{peer}`, `{machine}`, `{date}`, `{commit}`. `machine` is a pattern; with `any_machine`, for what no
+machine changes, the newest of all counts.
 
 python -m tools.figures [--check]
 """
@@ -82,8 +83,9 @@ def filled(page: str, specs: Mapping[str, Any], book: Book) -> str:
 def rendered(spec: Mapping[str, Any], newest: Sequence[Record]) -> str:
     """A table with a line break before and after it, or a number."""
     if "text" in spec:
-        (row,) = chosen(spec, newest)
-        return str(spec["text"]).format_map(names(row))
+        several = [str(spec["text"]).format_map(names(row)) for row in chosen(spec, newest)]
+        ends = sorted(several, key=_number) if len(several) > 1 else several
+        return " to ".join(dict.fromkeys((ends[0], ends[-1])))
     shown: list[Record] = []
     table: list[list[str]] = []
     if "columns" in spec:
@@ -101,6 +103,10 @@ def rendered(spec: Mapping[str, Any], newest: Sequence[Record]) -> str:
     lines.insert(1, "|" + "---|" * len(head))
     below = provenance(shown) if spec.get("provenance", True) else ""
     return "\n" + "\n".join(lines) + "\n" + (f"\n{below}\n" if below else "")
+
+
+def _number(text: str) -> float:
+    return float(text.partition(" ")[0].replace(",", ""))
 
 
 def chosen(spec: Mapping[str, Any], newest: Sequence[Record]) -> list[list[Record]]:
@@ -130,7 +136,7 @@ def names(row: Sequence[Record]) -> dict[str, Any]:
     first = row[0]
     name = first.figure.partition("/")[2]
     found: dict[str, Any] = {
-        "name": name, "parts": name.split(", "), "machine": str(first.machine), "cpu": first.machine, "date": first.date,
+        "name": name, "parts": name.split(", "), "machine": str(first.machine), "date": first.date,
         "commit": first.commit, "peer": first.peer,
     }  # fmt: skip
     for record in row:
