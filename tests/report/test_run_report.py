@@ -13,6 +13,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from isotype.report.run.record import (
     Sample,
     StepRecord,
     loss_sentences,
+    reward_warnings,
     summarize,
     to_json,
 )
@@ -348,8 +350,53 @@ def test_held_back_sentence(evals: tuple[tuple[int, float], ...], sentence: str)
     assert sentences(evals=tuple(EvalRecord(*pair) for pair in evals))[1] == sentence
 
 
+def rewarded(*logged: tuple[int, float, float, float]) -> tuple[StepRecord, ...]:
+    """Steps, some with what TRL logs of rewards: (step, mean, standard deviation, share of groups that are equal)."""
+    names = ("reward", "reward_std", "frac_reward_zero_std")
+    metrics = {step: tuple(zip(names, values, strict=True)) for step, *values in logged}
+    return tuple(
+        replace(step, metrics=metrics.get(step.step, ()))
+        for step in losses(*[0.0] * max((step for step, *_ in logged), default=1))
+    )
+
+
+@pytest.mark.parametrize(
+    ("logged", "sentence"),
+    [
+        (
+            [(2, 0.0, 0.0, 1.0), (4, 0.0, 0.0, 1.0)],
+            "Mean reward stayed at 0.000, standard deviation 0.000; all rewards of a group are equal in 100 % of the groups.",
+        ),
+        (
+            [(1, 0.25, 0.5, 0.5), (4, 1.0, 0.125, 0.75)],  # 0.5 of one step and 0.75 of three
+            "Mean reward went from 0.250 to 1.000, standard deviation 0.125; all rewards of a group are equal in 69 % of the groups.",
+        ),
+        (
+            [(n, 0.1 * n, 0.5, 0.0) for n in range(1, 13)],
+            "Mean reward rose from 0.100 to 1.200, standard deviation 0.500; all rewards of a group are equal in 0 % of the groups.",
+        ),
+    ],
+)
+def test_reward_sentence(logged: list[tuple[int, float, float, float]], sentence: str) -> None:
+    assert sentences(steps=rewarded(*logged))[2:] == [sentence]
+    assert sentence in unescape(re.sub(r"</?b>", "", to_html(realistic(steps=rewarded(*logged)))))
+
+
+def test_a_run_without_a_reward_function_has_no_reward_sentence() -> None:
+    assert len(sentences()) == 2
+    assert reward_warnings(losses(1.0, 2.0)) == ()
+
+
+def test_that_no_group_differs_is_a_warning() -> None:
+    (warning,) = reward_warnings(rewarded((2, 0.5, 0.0, 1.0), (3, 0.0, 0.0, 1.0)))
+    assert warning.startswith(
+        "all rewards of a group are equal in 100 % of the groups: nothing is learned from them."
+    )
+    assert reward_warnings(rewarded((2, 0.5, 0.0, 1.0), (3, 0.1, 0.1, 0.5))) == ()
+
+
 def test_numbers_of_a_sentence_stand_at_odd_places() -> None:
-    for pieces in loss_sentences(realistic()):
+    for pieces in loss_sentences(realistic(steps=rewarded((1, 0.25, 0.5, 0.5), (4, 1.0, 0.125, 0.75)))):
         assert [piece for i, piece in enumerate(pieces) if i % 2] == [
             piece for piece in pieces if re.fullmatch(r"[\d.]+", piece) and piece != "."
         ]

@@ -137,6 +137,7 @@ def test_the_bar_starts_where_the_run_does_and_messages_go_above_it(width: int):
         view.update(40, 300, None)
         view._bar.refresh()
         view.update(41, 300, record)
+        view.logged(record)  # of a run without rewards
         console.print("a message")
         view._bar.refresh()
     lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()))
@@ -146,6 +147,25 @@ def test_the_bar_starts_where_the_run_does_and_messages_go_above_it(width: int):
     assert re.fullmatch(r"step  41/300 .*loss 2\.5000 +2,400 tokens/s (0:00:00 )?left [-:0-9]+ *", shown[-1])
     assert max(map(len, lines)) <= width - 3
     assert "a message" in [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"), [(60, ""), (80, r"  reward 0\.250"), (100, r"  reward 0\.250 ± 0\.433")]
+)
+def test_the_bar_shows_the_last_rewards(width: int, shown: str):
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True, width=width, color_system=None)
+    metrics = (("reward", 0.25), ("reward_std", 0.433), ("frac_reward_zero_std", 0.5))
+    record = StepRecord(41, 0.0, 1e-3, 1.0, 1200, 0.5, 1, None, False, metrics)
+    with ProgressView(console) as view:
+        view.update(40, 300, None)
+        view.logged(record)
+        view.update(41, 300, record)
+        view._bar.refresh()
+    last = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()))[-2]
+    assert re.fullmatch(
+        rf"step  41/300 .*loss 0\.0000{shown} +2,400 tokens/s (0:00:00 )?left [-:0-9]+ *", last
+    )
 
 
 def test_without_a_terminal_it_is_a_line_every_few_steps_with_everything_in_it():

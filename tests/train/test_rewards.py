@@ -1,10 +1,11 @@
-"""A reward function that raises is shown with the user's line, in the run and in its report."""
+"""Rewards in a run and its report: what they were, that none differed, and the user's line where a function raises."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,12 @@ import json
 
 def scores(completions, **columns):
     return [json.loads(each[0]["content"]) for each in completions]
+
+def none(completions, **columns):
+    return [0.0] * len(completions)
+
+def turns(completions, **columns):
+    return [float(at % 2) for at, _ in enumerate(completions)]
 
 async def later(completions, **columns):
     raise KeyError("answer")
@@ -44,7 +51,7 @@ def test_the_users_line_is_named_whoever_raised(module: str, tmp_path: Path) -> 
         "    fix       correct the function; a chat's completions are lists of messages, whose text is "
         'completion[0]["content"]'
     )
-    with pytest.raises(TrainingError, match=f"later: KeyError: 'answer'   at .*{module}.py:7"):
+    with pytest.raises(TrainingError, match=f"later: KeyError: 'answer'   at .*{module}.py:13"):
         asyncio.run(later([]))
 
 
@@ -63,3 +70,42 @@ def test_a_run_whose_reward_fails_ends_with_the_users_line(
     record = json.loads((out / "run_report.json").read_text())
     assert record["status"] == "failed"
     assert f"{module}.py:4" in record["error"]
+
+
+def trained(
+    method: str, reward: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[str, dict[str, Any]]:
+    """(what a run of two steps prints, its report)."""
+    model, data = save_chat_model(tmp_path / "model"), save_rows(tmp_path / "d.jsonl", rows("grpo"))
+    out = tmp_path / "out"
+    status = main(
+        [method, "--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(out),
+         "--reward_funcs", reward, "--max_steps", "2", "--num_generations", "2", "--logging_steps", "1",
+         "--per_device_train_batch_size", "2", "--max_completion_length", "4", "--save_strategy", "no"]
+    )  # fmt: skip
+    assert status == 0
+    return capsys.readouterr().out, json.loads((out / "run_report.json").read_text())
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_run_says_that_no_group_differs(
+    method: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed, record = trained(method, f"{module}.none", tmp_path, capsys)
+    assert "step 2  reward 0.000 ± 0.000, all equal in 100 % of groups\n" in printed
+    assert "\nMean reward stayed at 0.000, standard deviation 0.000; " in printed
+    warning = "all rewards of a group are equal in 100 % of the groups: nothing is learned from them"
+    assert f"\nwarning: {warning}" in printed
+    assert any(each.startswith(warning) for each in record["warnings"])
+    assert warning in (tmp_path / "out" / "run_report.html").read_text()
+
+
+def test_rewards_that_differ_are_shown(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed, record = trained("grpo", f"{module}.turns", tmp_path, capsys)
+    assert "step 1  reward 0.500 ± 0.707, all equal in 0 % of groups\n" in printed
+    assert "warning: all rewards" not in printed
+    assert not any("rewards" in each for each in record["warnings"])
+    (reward,) = [value for name, value in record["steps"][0]["metrics"] if name == "reward"]
+    assert reward == 0.5

@@ -97,7 +97,7 @@ def demo(argv: Sequence[str], console: Console) -> int:
 
 def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:
     """Losses, the sample answers, where things lie and how to go on."""
-    from isotype.report.run.record import loss_sentences
+    from isotype.report.run.record import loss_sentences, reward_warnings
 
     record = outcome.record
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -105,6 +105,8 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
     for pieces in loss_sentences(record):
         if pieces:
             say(wrapped("".join(pieces), console))
+    for warning in reward_warnings(record.steps):
+        say(wrapped(f"warning: {warning}", console), style="yellow")
     for sample in record.samples:
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(style="bold", no_wrap=True)

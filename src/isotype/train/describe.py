@@ -27,7 +27,7 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.narrow import NARROW, fitting, wrapped
-from isotype.report.run.record import PolicyRow, RunRecord, Sample, summarize
+from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
 from isotype.report.text import format_share
 from isotype.train.generate import Prompt
 from isotype.train.monitor.recorder import RunRecorder
@@ -280,7 +280,7 @@ def record(
             PolicyRow(*row)
             for row in (*policy_rows(policy, settings.training.optim), *_choice_rows(facts.choice))
         ),
-        warnings=policy.warnings,
+        warnings=(*policy.warnings, *reward_warnings(recorder.steps)),
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
         parameters_total=total,
         parameters_trainable=trainable,

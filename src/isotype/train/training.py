@@ -402,7 +402,9 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
     started = datetime.now(UTC)
     say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
-        recorder = RunRecorder(trainer, view.update, view.evaluated, earlier=run.earlier)
+        recorder = RunRecorder(
+            trainer, view.update, view.evaluated, earlier=run.earlier, on_logged=view.logged
+        )
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(

@@ -16,6 +16,7 @@ from typing import Literal
 from isotype.core.errors import IsotypeError, Problem
 from isotype.core.json_records import record_of, text_of
 from isotype.report.run.headroom import Headroom
+from isotype.report.text import format_share
 
 SCHEMA_VERSION = 2
 """Version of the JSON form; it grows when a reader of the former version would misread the new one."""
@@ -266,13 +267,14 @@ def tokens_per_second(step: StepRecord) -> float | None:
     return step.tokens / step.seconds if 0 < step.seconds < math.inf else None
 
 
-def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Two sentences, on the training loss and on the held-back loss.
+def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], ...]:
+    """Sentences on the training loss, on the held-back loss, and, of a run with a reward function, on the rewards.
 
     Returns:
         Each sentence in pieces, `"".join(pieces)` being the text; pieces at odd-numbered places are its numbers.
     """
-    return _training_sentence(record), _held_back_sentence(record.evals)
+    rewards = _reward_sentence(record.steps)
+    return (_training_sentence(record), _held_back_sentence(record.evals), *([rewards] if rewards else []))
 
 
 def _training_sentence(record: RunRecord) -> tuple[str, ...]:
@@ -326,6 +328,67 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
         format_loss(best.loss),
         f" at step {best.step:,}.",
     )
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What the reward functions of GRPO and RLOO said of the completions since the rewards before.
+
+    Attributes:
+        step: after which they were logged.
+        mean, spread: of all completions; the spread is their standard deviation.
+        equal: the share of groups (the completions of one prompt) whose rewards are all equal, 0 to 1: they have no gradient.
+    """
+
+    step: int
+    mean: float
+    spread: float
+    equal: float
+
+
+def rewards_of(step: StepRecord) -> Rewards | None:
+    """The rewards that TRL logged after a step; None where it logged none."""
+    logged = dict(step.metrics)
+    values = [logged.get(name) for name in ("reward", "reward_std", "frac_reward_zero_std")]
+    known = [value for value in values if value is not None]
+    return Rewards(step.step, *known) if len(known) == len(values) else None
+
+
+def reward_words(rewards: Rewards) -> str:
+    """`reward 0.250 ± 0.433, all equal in 40 % of groups`."""
+    mean, spread = format_loss(rewards.mean), format_loss(rewards.spread)
+    return f"reward {mean} ± {spread}, all equal in {format_share(rewards.equal)} of groups"
+
+
+def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
+    """The share of all groups whose rewards are all equal, 0 to 1; None without rewards."""
+    logged = [rewards for step in steps if (rewards := rewards_of(step)) is not None]
+    numbers = [0, *(each.step for each in logged)]
+    steps_of = [after - before for before, after in pairwise(numbers)]
+    return sum(e.equal * n for e, n in zip(logged, steps_of, strict=True)) / numbers[-1] if logged else None
+
+
+def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
+    """A warning where no group of a run had rewards to learn from."""
+    if equal_rewards(steps) != 1:
+        return ()
+    return (
+        "all rewards of a group are equal in 100 % of the groups: nothing is learned from them. A reward function that tells "
+        "answers apart, a higher --temperature or more --num_generations gives groups that differ",
+    )
+
+
+def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
+    logged, equal = [rewards for step in steps if (rewards := rewards_of(step))], equal_rewards(steps)
+    if equal is None:
+        return ()
+    change = _ends(logged[0].mean, logged[-1].mean)
+    if len(logged) >= _FEWEST:
+        change = _change(logged[0].mean, logged[-1].mean, _noise([each.mean for each in logged], 1))
+    return (
+        f"Mean reward {change[0]}", *change[1:], ", standard deviation ", format_loss(logged[-1].spread),
+        "; all rewards of a group are equal in ", f"{100 * equal:.0f}", " % of the groups.",
+    )  # fmt: skip
 
 
 _FEWEST = 10

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from isotype.report.run.record import EvalRecord, StepRecord
+from isotype.report.run.record import EvalRecord, StepRecord, format_loss, reward_words, rewards_of
 from isotype.report.text import format_duration
 
 _ROOMY = 75  # columns from which on there is room for a bar beside the numbers
@@ -79,6 +79,7 @@ class ProgressView:
         self._task = self._bar.add_task("train", total=None, visible=False, **fields)
         self._moved: list[logging.StreamHandler[TextIO]] = []
         self._seconds: list[float] = []
+        self._reward = ""
 
     def __enter__(self) -> ProgressView:
         self._moved = _handlers_on(sys.stderr)
@@ -102,7 +103,7 @@ class ProgressView:
         self._seconds.append(record.seconds)
         shown = _shown(record)
         if self.console.is_terminal:
-            loss = f"{record.loss:.4f}{' (skipped)' if record.skipped else ''}"
+            loss = f"{record.loss:.4f}{' (skipped)' if record.skipped else ''}{self._reward}"
             self._bar.update(self._task, completed=step, total=total, **{**shown, "loss": loss})
         elif step == total or step % self.every == 0:
             skipped = " (skipped: overflow)" if record.skipped else ""
@@ -120,6 +121,17 @@ class ProgressView:
             self._bar.update(self._task, held=f"held-back {held.loss:.4f}")
         else:
             self._say(f"step {held.step}  held-back loss {held.loss:.4f}")
+
+    def logged(self, record: StepRecord) -> None:
+        """Show the rewards that were logged after a step; nothing of a run without."""
+        rewards = rewards_of(record)
+        if rewards is None:
+            return
+        if self.console.is_terminal:
+            self._reward = f"  reward {format_loss(rewards.mean)}" * (self.console.width >= _ROOMY)
+            self._reward += f" ± {format_loss(rewards.spread)}" * (self.console.width >= _WIDE)
+        else:
+            self._say(f"step {record.step}  {reward_words(rewards)}")
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)

@@ -133,6 +133,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         on_progress: called with (steps done, steps in all, record of the last one): once with None before the
             first step, then after every step.
         on_evaluated: called with every held-back loss.
+        on_logged: called with a step that the trainer has logged metrics of its own after.
         keep: called after every step and evaluation; writes the report of the run so far.
         earlier: the report of the run up to the checkpoint that it goes on from.
 
@@ -149,10 +150,11 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         on_evaluated: Callable[[EvalRecord], None] | None = None,
         keep: Callable[[], None] | None = None,
         earlier: RunRecord | None = None,
+        on_logged: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.trainer = trainer
         self.on_progress = on_progress
-        self.on_evaluated = on_evaluated
+        self.on_evaluated, self.on_logged = on_evaluated, on_logged
         self.keep = keep
         self.steps: list[StepRecord] = [] if earlier is None else list(earlier.steps)
         self.evals: list[EvalRecord] = [] if earlier is None else list(earlier.evals)
@@ -317,6 +319,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         }
         if metrics:
             self.steps[-1] = replace(self.steps[-1], metrics=tuple(metrics.items()))
+            if self.on_logged is not None and state.is_world_process_zero:
+                self.on_logged(self.steps[-1])
 
     def _show(self, state: Any, record: StepRecord | None) -> None:
         if self.on_progress is not None and state.is_world_process_zero:
