@@ -33,6 +33,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 # Before torch is loaded: tiny models are slower on several threads, and the jobs share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +46,7 @@ from tests.prediction import check_of, own_name, predicted_end  # noqa: E402
 from tests.reality import real_step  # noqa: E402
 from tests.zoo import ARCHITECTURES, LEFT_OUT  # noqa: E402
 
+import results  # noqa: E402
 from isotype.core.dtypes import parse_dtype  # noqa: E402
 from workers import Lost, run_all  # noqa: E402
 
@@ -299,13 +301,15 @@ class Judged:
     result: str
 
 
+RESULTS = ("agree", "missed crash", "false alarm", "elsewhere", "lost")
+
+
 def _table(title: str, groups: dict[str, list[Judged]]) -> None:
-    results = ("agree", "missed crash", "false alarm", "elsewhere", "lost")
-    print(f"\n{title:<26}{'cases':>7}{'crash':>7}" + "".join(f"{name:>14}" for name in results))
+    print(f"\n{title:<26}{'cases':>7}{'crash':>7}" + "".join(f"{name:>14}" for name in RESULTS))
     for name, rows in sorted(groups.items()):
         counts = Counter(row.result for row in rows)
         crashes = sum(row.real.verdict == "crashes" for row in rows)
-        line = "".join(f"{counts[result] or '.':>14}" for result in results)
+        line = "".join(f"{counts[result] or '.':>14}" for result in RESULTS)
         print(f"{name:<26}{len(rows):>7}{crashes:>7}{line}")
 
 
@@ -380,10 +384,28 @@ def main() -> int:
         "torch": torch.__version__,
     }
     print(json.dumps(summary))
+    if arguments.record:
+        keep(rows, summary, arguments.healthy)
     if arguments.json:
         arguments.json.write_text(json.dumps({**summary, "rows": [asdict(row) for row in rows]}, indent=1))
     alarmed = arguments.healthy and any(row.result in ("false alarm", "lost") for row in rows)
     return 0 if rows and share >= AGREEMENT and not alarmed else 1
+
+
+def keep(rows: Sequence[Judged], summary: dict[str, Any], healthy: bool) -> None:
+    """Add a row a family, and all together, to the file of results."""
+    families: dict[str, list[Judged]] = defaultdict(list)
+    for row in rows:
+        families[ARCHITECTURES[row.case.architecture].family].append(row)
+    table = "agreement-healthy" if healthy else "agreement"
+    for family, some in [*sorted(families.items()), ("all", list(rows))]:
+        counts = Counter(row.result for row in some)
+        counts |= Counter(cases=len(some), crashes=sum(row.real.verdict == "crashes" for row in some))
+        names = ("cases", "crashes", *RESULTS)
+        measures = {name.replace(" ", "_"): results.Measure(counts[name]) for name in names}
+        if family == "all":
+            measures |= results.measured(summary, agreement="", architectures="", faults="")
+        results.append(f"{table}/{family}", measures)
 
 
 def _arguments() -> argparse.Namespace:
@@ -411,6 +433,7 @@ def _arguments() -> argparse.Namespace:
         "--keep-stale", action="store_true", help="trust the cache after changes to zoo or faults"
     )
     parser.add_argument("--json", type=Path, default=None, help="write every case to this file")
+    results.add_option(parser)
     parser.add_argument("--list", action="store_true", help="the architectures, and what is left out and why")
     return parser.parse_args()
 

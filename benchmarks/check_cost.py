@@ -1,12 +1,13 @@
 """What `isotype check` costs: seconds and peak resident memory of the whole process, from the config alone.
 
-Run: python benchmarks/check_cost.py [RUNS] [NAME …]. Prints medians, and one line of JSON. Each run is a fresh
+Run: python benchmarks/check_cost.py [NAME …] [--runs 3] [--record]. Prints medians, and one line of JSON. Each run is a fresh
 interpreter; nothing is downloaded. The configs are those of the public model cards, written out below, with the
 dtype and quantization of a LoRA run at 2 rows of 2048 tokens.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -17,6 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import results as kept
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -177,13 +180,18 @@ def measure(names: Sequence[str], runs: int) -> dict[str, list[dict[str, Any]]]:
     return results
 
 
-def main(runs: int = 3, *names: str) -> None:
+def main() -> None:
     """Measure every config, or those named."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", choices=[[], *CONFIGS], metavar="NAME")
+    parser.add_argument("--runs", type=int, default=3)
+    kept.add_option(parser)
+    asked = parser.parse_args()
     results = {}
     print(
         f"{'model':<18} {'wall s':>7} {'min-max':>13} {'CPU s':>7} {'peak MiB':>9} {'check s':>8} {'operators':>10}  verdict"
     )
-    for name, rows in measure(names or tuple(CONFIGS), runs).items():
+    for name, rows in measure(asked.names or tuple(CONFIGS), asked.runs).items():
         middle = {key: statistics.median(row[key] for row in rows) for key in _MEASURED}
         found = results[name] = {**rows[-1], **middle, "all_seconds": [row["seconds"] for row in rows]}
         spread = f"{min(found['all_seconds']):.2f}-{max(found['all_seconds']):.2f}"
@@ -193,6 +201,17 @@ def main(runs: int = 3, *names: str) -> None:
             + ("" if found["complete"] else " (not traced to the end)"),
             flush=True,
         )
+        if asked.record:
+            units = {
+                "cpu_seconds": "s",
+                "peak_mib": "MiB",
+                "check_seconds": "s",
+                "operators": "",
+                "status": "",
+            }
+            ends = (min(found["all_seconds"]), max(found["all_seconds"]))
+            seconds = {"seconds": kept.Measure(found["seconds"], "s", ends)}
+            kept.append(f"check/{name}", seconds | kept.measured(found, **units))
     print(json.dumps(results))
 
 
@@ -200,4 +219,4 @@ _MEASURED = ("seconds", "cpu_seconds", "peak_mib", "check_seconds")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, *sys.argv[2:])
+    main()

@@ -20,6 +20,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import results
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
@@ -50,6 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", help="ids of reports; all by default")
     parser.add_argument("--jobs", type=int, default=2)
+    results.add_option(parser)
     options = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tests.corpus.discover import all_scenarios, corpus, left_out
@@ -83,6 +86,17 @@ def main() -> int:
         "unexpected": unexpected,
     }
     print(json.dumps(summary))
+    if options.record:
+        names = (
+            "reports",
+            "scenarios",
+            "left_out",
+            "judged",
+            "fail_or_cost_here",
+            "found",
+            "found_named_fixed",
+        )
+        results.append("corpus/all", results.measured(summary, **dict.fromkeys(names, "reports")))
     return 1 if unexpected else 0
 
 

@@ -37,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 
+import results  # noqa: E402
 from foreign_code.packages import CODE_BASES, SHARED  # noqa: E402
 
 Row = dict[str, Any]
@@ -139,6 +140,17 @@ def _summary(rows: list[Row]) -> dict[str, Any]:
     return summary
 
 
+def keep(rows: list[Row], summary: dict[str, Any]) -> None:
+    """Add what was right, and what it took, to the file of results."""
+    for what in (*JUDGED, "untouched"):
+        right, _, count = summary[what].partition(" of ")
+        counts = {"right": results.Measure(int(right)), "all": results.Measure(int(count))}
+        results.append(f"foreign/{what}", counts)
+    for what in ("real step", "check without fixes", "check"):
+        found = {key.replace("90 %", "most"): value for key, value in summary[f"{what}, s"].items()}
+        results.append(f"foreign-time/{what}", results.measured(found, median="s", most="s", worst="s"))
+
+
 def _table(rows: list[Row]) -> None:
     print(
         f"\n{'code base':<34}{'for':<38}{'set-ups':>8}{'raise':>7}"
@@ -177,6 +189,8 @@ def main() -> int:
     _table(rows)
     summary = _summary(rows)
     print(json.dumps(summary))
+    if options.record:
+        keep(rows, summary)
     if options.json:
         options.json.write_text(json.dumps({"summary": summary, "rows": rows}, indent=1) + "\n")
     good = rows and all(row.get(what) is not False for row in rows for what in JUDGED)
@@ -196,6 +210,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a code base may take")
     parser.add_argument("--json", type=Path, help="also write every row here")
+    results.add_option(parser)
     parser.add_argument("--list", action="store_true", help="only say what would be installed")
     return parser.parse_args()
 

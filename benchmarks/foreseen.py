@@ -33,6 +33,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from records import keep_foreseen
+from results import add_option
+
 NEAR, FAR, LEAST_SHARE = 0.05, 0.10, 0.95
 SECONDS = 600
 """That a set-up may take."""
@@ -454,15 +457,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=70)
     parser.add_argument("--at", nargs="+", default=[], metavar="SEED/NUMBER", help="these set-ups alone")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help="set-ups that have all of these values"
-    )
-    parser.add_argument(
-        "--without", nargs="+", default=[], metavar="WORD", help="set-ups that have none of these values"
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="set-ups with all of these")
+    parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="set-ups with none of these")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--kinds", action="store_true", help="print what the foreseen peaks are made of")
     parser.add_argument("--json", type=Path, help="write the results")
+    add_option(parser)
     options = parser.parse_args()
     places = options.at or [f"{options.seed}/{number}" for number in range(options.count)]
     setups = [(place, draw(*map(int, place.split("/")))) for place in places]
@@ -475,17 +475,17 @@ def main() -> int:
         ]
     prepare()
     print(f"{'':>6} {'foreseen':>8} {'real':>6} {'':>3} {'ratio':>6}    peak in   set-up")
-    ratios, others, results = [], 0, []
+    ratios, results = [], []
     for place, setup, result in results_of(setups, options.jobs):
         print(line_of(place, setup, result, options.kinds), flush=True)
         results.append({"place": place, "setup": asdict(setup), **result})
         if "real" in result and "foreseen" in result:
             ratios.append((setup, result["foreseen"] / result["real"]))
-        else:
-            others += 1
-    print("\n".join(summary(ratios, others)))
+    print("\n".join(summary(ratios, len(results) - len(ratios))))
     if options.json is not None:
         options.json.write_text(json.dumps(results), encoding="utf-8")
+    if options.record:
+        keep_foreseen(options.seed, [ratio for _, ratio in ratios], NEAR, FAR)
     errors = [abs(ratio - 1) for _, ratio in ratios]
     near = sum(error <= NEAR for error in errors)
     return int(not errors or near < LEAST_SHARE * len(errors) or max(errors) > FAR)

@@ -24,6 +24,7 @@ from urllib.request import Request, urlopen
 import torch
 
 import isotype
+import results
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.merge.report import compare_logits
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES
@@ -123,8 +124,9 @@ def main() -> None:
     parser.add_argument("adapter", type=Path)
     parser.add_argument("types", nargs="*", default=["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m"])
     parser.add_argument("--tokens", type=int, default=32)
+    results.add_option(parser)
     options = parser.parse_args()
-    results = []
+    read_back: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         dense_results: dict[torch.dtype, tuple[list[int], torch.Tensor, list[int], str]] = {}
         for kind in options.types:
@@ -145,7 +147,7 @@ def main() -> None:
                 options.tokens,
             )
             difference = compare_logits(logits.log_softmax(-1), read)
-            results.append(
+            read_back.append(
                 Result(
                     kind,
                     ids == prompt,
@@ -161,12 +163,17 @@ def main() -> None:
     print(
         "type     ids  greedy    largest difference  KL          KL here     error of a weight / its update"
     )
-    for each in results:
+    for each in read_back:
         print(
             f"{each.kind:7}  {'same' if each.ids else 'OTHER':5}{each.greedy:3} of {each.tokens:3}  {each.largest:18.3g}  "
             f"{each.divergence:<10.3g}  {each.here:<10.3g}  {each.error:.3g}"
         )
-    print(json.dumps([asdict(each) for each in results]))
+        if options.record:
+            row = {**asdict(each), "ids": "same" if each.ids else "other"}
+            results.append(
+                f"gguf/{each.kind}", results.measured(row, **{key: "" for key in row if key != "kind"})
+            )
+    print(json.dumps([asdict(each) for each in read_back]))
 
 
 if __name__ == "__main__":

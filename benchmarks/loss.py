@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import results
 from isotype.lora.fused import working_dtype
 from isotype.lora.loss.log_probs import Precision, log_probs
 from isotype.lora.loss.logits import Head
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--exact", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    results.add_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     given = inputs(arguments, getattr(torch, arguments.dtype))
@@ -143,6 +145,12 @@ def main() -> None:
             "log_prob_error": logp,
             "gradient_error": grad,
         }
+        if arguments.record:
+            units = {"forward": "s", "backward": "s", "both": "s", "memory": "MiB"}
+            units |= {"log_prob_error": "", "gradient_error": ""}
+            size = f"{arguments.dtype}, {arguments.tokens} x {arguments.width} x {arguments.vocabulary}"
+            row = {**rows[name], "memory": memory / 2**20}
+            results.append(f"loss/{size}", results.measured(row, **units), name)
         print(
             f"{name:14}{forward:8.3f} s{backward:8.3f} s{both:8.3f} s{memory / 2**20:7.0f} MiB{logp:13.1e}{grad:10.1e}"
         )

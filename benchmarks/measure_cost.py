@@ -1,6 +1,6 @@
 """What `isotype.measure_ranges` costs: seconds and memory of a checkpoint on disk, against reading it and computing.
 
-Run: python benchmarks/measure_cost.py [MODEL], or with --text in front: how much more a longer text shows. MODEL is a checkpoint, by default SmolLM2 from its package; a checkpoint
+Run: python benchmarks/measure_cost.py [MODEL] [--text] [--record]; --text: how much more a longer text shows. MODEL is a checkpoint, by default SmolLM2 from its package; a checkpoint
 with the blocks of an 8B Llama (random bfloat16 weights, 416 MiB a block, a vocabulary of 4096) is made in a temporary
 folder, once with one block and once with three.
 
@@ -12,6 +12,7 @@ processor time: seconds on the wall say little where other processes keep the co
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+import results
 from dense_folder import dense_folder
 
 _BLOCK = {
@@ -130,7 +132,7 @@ def rows(model: str, folder: Path) -> Iterator[tuple[str, Path, float]]:
         )
 
 
-def text(model: str) -> None:
+def text(model: str, record: bool) -> None:
     """What fewer tokens miss: how much larger a value is in the longest text, over all modules or matrix products."""
     import isotype
 
@@ -147,19 +149,24 @@ def text(model: str) -> None:
         ]
         pairs = zip(longest.operators, ranges.operators, strict=True)
         products = [one.largest / other.largest for one, other in pairs if one.matmul and other.largest]
-        cells = []
-        for ratios in (outputs, products):
+        cells: list[str] = []
+        measures: dict[str, results.Measure] = {}
+        for what, ratios in (("outputs", outputs), ("products", products)):
             middle, *_, high = statistics.quantiles(ratios, n=20)[9:]
             cells.append(f"{middle:5.2f} {high:5.2f} {max(ratios):5.2f}")
+            parts = (("median", middle), ("nearly_all", high), ("most", max(ratios)))
+            measures |= {f"{what}_{name}": results.Measure(each, "×") for name, each in parts}
         residual = ranges.residual.output if ranges.residual else 0.0
         print(f"{count:5} tokens: outputs {cells[0]}, products {cells[1]}; residual stream {residual:,.0f}")
+        if record:
+            results.append(f"measure-text/{count}", {**measures, "residual": results.Measure(residual)})
 
 
 def _checkpoint(model: str) -> Path:
     return dense_folder(model) if model.startswith("embedded:") else Path(model)
 
 
-def main(model: str) -> None:
+def main(model: str, record: bool) -> None:
     """Every row, printed as it comes, then one line of JSON."""
     found: dict[str, Any] = {}
     print(
@@ -184,18 +191,38 @@ def main(model: str) -> None:
                 f" {part:9.0f} MiB {mine['MiB']:6.0f} MiB {mine['MiB'] / part:6.2f}",
                 flush=True,
             )
+            if record:
+                ways = {
+                    f"{way}_{what}": costs[way][what] for way in WAYS for what in ("seconds", "processor")
+                }
+                row = {**ways, "part": part, "memory": mine["MiB"], "of_part": mine["MiB"] / part}
+                row["ratio"] = mine["processor"] / bare["processor"]
+                units = {
+                    **dict.fromkeys(ways, "s"),
+                    "part": "MiB",
+                    "memory": "MiB",
+                    "of_part": "×",
+                    "ratio": "×",
+                }
+                results.append(f"measure/{name}", results.measured(row, **units))
     one_block, three = found["Llama 8B, 1 block"], found["Llama 8B, 3 blocks"]
     for way in WAYS:
         each = (three[way]["processor"] - one_block[way]["processor"]) / 2
         more = (three[way]["MiB"] - one_block[way]["MiB"]) / 2
         print(f"each further block of 8B, {way}: {each:.1f} s of processor time, {more:+.0f} MiB")
+        if record:
+            block = {"processor": results.Measure(each, "s"), "memory": results.Measure(more, "MiB")}
+            results.append("measure-block/Llama 8B", block, way)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(one(*sys.argv[2:])))
-    elif sys.argv[1:2] == ["--text"]:
-        text(sys.argv[2] if len(sys.argv) > 2 else "embedded:smollm2")
     else:
-        main(sys.argv[1] if len(sys.argv) > 1 else "embedded:smollm2")
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+        parser.add_argument("model", nargs="?", default="embedded:smollm2")
+        parser.add_argument("--text", action="store_true", help="what fewer tokens miss")
+        results.add_option(parser)
+        asked = parser.parse_args()
+        (text if asked.text else main)(asked.model, asked.record)

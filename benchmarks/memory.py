@@ -9,7 +9,7 @@ random models of several architectures and storages, and SmolLM2-135M.
 
 With `--device cuda` the step runs there, and *allocator* is the peak of torch's caching allocator.
 
-Run: python benchmarks/memory.py [--device cuda] [CASE …]. Prints a table and one line of JSON; ends with 1 where a case is off by
+Run: python benchmarks/memory.py [--device cuda] [--record] [CASE …]. Prints a table and one line of JSON; ends with 1 where a case is off by
 more than five percent.
 """
 
@@ -28,6 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import isotype
+import results as kept
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.models import weightless_model
@@ -233,6 +234,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE")
     parser.add_argument("--device", default="cpu")
+    kept.add_option(parser)
     asked = parser.parse_args()
     import transformers
 
@@ -251,12 +253,22 @@ def main() -> int:
             f"{_mib(row['allocated'])} {100 * row['error_allocated']:>+7.2f}%   {row['phase']}",
             flush=True,
         )
+        if asked.record:
+            keep(name, row)
     worst = max(
         abs(row[error]) for row in results.values() for error in ("error", "error_allocated", "error_folded")
     )
     print(f"largest error {100 * worst:.2f} %, tolerance {100 * TOLERANCE:.0f} %")
     print(json.dumps(results))
     return int(worst > TOLERANCE)
+
+
+def keep(name: str, row: dict[str, Any]) -> None:
+    """Add a case to the file of results: bytes in MiB, errors as shares."""
+    sizes = {part: row[part] / 2**20 for part in ("foreseen", "folded", "measured", "allocated")}
+    errors = {"error": "", "error_folded": "", "error_allocated": "", "phase": ""}
+    units = dict.fromkeys(sizes, "MiB") | errors
+    kept.append(f"memory/{name}", kept.measured({**row, **sizes}, **units))
 
 
 def _mib(size: int) -> str:

@@ -32,7 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import results
 from load import prepared, resident, warm
+
+FORMS = ("nearest:bfloat16", "bfloat16", "q8_0", "int8", "original:nf4", "nf4")
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def merger(case: Case, base: str, adapter: str, output: str) -> Callable[[], Any
     return plain
 
 
-def kept(adapter: Path, forms: Sequence[str]) -> None:
+def kept(adapter: Path, forms: Sequence[str], record: bool) -> None:
     """Print what forms keep."""
     import torch
 
@@ -133,6 +136,10 @@ def kept(adapter: Path, forms: Sequence[str]) -> None:
             result = known.kept(model)
         fall = "" if result.fall is None else f", {result.fall:.1%} of the fall in the loss"
         print(f"{each:<18} {result.kept:.1%}{fall}", flush=True)
+        if record:
+            measures = {"kept": results.Measure(result.kept)}
+            measures |= {} if result.fall is None else {"fall": results.Measure(result.fall)}
+            results.append(f"merge-kept/{each}", measures)
 
 
 class Held:
@@ -190,10 +197,11 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where the base is, or is written to")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--kept", nargs="+", metavar=("ADAPTER", "FORM"), help="what forms keep")
+    results.add_option(parser)
     options = parser.parse_args()
     if options.kept:
         adapter, *forms = options.kept
-        kept(Path(adapter), forms or ("nearest:bfloat16", "bfloat16", "q8_0", "int8", "original:nf4", "nf4"))
+        kept(Path(adapter), forms or FORMS, options.record)
         return
     if options.child:
         name, *paths = options.child
@@ -203,7 +211,7 @@ def main() -> None:
             return
         print(json.dumps(measure(CASES[name], *paths)))
         return
-    results: dict[str, Any] = {}
+    every: dict[str, Any] = {}
     print(f"{'case':<14} {'seconds':>8} {'peak':>9} {'held':>9} {'written':>9}")
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch) / "base"
@@ -217,11 +225,17 @@ def main() -> None:
                 child("adapter", str(base), str(adapter), CASES[name].trained or "none")
             warm(str(base))
             output = Path(scratch) / "merged"
-            found = results[name] = child(name, str(base), str(adapter), str(output))
+            found = every[name] = child(name, str(base), str(adapter), str(output))
             shutil.rmtree(output)
             sizes = " ".join(f"{found[key] / 1e9:>6.2f} GB" for key in ("peak", "held", "written"))
             print(f"{name:<14} {found['seconds']:>8.1f} {sizes}", flush=True)
-    print(json.dumps(results))
+            if options.record:
+                measures = {
+                    key: results.Measure(found[key] / 1e9, "GB") for key in ("peak", "held", "written")
+                }
+                measures["seconds"] = results.Measure(found["seconds"], "s")
+                results.append(f"merge{'-small' if options.small else ''}/{name}", measures)
+    print(json.dumps(every))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import isotype
+import results
 from dense_folder import dense_folder
 from isotype.core.dtypes import dtype_name
 
@@ -156,6 +157,7 @@ def main() -> None:
         "--keep", nargs="*", default=[], help="compute dtypes whose runs OUTPUT.json has already"
     )
     parser.add_argument("--output", type=Path, default=Path("docs/parity"))
+    results.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     from transformers import AutoTokenizer
@@ -188,6 +190,9 @@ def main() -> None:
                 )
     rows = table(runs, options.steps, options.short)
     print_table(rows)
+    if options.record:
+        for row in rows:
+            keep(row)
     result = {
         "steps": options.steps,
         "short": options.short,
@@ -257,6 +262,20 @@ def print_table(rows: list[dict[str, Any]]) -> None:
                 f"{values['plain']:<8.5f}  {values['dtype_percent']:+9.3f} %  {values['peer_percent']:+7.3f} %  "
                 + ("" if price is None else f"{price:+.2f} %")
             )
+
+
+def keep(row: dict[str, Any]) -> None:
+    """Add a row to the file of results, the differences as shares."""
+    for measure in ("end", "held_back"):
+        values = row[measure]
+        shares = {
+            "from_float32": values["dtype_percent"],
+            "from_plain": values["peer_percent"],
+            "price": values["quantization_percent"],
+        }
+        measures = results.measured(values, isotype="nats a token", plain="nats a token")
+        measures |= {name: results.Measure(each / 100) for name, each in shares.items() if each is not None}
+        results.append(f"parity-{measure}/{row['storage']}, {row['compute']}, {row['steps']}", measures)
 
 
 def curves(runs: dict[tuple[str, str, str, int], Run], steps: int) -> str:

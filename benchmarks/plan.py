@@ -40,6 +40,8 @@ from torch.profiler import ProfilerActivity, profile
 import isotype
 from isotype.compat.glibc import freed_memory_kept
 from isotype.planning.record import Row
+from records import keep_plan
+from results import add_option
 
 TOLERANCE, LEAST_TAU, FACTOR = 0.05, 0.8, 1.5
 SHARE = 0.97
@@ -469,6 +471,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["time", "rows"])
     parser.add_argument("--child", nargs=argparse.REMAINDER, help="one measurement, in this process")
+    add_option(parser)
     options = parser.parse_args()
     if options.child:
         name, *values = options.child
@@ -476,6 +479,8 @@ def main() -> int:
         return 0
     results = {part: PARTS[part]() for part in options.parts}
     print(json.dumps(results))
+    if options.record:
+        keep_plan(results)
     rows = results.get("rows", [])
     ratios = [each["foreseen_speed"] / each["speed"] for each in rows]
     bad = any(abs(_error(each)) > TOLERANCE for each in rows)
@@ -487,9 +492,8 @@ def main() -> int:
     bad |= any(
         not each["rows"] <= each["ran"] < each["rows"] + MORE_ROWS for each in results.get("largest", [])
     )
-    return int(
-        bad or any(each["status"] for each in (*results.get("commands", []), *results.get("checks", [])))
-    )
+    bad |= any(each["status"] for part in ("commands", "checks") for each in results.get(part, []))
+    return int(bad)
 
 
 if __name__ == "__main__":

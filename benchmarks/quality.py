@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import load_file
 
 import isotype
+import results
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import open_checkpoint
@@ -164,7 +165,7 @@ def measured(comparison: Comparison, kept: Path | None) -> Damages:
     return damages
 
 
-def table(only: list[str], kept: Path | None) -> None:
+def table(only: list[str], kept: Path | None, record: bool) -> None:
     comparison = Comparison()
     damages = measured(comparison, kept)
     print(
@@ -190,6 +191,11 @@ def table(only: list[str], kept: Path | None) -> None:
         )
         values = "".join(f"{value:>11.4f}" for value in nats)
         print(f"{name:<44}{format_bytes(size):>10}{values}{mean:>9.4f}{mean / plain:>8.3f}", flush=True)
+        if record:
+            row = {**dict(zip(comparison.texts, nats, strict=True)), "mean": mean}
+            measures = results.measured(row, **dict.fromkeys(row, "nats a token"))
+            measures["bytes"] = results.Measure(size / 2**20, "MiB")
+            results.append(f"quality/{name}", measures | {"of_nf4": results.Measure(mean / plain)})
 
     four = resolved("nf4")
     nested = resolved("nf4", double_quant=True)
@@ -237,7 +243,7 @@ def mixture(damages: Damages, nested: PrecisionPolicy, room: int | None) -> Prec
 RANK = 16
 
 
-def fine_tuned(starts: Sequence[str], only: list[str], kept: Path | None, steps: int) -> None:
+def fine_tuned(starts: Sequence[str], only: list[str], kept: Path | None, steps: int, record: bool) -> None:
     """Nats from the float32 model before training, and the losses of held-back questions before and after it."""
     comparison = Comparison()
     damages = measured(comparison, kept)
@@ -266,6 +272,11 @@ def fine_tuned(starts: Sequence[str], only: list[str], kept: Path | None, steps:
             f"{name:<10}{start:<18}{sum(nats) / len(nats):>9.4f}{before:>13.4f}{after:>9.4f}{seconds:>9.0f}",
             flush=True,
         )
+        if record:
+            found = {"nats": sum(nats) / len(nats), "before": before, "after": after}
+            results.append(
+                f"fine-tuned/{name}, {start}", results.measured(found, **dict.fromkeys(found, "nats"))
+            )
 
 
 def held_back() -> list[tuple[torch.Tensor, int]]:
@@ -380,7 +391,7 @@ def timed(folder: str, what: str) -> None:
     print(time.process_time() - started, resident("VmHWM") - before)
 
 
-def times(layers: int) -> None:
+def times(layers: int, record: bool) -> None:
     with tempfile.TemporaryDirectory() as name:  # 2.2 GB, in TMPDIR
         folder = Path(name)
         block = checkpoint(folder, layers)
@@ -406,6 +417,10 @@ def times(layers: int) -> None:
                 f"{words:<24}{seconds:>8.1f} s {seconds / once:>6.2f} x   {amount / block:>5.2f} blocks",
                 flush=True,
             )
+            if record:
+                found = {"seconds": seconds, "ratio": seconds / once, "blocks": amount / block}
+                measures = results.measured(found, seconds="s", ratio="×", blocks="blocks")
+                results.append(f"quality-time/{what}, {layers} layers", measures)
 
 
 def main() -> None:
@@ -420,6 +435,7 @@ def main() -> None:
     parser.add_argument(
         "--damages", type=Path, default=None, help="file that keeps the measurement from one run to the next"
     )
+    results.add_option(parser)
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--timed", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
@@ -427,11 +443,11 @@ def main() -> None:
     if options.timed:
         timed(options.folder, options.timed)
     elif options.time:
-        times(options.layers)
+        times(options.layers, options.record)
     elif options.fine_tuned:
-        fine_tuned(options.start, options.rows, options.damages, options.steps)
+        fine_tuned(options.start, options.rows, options.damages, options.steps, options.record)
     else:
-        table(options.rows, options.damages)
+        table(options.rows, options.damages, options.record)
 
 
 if __name__ == "__main__":

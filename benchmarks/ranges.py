@@ -38,6 +38,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isotype
+import results
 from isotype.core.names import base_name
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
@@ -198,6 +199,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--native", action="store_true")
+    results.add_option(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     cores = contextlib.nullcontext if options.native else TensorCores
@@ -236,6 +238,11 @@ def main() -> int:
             f"{chosen.memory.peak / report.memory.peak:>6.2f} {ours.seconds / reference.seconds:>5.2f}",
             flush=True,
         )
+        if options.record:
+            row = {"real": real or "runs", "foretold": said or "runs", "choice": choice, "loss": off}
+            row |= {"skips": ours.skipped, "memory": chosen.memory.peak / report.memory.peak}
+            row["time"] = ours.seconds / reference.seconds
+            results.append(f"ranges/{place}, {k}", results.measured(row, **dict.fromkeys(row, "")))
     print(
         f"{wrong} rows are wrong" if wrong else "every row as foretold, every loss within 0.5 % of float32's"
     )

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results.jsonl"
@@ -157,6 +158,11 @@ def written(record: Record) -> str:
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Add `--record` to a benchmark's options."""
     parser.add_argument("--record", action="store_true", help="add the figures to benchmarks/results.jsonl")
+
+
+def measured(row: Mapping[str, Any], **units: str) -> dict[str, Measure]:
+    """Entries of a row that a benchmark prints, as measures."""
+    return {name: Measure(row[name], unit) for name, unit in units.items()}
 
 
 def append(

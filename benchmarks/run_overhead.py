@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import results
+
 WARM_STEPS = 2
 TURN = 5
 CLOCKS = ("wall", "cpu")
@@ -116,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--runs", type=int, default=3)
+    results.add_option(parser)
     parser.add_argument("--script", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.script:
@@ -140,6 +143,17 @@ def main() -> None:
             "ratio_by_run": [statistics.median(a / b for b, a in run["turns"][clock]) for run in runs],
         }
     show(result)
+    if options.record:
+        for clock in CLOCKS:
+            row = result[clock]
+            low, high = row["ratio_quartiles"]
+            measures = results.measured(row, plain_ms="ms", run_ms="ms")
+            measures["ratio"] = results.Measure(row["ratio"], "×", (low, high))
+            measures["first"] = results.Measure(result["first_turn_s"], "s")
+            measures["pairs"] = results.Measure(options.runs * (options.steps // TURN))
+            measures["by_run"] = results.Measure(", ".join(f"{each:.4f}" for each in row["ratio_by_run"]))
+            measures["losses"] = results.Measure("the same" if result["same_losses"] else "other")
+            results.append(f"run-overhead/{clock}, {options.steps} steps", measures)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import results
 from isotype.contracts.contract import TABLES, is_exempt
 from isotype.contracts.example import Json, NotAnExampleError, encode, is_float, tensors_in
 from isotype.contracts.measure import EXAMPLES, write_json
@@ -423,6 +424,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of architectures, separated by commas")
     parser.add_argument("--fresh", action="store_true", help="forget the examples there are")
     parser.add_argument("-o", "--output", type=Path, default=EXAMPLES)
+    results.add_option(parser)
     options = parser.parse_args()
     known = options.output.exists() and not options.fresh
     sampler = Sampler(json.loads(options.output.read_text(encoding="utf-8")) if known else {})
@@ -442,6 +444,13 @@ def main() -> None:
         f"{time.perf_counter() - started:.0f} s; {len(sampler.met)} operators met, {len(with_floats)} with float "
         f"operands, {len(with_floats & set(covered))} of them in the CPU table; {len(sampler.examples)} have examples"
     )
+    if options.record:
+        counts = {
+            "met": len(sampler.met),
+            "float": len(with_floats),
+            "covered": len(with_floats & set(covered)),
+        }
+        results.append("operators/all", results.measured(counts, **dict.fromkeys(counts, "operators")))
     for op, why in sorted(sampler.refused.items()):
         if op not in sampler.examples:
             print(f"no example of {op}: {why}")

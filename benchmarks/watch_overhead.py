@@ -32,6 +32,7 @@ from tests.models import quiet
 from tests.train.test_watch import Reference, model_of, trainer_of
 
 import isotype
+import results
 from isotype.core.errors import TrainingError
 from isotype.train.monitor.watch import StepWatch
 
@@ -102,7 +103,7 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         setattr(self.trainer, name, self._timed(around))
 
 
-def cost(name: str, pairs: int, turn: int, tiny: bool) -> None:
+def cost(name: str, pairs: int, turn: int, tiny: bool, record: bool) -> None:
     turns = Turns(turn, warm=3)
     steps = turns.warm + 2 * pairs * turn
     if tiny:
@@ -140,9 +141,18 @@ def cost(name: str, pairs: int, turn: int, tiny: bool) -> None:
         f"step with     {1e3 * statistics.median(seconds[True]):9.2f} ms   ratio {middle:.4f} (quartiles {first:.4f} to {last:.4f})"
     )
     print(f"own time      {1e6 * own:9.0f} us a step, {100 * own / step:.3f} % of it")
+    if record:
+        measures = {
+            "without": results.Measure(1e3 * step, "ms"),
+            "watched": results.Measure(1e3 * statistics.median(seconds[True]), "ms"),
+            "ratio": results.Measure(middle, "×", (first, last)),
+            "own": results.Measure(1e6 * own, "µs"),
+            "share": results.Measure(own / step),
+        }
+        results.append(f"watch/{'a tiny model' if tiny else name}, {rows} x {length}", measures)
 
 
-def stops() -> None:
+def stops(record: bool) -> None:
     print(f"{'what':<14} {'stopped at':>10} {'reference':>9}   {'named':<34} first of the reference")
     for kind in STOPS:
         with tempfile.TemporaryDirectory() as out, quiet():
@@ -161,6 +171,10 @@ def stops() -> None:
         result = re.search(r"\|   result +\S+ (\[[^]]*\])", said)
         told = f"{named[1] if named else 'none'} {result[1] if result else ''}"
         print(f"{kind:<14} {at[1] if at else 'never':>10} {step:>9}   {told:<34} {operator} {list(shape)}")
+        if record:
+            words = {"stopped": at[1] if at else "never", "reference": step, "named": told}
+            row = {**words, "first": f"{operator} {list(shape)}"}
+            results.append(f"watch-stops/{kind}", results.measured(row, **dict.fromkeys(row, "")))
 
 
 def main() -> None:
@@ -170,11 +184,12 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--stops", action="store_true")
+    results.add_option(parser)
     given = parser.parse_args()
     if given.stops:
-        stops()
+        stops(given.record)
     else:
-        cost(given.model, given.pairs, given.turn, given.tiny)
+        cost(given.model, given.pairs, given.turn, given.tiny, given.record)
 
 
 if __name__ == "__main__":
