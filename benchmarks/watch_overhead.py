@@ -34,7 +34,7 @@ from tests.train.test_watch import Reference, model_of, trainer_of
 import isotype
 import results
 from isotype.core.errors import TrainingError
-from isotype.train.monitor.watch import StepWatch
+from isotype.train.monitor.meter import StepMeter
 
 STOPS = ("batch", "learning rate", "overflow")
 
@@ -47,7 +47,7 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         self.trainer: Any = None
         self.steps: list[tuple[bool, float]] = []
         self.own: list[float] = []
-        self._watch: StepWatch | None = None
+        self._watch: StepMeter | None = None
         self._began = self._spent = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -55,19 +55,18 @@ class Turns(transformers.TrainerCallback):  # type: ignore[misc]
         if done >= 0 and done % self.turn == 0:
             if self._watch is not None:
                 self._watch.detach()
-            self._watch = StepWatch(self.trainer) if done // self.turn % 2 else None
+            self._watch = StepMeter(self.trainer) if done // self.turn % 2 else None
             if self._watch is not None:
                 self._watch.attach()
                 self._clock("compute_loss")
         self._began, self._spent = time.perf_counter(), 0.0
         if self._watch is not None:
-            self._timed(self._watch.begin_step)()
+            self._timed(self._watch.begin)(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         watch = self._watch
         if watch is not None:
-            values = self._timed(watch.step_so_far)(None)
-            assert self._timed(watch.ends)(values) is None
+            assert self._timed(watch.ends)(self._timed(watch.read)()) is None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > self.warm:

@@ -28,13 +28,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import isotype
+from isotype.core.random_states import RandomStates
 from isotype.lora import kernels, linear, weights
 from isotype.lora.attention.registered import LENGTHS
 from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
 from isotype.lora.sequences import Sequences, saying
 from isotype.trace.fake import twin
-from isotype.train.monitor.step_values import launched
+from isotype.train.monitor.step import MicroBatch, Step
 from tests.models import quiet
 
 DEVICE = "npy"
@@ -309,15 +310,14 @@ def loss(tokens: int, vocabulary: int) -> Launches:
 def step_values() -> Launches:
     """What an optimizer step's values launch, on their way to the flag by which the update is left out."""
     with FakeTensorMode():
-        loss, norm, tokens = (
-            torch.empty((), device=DEVICE, dtype=d) for d in (torch.float32, torch.float32, torch.int64)
-        )
+        loss, norm = (torch.empty((), device=DEVICE) for _ in range(2))
+        ids, mask = (torch.empty(4, 64, device=DEVICE, dtype=torch.int64) for _ in range(2))
+        batch = MicroBatch(None, {"input_ids": ids, "attention_mask": mask}, None, RandomStates(()))
         launches = Launches()
         with launches:
-            values = launched(
-                (tokens, loss, False, norm, None), torch.device(DEVICE, 0), SimpleNamespace(num_processes=1)
-            )
-            assert values.broken().device.type == DEVICE
+            step = Step(1, batches=[batch], loss=loss, grad_norm=norm)
+            step.launch(torch.device(DEVICE, 0), SimpleNamespace(num_processes=1))
+            assert step.broken().device.type == DEVICE
     return launches
 
 

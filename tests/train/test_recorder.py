@@ -21,11 +21,12 @@ from rich.console import Console
 from isotype.core.errors import SaveError, TrainingError
 from isotype.report.run.record import EvalRecord, StepRecord
 from isotype.train.callback import PrecisionCallback
-from isotype.train.monitor import step_values
+from isotype.train.monitor import step as steps
+from isotype.train.monitor.memory import SAMPLING_SECONDS, memory_meter
+from isotype.train.monitor.meter import StepMeter
 from isotype.train.monitor.progress import ProgressView
-from isotype.train.monitor.recorder import SAMPLING_SECONDS, Kept, RunRecorder, memory_meter
-from isotype.train.monitor.step_values import StepValues
-from isotype.train.trainer import policy_trainer
+from isotype.train.monitor.recorder import Kept, RunRecorder
+from isotype.train.monitor.step import Step
 from tests.pairwise import few, pairwise
 from tests.train.test_trainer import build
 from tests.train.tiny import save_chat_model
@@ -68,20 +69,49 @@ def test_progress_begins_where_the_run_does(path: Path, tmp_path: Path):
     assert [(e.step, e.loss) for e in second.evals] == [(e["step"], e["eval_loss"]) for e in held]
 
 
+class Alone:
+    """What a meter and a recorder ask a trainer for; every micro-batch has a loss of 1 and eight tokens."""
+
+    def __init__(self, state: Any = None, scale: float | None = None, norm: float = 1.0, **args: Any) -> None:
+        scaler = (
+            None if scale is None else SimpleNamespace(is_enabled=lambda: True, _scale=torch.tensor(scale))
+        )
+        self.accelerator: Any = SimpleNamespace(
+            num_processes=1, optimizer_step_was_skipped=False, scaler=scaler
+        )
+        self.args = SimpleNamespace(device=torch.device("cpu"), **args)
+        self.model = SimpleNamespace(training=True)
+        self.state, self.norm = state, norm
+        self.steps = StepMeter(self, True, SimpleNamespace(restart=lambda: None, peak=lambda: 5))
+
+    def training_step(self, inputs: Any) -> torch.Tensor:
+        return self.compute_loss(self.model, inputs)
+
+    def compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        return torch.tensor(1.0)
+
+    def _get_grad_norm(self) -> float:
+        return self.norm
+
+    def last_checkpoint(self) -> None:
+        return None
+
+    def step(self) -> None:
+        """One micro-batch, and the norm of its gradients."""
+        self.steps.attach()
+        self.training_step({"input_ids": torch.zeros(2, 4)})
+        self._get_grad_norm()
+        self.steps.detach()
+
+
 def test_only_the_first_process_shows_progress_but_every_one_measures():
-    accelerator = SimpleNamespace(scaler=None, optimizer_step_was_skipped=False)
-    trainer = SimpleNamespace(
-        accelerator=accelerator,
-        step_values=lambda: StepValues(tokens=8, loss=1.0, grad_norm=None),
-        take_step=lambda: 5,
-        compute_loss=lambda *_: 1.0,
-        _get_grad_norm=lambda *_: 1.0,
-    )
+    state = transformers.TrainerState(global_step=0, max_steps=3, is_world_process_zero=False)
+    trainer: Any = Alone(state)
     told: list[tuple[Any, ...]] = []
     recorder = RunRecorder(trainer, lambda *progress: told.append(progress))
-    state = transformers.TrainerState(global_step=0, max_steps=3, is_world_process_zero=False)
     recorder.on_train_begin(None, state, None)
     recorder.on_step_begin(None, state, None, lr_scheduler=SimpleNamespace(get_last_lr=lambda: [0.5]))
+    trainer.step()
     state.global_step = 1
     recorder.on_step_end(None, state, None)
     assert told == []
@@ -203,23 +233,17 @@ def test_the_report_is_kept_now_and_then_at_little_cost(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("scaled", "stops"), [(True, False), (False, True)])
 def test_a_gradient_that_is_not_finite_is_ordinary_under_a_scaler_alone(scaled, stops):
-    arguments = SimpleNamespace(
-        fp16=scaled, learning_rate=1e-3, warmup_steps=0, max_grad_norm=1.0, device=torch.device("cpu")
-    )
-    trainer = SimpleNamespace(
-        step_values=lambda: StepValues(1, 2.0, float("inf"), 65536.0 if scaled else None),
-        accelerator=SimpleNamespace(optimizer_step_was_skipped=False),
-        last_checkpoint=lambda: None,
-        take_step=lambda: 0,
-        args=arguments,
-    )
+    scale = 65536.0 if scaled else None
+    given = {"fp16": scaled, "learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 1.0}
+    trainer = Alone(scale=scale, norm=float("inf"), **given)
     recorder = RunRecorder(trainer)
-    state = SimpleNamespace(global_step=4)
+    trainer.steps.begin(5)
+    trainer.step()
     if not stops:
-        recorder.on_pre_optimizer_step(arguments, state, None, optimizer=None)
+        recorder.on_pre_optimizer_step(trainer.args, None, None, optimizer=None)
         return
-    with pytest.raises(TrainingError, match="step 5: loss 2, learning rate 0, gradient norm inf") as caught:
-        recorder.on_pre_optimizer_step(arguments, state, None, optimizer=None)
+    with pytest.raises(TrainingError, match="step 5: loss 1, learning rate 0, gradient norm inf") as caught:
+        recorder.on_pre_optimizer_step(trainer.args, None, None, optimizer=None)
     assert "the gradient is not finite" in str(caught.value)
     assert "--save_steps N" in str(caught.value)
 
@@ -250,7 +274,7 @@ def test_the_host_waits_once_a_step(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaled: bool, deferred: bool
 ) -> None:
     """At most: where the device leaves an update out by itself, what is read is that of the step before, which has arrived."""
-    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",) if deferred else ("cuda",))
+    monkeypatch.setattr(steps, "DEFERRED_ON", ("cpu",) if deferred else ("cuda",))
     trainer = build(path, tmp_path, max_steps=3, save_strategy="no", logging_steps=50)
     if scaled:
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
@@ -264,8 +288,9 @@ def test_the_host_waits_once_a_step(
 
     policy = trainer.model.precision_policy
     policy = replace(policy, compute=torch.float16, loss_scaling=True) if scaled else policy
-    keeper = PrecisionCallback(policy, check=None, watch=False)
-    for name in ("on_train_begin", "on_train_end", "on_save", "on_step_end"):
+    keeper = PrecisionCallback(policy, check=None)
+    monkeypatch.setattr(keeper, "on_train_begin", lambda *_, **__: setattr(keeper, "_meter", trainer.steps))
+    for name in ("on_train_end", "on_save", "on_step_end"):
         setattr(keeper, name, lambda *_, **__: None)
     trainer.add_callback(Steps())
     trainer.add_callback(keeper)
@@ -273,8 +298,8 @@ def test_the_host_waits_once_a_step(
     recorder, _ = recorded(trainer)
     assert [step.loss_scale for step in recorder.steps] == ([65536.0] * 3 if scaled else [None] * 3)
     # What is read of the last step's end and of the training's is not counted: saving and looking at weights.
-    assert [step["step_values"] for step in reads[:-1]] == ([0, 1] if deferred else [1, 1])
-    assert all(set(step) <= {"step_values"} for step in reads[:-1])
+    assert [step["step"] for step in reads[:-1]] == ([0, 1] if deferred else [1, 1])
+    assert all(set(step) <= {"step"} for step in reads[:-1])
 
 
 class Poison(transformers.TrainerCallback):  # type: ignore[misc]
@@ -307,7 +332,7 @@ def test_an_update_that_is_not_finite_is_left_out_where_the_read_comes_later(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, last: int
 ) -> None:
     """Step 2 of 4, where step 3 has run meanwhile, and of 2, where nothing follows: weights and moments stay as they were before it."""
-    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
+    monkeypatch.setattr(steps, "DEFERRED_ON", ("cpu",))
     trainer = build(path, tmp_path, max_steps=last, save_strategy="no", logging_steps=50, optim=kind)
     recorder = RunRecorder(trainer)
     trainer.add_callback(recorder)
@@ -329,7 +354,7 @@ def test_steps_are_recorded_alike_whenever_they_are_read(
 ) -> None:
     records, weights, shown = [], [], []
     for place, kinds in enumerate((("cuda",), ("cpu",))):
-        monkeypatch.setattr(step_values, "DEFERRED_ON", kinds)
+        monkeypatch.setattr(steps, "DEFERRED_ON", kinds)
         trainer = build(
             path,
             tmp_path / str(place),
@@ -360,15 +385,15 @@ def test_whose_update_is_left_out_on_the_device(monkeypatch: pytest.MonkeyPatch,
     }[kind]()
     wrapped = SimpleNamespace(optimizer=optimizer)
     alone = SimpleNamespace(scaler=None, num_processes=1)
-    assert step_values.skipping_optimizer(wrapped, alone, cpu) is None
-    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
+    assert steps.skipping_optimizer(wrapped, alone, cpu) is None
+    monkeypatch.setattr(steps, "DEFERRED_ON", ("cpu",))
     able = kind == "adamw_torch_fused"
-    assert step_values.skipping_optimizer(wrapped, alone, cpu) is (optimizer if able else None)
+    assert steps.skipping_optimizer(wrapped, alone, cpu) is (optimizer if able else None)
     several, scaled = (
         SimpleNamespace(**{**vars(alone), **more}) for more in ({"num_processes": 2}, {"scaler": 1})
     )
-    assert step_values.skipping_optimizer(wrapped, several, cpu) is None
-    assert step_values.skipping_optimizer(wrapped, scaled, cpu) is None
+    assert steps.skipping_optimizer(wrapped, several, cpu) is None
+    assert steps.skipping_optimizer(wrapped, scaled, cpu) is None
 
 
 def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
@@ -379,26 +404,44 @@ def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
         reduced.append(values.tolist())
         return values + torch.tensor([30.0, 3.0, 1.0])  # the other process: 30 tokens, a loss of 3, a signal
 
-    trainer: Any = policy_trainer(transformers.Trainer).__new__(policy_trainer(transformers.Trainer))
-    trainer.args = SimpleNamespace(device=torch.device("cpu"))
+    trainer, asked = Alone(norm=3.0), [False]
     trainer.accelerator = SimpleNamespace(num_processes=2, reduce=reduce, scaler=None)
-    trainer._step_tokens, trainer._step_loss = 10, torch.tensor(1.0)
-    assert trainer.step_values() == StepValues(40, 2.0, None, None, 1)
-    assert trainer.step_values().tokens == 40
-    assert reduced == [[10.0, 1.0, 0.0]]
-    assert trainer.stop_asked
-    trainer.asks_to_stop = lambda: True
-    trainer.take_step()
-    trainer._step_loss = torch.tensor(1.0)
-    trainer.step_values()
-    assert reduced[-1] == [0.0, 1.0, 1.0]
+    trainer.steps = StepMeter(trainer, True, asked_to_stop=lambda: asked[0])
+    trainer.step()
+    step = trainer.steps.read()
+    assert (step.tokens, step.loss, step.grad_norm, step.scale, step.stops) == (38, 2.0, 3.0, None, 1)
+    assert trainer.steps.read() is step
+    assert reduced == [[8.0, 1.0, 0.0]]
+    asked[0] = True
+    trainer.steps.begin(2)
+    trainer.step()
+    assert trainer.steps.read().stops == 2
+    assert reduced[-1] == [8.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("norm", [2.0, float("nan")])
+def test_processes_of_a_script_wait_for_each_other_only_where_the_norm_is_not_finite(norm: float) -> None:
+    reduced: list[float] = []
+
+    def reduce(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+        assert reduction == "mean"
+        reduced.append(loss.item())
+        return loss + 4.0
+
+    trainer = Alone(norm=norm)
+    trainer.accelerator = SimpleNamespace(num_processes=2, reduce=reduce, scaler=None)
+    trainer.steps = StepMeter(trainer)
+    trainer.step()
+    finite = norm == 2.0
+    assert trainer.steps.read().loss == (0.0 if finite else 5.0)
+    assert reduced == ([] if finite else [1.0])
 
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_step_that_waits_to_be_read_when_a_run_fails_is_in_the_report_or_said_to_be_missing(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
-    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
+    monkeypatch.setattr(steps, "DEFERRED_ON", ("cpu",))
     trainer = build(path, tmp_path, max_steps=3, save_strategy="no", logging_steps=50)
     recorder = RunRecorder(trainer)
 
@@ -414,10 +457,10 @@ def test_a_step_that_waits_to_be_read_when_a_run_fails_is_in_the_report_or_said_
     assert [step.step for step in recorder.steps] == [1]
     if not readable:
 
-        def lost(_: Any) -> StepValues:
+        def lost(_: Any) -> None:
             raise caught.value
 
-        monkeypatch.setattr(step_values.LaunchedValues, "read", lost)
+        monkeypatch.setattr(Step, "read", lost)
     missing = recorder.record_unread()
     assert recorder.record_unread() == ""
     if readable:

@@ -166,7 +166,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_the_report(
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no step today")
 
-    monkeypatch.setattr("isotype.train.trainer.PolicyTrainer.training_step", broken)
+    monkeypatch.setattr("transformers.Trainer.training_step", broken)
     where = (resume[0], run / "out" / resume[1]) if resume else ()
     with pytest.raises(RuntimeError, match="no step today"):
         train(run, *where)

@@ -22,11 +22,10 @@ import isotype
 from isotype.cli.main import main
 from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
-from isotype.train.monitor.step_values import StepValues
+from isotype.train.monitor.step import Step, count_tokens
 from isotype.train.output.checkpoints import whole_checkpoints
 from isotype.train.trainer import (
     apply_to_arguments,
-    count_tokens,
     enforce_trainer,
     masters_of,
     policy_trainer,
@@ -86,14 +85,17 @@ def build(path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
 class Measures(transformers.TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.taken: list[StepValues] = []
+        self.taken: list[Step] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.steps.begin(state.global_step + 1)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.taken.append(self.trainer.step_values())
-        assert self.trainer.take_step() > 2**20
+        self.taken.append(self.trainer.steps.read())
+        assert self.trainer.steps.end().memory_bytes > 2**20
 
 
-def measured(trainer: Any) -> tuple[list[StepValues], list[dict[str, Any]]]:
+def measured(trainer: Any) -> tuple[list[Step], list[dict[str, Any]]]:
     """What a run measured, and what the trainer itself logged, step by step."""
     measures = Measures(trainer)
     trainer.add_callback(measures)

@@ -319,10 +319,10 @@ def test_the_last_step_before_an_exception_is_in_the_report(
     model, data, tmp_path, monkeypatch, ends: type[BaseException], status: str
 ):
     """Of a device that leaves updates out by itself, where a step is read while the next one runs."""
-    from isotype.train.monitor import step_values
+    from isotype.train.monitor import step
     from isotype.train.monitor.recorder import RunRecorder
 
-    monkeypatch.setattr(step_values, "DEFERRED_ON", ("cpu",))
+    monkeypatch.setattr(step, "DEFERRED_ON", ("cpu",))
 
     begin = RunRecorder.on_step_begin
 

@@ -341,15 +341,15 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 
 
 def steps_seen(
-    trainer: Any, loss: Callable[..., Any], norm: Callable[..., Any] | None = None
+    trainer: Any, step: Callable[..., Any], loss: Callable[..., Any], norm: Callable[..., Any]
 ) -> Replacements:
-    """Let `loss(method, model, inputs, …)` stand around a trainer's `compute_loss`, and `norm(method, …)` around what gives the norm of its
-    gradients, until `put_back`: callbacks are given neither batch nor loss, and the norm of steps that are logged only. A method that
-    something has replaced on the trainer already is left alone.
+    """Let `step(method, …)` stand around a trainer's `training_step`, `loss(method, model, inputs, …)` around its `compute_loss`, and
+    `norm(method, …)` around what gives the norm of its gradients, until `put_back`: callbacks are given neither batch nor loss, and the norm
+    of steps that are logged only. A method that something has replaced on the trainer already is left alone.
     """
     methods = Replacements()
-    for name, wrapper in (("compute_loss", loss), (GRADIENT_NORM, norm)):
-        if wrapper is not None and name not in vars(trainer):
+    for name, wrapper in (("training_step", step), ("compute_loss", loss), (GRADIENT_NORM, norm)):
+        if name not in vars(trainer):
             methods.wrap(trainer, name, wrapper)
     return methods
 

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from isotype.compat.accelerate import mark_as_skipped
+from isotype.compat.torch_scaler import loss_scale
 from isotype.compat.transformers import calling_trainer
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError, first_line
@@ -39,8 +40,8 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.train.monitor.diverged import stopped
-from isotype.train.monitor.watch import StepWatch
-from isotype.train.trainer import begin_loss_scale
+from isotype.train.monitor.meter import StepMeter
+from isotype.train.trainer import PolicyTrainer, begin_loss_scale
 
 logger = logging.getLogger("isotype")
 
@@ -90,10 +91,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._policy = policy  # of the current run
         self._checked = False
         self._scale: float | None = None
-        self._skips: bool | None = False
         self.watch = watch
         self.ranges = ranges
-        self._steps: StepWatch | None = None
+        self._meter: StepMeter | None = None  # of a PolicyTrainer its own
         self._reductions = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -118,18 +118,20 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             before_first_step(model, args, optimizer, report, outermost, self.ranges)
         self._leave()
         self._reductions.enter_context(float32_reductions())
-        if trainer is not None and self.watch:
-            self._steps = StepWatch(trainer)
-            self._steps.attach()
+        if isinstance(trainer, PolicyTrainer):
+            self._meter = trainer.steps
+        elif trainer is not None and self.watch:
+            self._meter = StepMeter(trainer)
+            self._meter.attach()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the trainer as it was."""
         self._leave()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the batch of the last step."""
-        if self._steps is not None:
-            self._steps.begin_step()
+        """Forget the last step."""
+        if self._meter is not None and not self._meter.together:
+            self._meter.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the loss scale, to see whether the step lowers it; end a training whose values are no numbers.
@@ -137,38 +139,23 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         Raises:
             TrainingError: loss or gradient are not finite, see `isotype.ranges.verdict`.
         """
-        self._scale, self._skips = self._read_scale(kwargs["optimizer"])
-        if self._steps is not None:
-            self._look(self._steps, args, state.global_step + 1, kwargs["lr_scheduler"])
-
-    def _read_scale(self, optimizer: Any) -> tuple[float | None, bool | None]:
-        """(the loss scale, whether the GradScaler is about to skip the step); None where that shows only afterwards.
-
-        Of a trainer of ours both are among the values that it reads once a step.
-        """
-        scaler = getattr(optimizer, "scaler", None)
-        if scaler is None or not scaler.is_enabled():
-            return None, False
-        trainer = calling_trainer()
-        if not hasattr(trainer, "step_values"):
-            return float(scaler.get_scale()), None
-        values = trainer.step_values()
-        return values.scale, None if values.grad_norm is None else not math.isfinite(values.grad_norm)
-
-    def _look(self, steps: StepWatch, args: Any, step: int, schedule: Any) -> None:
-        values = steps.step_so_far(self._scale)
-        what = steps.ends(values)
-        if what is None:
+        meter, scale = self._meter, loss_scale(getattr(kwargs["optimizer"], "scaler", None))
+        if meter is None or (scale is None and meter.together):
+            self._scale = None if scale is None else float(scale)
             return
-        again, rate = steps.again(self._scale), float(schedule.get_last_lr()[0])
-        last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-        raise stopped(what, args, step, values, rate, last and Path(last), again, script=True)
+        step = meter.read()
+        self._scale = step.scale
+        what = None if meter.together else meter.ends(step)  # a PolicyTrainer's recorder judges
+        if what is not None:
+            step.learning_rate, replay = float(kwargs["lr_scheduler"].get_last_lr()[0]), meter.replay(step)
+            last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+            raise stopped(what, args, step, last and Path(last), replay, script=True)
 
     def _leave(self) -> None:
         self._reductions.close()
-        if self._steps is not None:
-            self._steps.detach()
-        self._steps = None
+        if self._meter is not None and not self._meter.together:
+            self._meter.detach()
+        self._meter = None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell accelerate of a skipped step, so that the learning rate schedule waits.
@@ -176,11 +163,11 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         accelerate 1.15 takes a step for skipped if GradScaler did not call the optimizer; but a fused optimizer is
         always called and skips by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
         """
-        skipped = self._skips
-        if skipped is None:
-            after = _loss_scale(kwargs["optimizer"])
-            skipped = self._scale is not None and after is not None and after < self._scale
-        if skipped:
+        if self._scale is None:
+            return
+        known = self._meter.now.grad_norm if self._meter is not None and self._meter.together else None
+        after = loss_scale(getattr(kwargs["optimizer"], "scaler", None))
+        if not math.isfinite(known) if known is not None else after is not None and after < self._scale:
             mark_as_skipped(kwargs["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -239,11 +226,6 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
         f"{dtype_name(master)}, the policy's master dtype",
         "build the optimizer after isotype.enforce(model, policy)",
     )
-
-
-def _loss_scale(optimizer: Any) -> float | None:
-    scaler = getattr(optimizer, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:

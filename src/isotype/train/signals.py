@@ -44,7 +44,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # Of several processes this comes with what is read of every step; the signal is looked for where somebody has one.
             alone = trainer.accelerator.num_processes == 1
-            if (alone or trainer.stop_asked) and _agreed(trainer, stopped):
+            if (alone or trainer.steps.now.stops) and _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

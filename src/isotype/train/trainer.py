@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.opened import require_readable
-from isotype.compat.torch_scaler import loss_scale, sharded_scaler
+from isotype.compat.torch_scaler import sharded_scaler
 from isotype.core.errors import PrecisionError, SaveError
 from isotype.core.files import (
     NO_ROOM,
@@ -39,8 +39,8 @@ from isotype.model.shard import has_shards
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 from isotype.train.compilation import take_compilation
 from isotype.train.monitor.diverged import not_finite
-from isotype.train.monitor.recorder import MemoryMeter, memory_meter
-from isotype.train.monitor.step_values import LaunchedValues, StepValues, launched
+from isotype.train.monitor.memory import memory_meter
+from isotype.train.monitor.meter import StepMeter
 from isotype.train.output.checkpoints import (
     Order,
     all_checkpoints,
@@ -63,19 +63,13 @@ class PolicyTrainer:
         goes_on: the command that goes on from a checkpoint; None in a script.
         compilation: arguments of `torch.compile` for the model's blocks; None where nothing is to be compiled.
         asks_to_stop: whether this process was asked to stop.
-        stop_asked: whether one of all processes was, when the values of the last step were read.
+        steps: measures its steps while it trains.
         before_saving: raises where a step so far must not be saved.
     """
 
     _staging: Path | None = None
     _began: float = 0.0
     _resumed_from: Path | None = None
-    _memory: MemoryMeter | None = None
-    _step_tokens: torch.Tensor | int = 0
-    _step_loss: torch.Tensor | None = None
-    _step_norm: torch.Tensor | float | None = None
-    _values: StepValues | None = None
-    stop_asked: bool = False
     _flops_of_value: int | None = None
     _order: Order | None = None
     card: Callable[[], str] | None = None
@@ -84,6 +78,7 @@ class PolicyTrainer:
     compilation: Mapping[str, Any] | None = None
     asks_to_stop: Callable[[], bool] = staticmethod(lambda: False)
     before_saving: Callable[[], object] = staticmethod(lambda: None)
+    steps: StepMeter
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -116,8 +111,13 @@ class PolicyTrainer:
             recover(Path(self.args.output_dir))
         self._began, self._flops_of_value = time.time(), None
         self._resumed_from = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
-        with memory_meter(self.args.device) as self._memory:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        with memory_meter(self.args.device) as memory:
+            self.steps = StepMeter(self, True, memory, lambda: self.asks_to_stop())
+            self.steps.attach()
+            try:
+                result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                self.steps.detach()
         last = self.last_checkpoint()
         if self.args.should_save and last is not None and last.parent == Path(self.args.output_dir):
             self._rotate(last.parent, last)  # a run that was killed after its last save has deleted none
@@ -141,14 +141,6 @@ class PolicyTrainer:
         )
         super().run_epoch(**kwargs)  # type: ignore[misc]
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's own, and adds the loss of this micro-batch to the step's."""
-        if self._step_loss is None and self._memory is not None:
-            self._memory.restart()
-        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        self._step_loss = loss if self._step_loss is None else self._step_loss + loss
-        return loss
-
     def floating_point_ops(self: Any, inputs: Any) -> int:
         """As the trainer's own: a number for each value of the input, for which it counts the model's parameters every time."""
         name = getattr(self.model, "main_input_name", "input_ids")
@@ -161,42 +153,9 @@ class PolicyTrainer:
         return values * each
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's own; in training, the tokens of the batch are added to the step's.
-
-        Here, and not in `training_step`, a batch holds what the loss is computed on: GRPO and RLOO have put
-        completions, new or kept from an earlier step, in the place of the prompts that the data loader gave.
-        """
-        if model.training:
-            self._step_tokens = self._step_tokens + count_tokens(inputs)
+        """As the trainer's own; hooks of embeddings see rows that were kept as TRL would have joined them."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-
-    def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The Trainer comes here once a step, with gradients unscaled; what it returns is the norm before clipping.
-        self._step_norm = super().gradient_norm(*args, **kwargs)  # type: ignore[misc]
-        return self._step_norm
-
-    def step_values(self: Any) -> StepValues:
-        """The values of the optimizer step that is under way, read once: the one time in a step that it waits for the device.
-
-        Every process has to call it: where there are several, they bring their tokens, losses and requests to stop together.
-        """
-        values: StepValues | None = self._values
-        if values is None:
-            values = self._values = self.launch_step_values().read()
-            self.stop_asked = values.stops > 0
-        return values
-
-    def launch_step_values(self: Any) -> LaunchedValues:
-        """The values of the optimizer step that is under way, on the device: without waiting for it."""
-        scale = loss_scale(self.accelerator.scaler)
-        parts = (self._step_tokens, self._step_loss, self.asks_to_stop(), self._step_norm, scale)
-        return launched(parts, self.args.device, self.accelerator)
-
-    def take_step(self: Any) -> int:
-        """The most bytes of memory in the optimizer step that has just ended; the next step starts from zero."""
-        self._step_tokens, self._step_loss, self._step_norm, self._values = 0, None, None, None
-        return 0 if self._memory is None else int(self._memory.peak())
 
     def _check_trained(self: Any) -> None:
         """Raise TrainingError, in every process, rather than save weights that are not finite in one, or after a step that was left out."""
@@ -432,19 +391,3 @@ def begin_loss_scale(scaler: Any, policy: PrecisionPolicy) -> None:
     """Let a GradScaler that nobody has set begin with the policy's loss scale; it has not made a step yet."""
     if scaler.get_scale() == DEFAULT_LOSS_SCALE != policy.loss_scale:
         scaler.load_state_dict({**scaler.state_dict(), "scale": policy.loss_scale})
-
-
-_MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completion_ids": "completion_mask"}
-
-
-def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Tokens of the sequences that a loss is computed on: the attended ones where a mask says which, else all.
-
-    Sequences that are only compared with, such as those of KTO's KL estimate, do not count.
-    """
-    total: torch.Tensor | int = 0
-    for ids, mask in _MASKS.items():
-        if batch.get(ids) is not None:
-            # The sum stays on its device: reading it would make every micro-batch wait for the GPU.
-            total = total + (batch[ids].numel() if batch.get(mask) is None else batch[mask].sum())
-    return total

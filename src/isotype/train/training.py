@@ -407,9 +407,7 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
         )
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(
-            PrecisionCallback(run.policy, watch=False, ranges=run.ranges)
-        )  # the recorder watches
+        trainer.add_callback(PrecisionCallback(run.policy, ranges=run.ranges))
         trainer.add_callback(recorder)
         stopping = early_stopping(settings)
         if stopping is not None:

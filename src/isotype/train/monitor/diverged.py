@@ -8,8 +8,8 @@ from typing import Any
 
 from isotype.core.errors import Problem, TrainingError
 from isotype.report.nonfinite import problem_of
-from isotype.train.monitor.step_values import StepValues
-from isotype.train.monitor.watch import Again
+from isotype.train.monitor.meter import Replay
+from isotype.train.monitor.step import Step
 
 _OF_THE_DATA = ("input", "labels", "row", "empty", "constant", "outside")
 """Causes that no learning rate and no dtype changes."""
@@ -21,7 +21,7 @@ def not_finite(
     step: int,
     seen: Mapping[str, object],
     checkpoint: Path | None,
-    again: Again | None = None,
+    replay: Replay | None = None,
     script: bool = False,
 ) -> TrainingError:
     """The error that ends a run.
@@ -32,14 +32,14 @@ def not_finite(
         step: number of the optimizer step.
         seen: what was measured in that step, by name.
         checkpoint: the whole one to go on from, None where there is none.
-        again: what came of running the step again, None where it was not tried.
+        replay: what came of running the step again, None where it was not tried.
         script: whether the trainer is that of a user's script, to which arguments are given in Python.
     """
     figures = ", ".join(f"{name} {value}" for name, value in seen.items())
     what = f"step {step}{': ' if figures else ''}{figures}"
-    first = again.finding if again is not None else None
-    if again is not None and first is None:
-        why = again.why_not and f"could not be run again ({again.why_not})"
+    first = replay.finding if replay is not None else None
+    if replay is not None and first is None:
+        why = replay.why_not and f"could not be run again ({replay.why_not})"
         what += f"\n    this step {why or 'was run again, and all of its values were finite'}"
     tries = _tries(arguments, step, script)
     if first is not None and (first.cause in _OF_THE_DATA or first.entries == (0.0, 0.0)):
@@ -51,31 +51,24 @@ def not_finite(
 
 
 def stopped(
-    what: str,
-    arguments: Any,
-    step: int,
-    values: StepValues,
-    learning_rate: float,
-    checkpoint: Path | None,
-    again: Again,
-    script: bool = False,
+    what: str, arguments: Any, step: Step, checkpoint: Path | None, replay: Replay, script: bool = False
 ) -> TrainingError:
     """`not_finite` of a step whose update was not made.
 
     Args:
         what: what is not finite, by `isotype.ranges.verdict`.
-        values: what was measured in the step.
-        learning_rate: that the update would have been made with.
-        arguments, step, checkpoint, again, script: as in `not_finite`.
+        step: the step.
+        arguments, checkpoint, replay, script: as in `not_finite`.
     """
     parts = {
-        "loss": values.loss,
-        "learning rate": learning_rate,
-        "gradient norm": values.grad_norm,
-        "loss scale": values.scale,
+        "loss": step.loss,
+        "learning rate": step.learning_rate,
+        "gradient norm": step.grad_norm,
+        "loss scale": step.scale,
     }
     seen = {name: f"{value:g}" for name, value in parts.items() if value is not None}
-    return not_finite(f"{what}: stopped before the update", arguments, step, seen, checkpoint, again, script)
+    headline = f"{what}: stopped before the update"
+    return not_finite(headline, arguments, step.number, seen, checkpoint, replay, script)
 
 
 def _hint(checkpoint: Path | None, script: bool) -> str:

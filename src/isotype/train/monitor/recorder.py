@@ -3,96 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-import psutil
-import torch
-from torch import nn
 from transformers import TrainerCallback
 
-from isotype.core.dtypes import dtype_name
 from isotype.core.errors import SaveError, first_line
-from isotype.model.walk import blocks_in
-from isotype.report.run.headroom import Headroom, HeadroomSample
+from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
 from isotype.train.monitor.diverged import stopped
-from isotype.train.monitor.step_values import LaunchedValues, StepValues, skipping_optimizer
-from isotype.train.monitor.watch import MicroBatches, StepBatches
-
-_EVERY = 50
-"""Steps between two looks; in short runs fewer, so that there are some twenty."""
-
-
-class HeadroomMeter:
-    """Samples the largest magnitude of every block's output in the first micro-batch of some steps.
-
-    Between two looks nothing of it is on the model.
-
-    Args:
-        model: the trainer's.
-        steps: optimizer steps of the run.
-    """
-
-    def __init__(self, model: nn.Module, steps: int) -> None:
-        names = {id(module): name for name, module in model.named_modules()}
-        self._blocks = {names[id(block)]: block for block in blocks_in(model, fewest=2)}
-        self._every = min(_EVERY, max(1, steps // 20))
-        self._handles: dict[str, Any] = {}
-        self._seen: dict[str, torch.Tensor] = {}
-        self._samples: list[HeadroomSample] = []
-        self._dtype = "float16"
-
-    def begin_step(self, step: int) -> None:
-        """Step `step`, counted from 1, begins: look at it if it is its turn."""
-        self._leave()
-        if (step - 1) % self._every == 0:
-            self._handles = {
-                name: block.register_forward_hook(self._looking(name)) for name, block in self._blocks.items()
-            }
-
-    def end_step(self, step: int) -> None:
-        """Read what was seen; the one time that it is waited for."""
-        self._leave()
-        if self._seen:
-            self._blocks = {name: block for name, block in self._blocks.items() if name in self._seen}
-            largest = torch.stack([self._seen[name].float() for name in self._blocks]).tolist()
-            # NaN follows an overflow.
-            values = (math.inf if math.isnan(value) else value for value in largest)
-            self._samples.append(HeadroomSample(step, tuple(values)))
-            self._seen.clear()
-
-    def record(self) -> Headroom | None:
-        """The samples so far; None for a model without blocks, or before the first look."""
-        if not self._samples:
-            return None
-        return Headroom(tuple(self._blocks), self._dtype, tuple(self._samples))
-
-    def _looking(self, name: str) -> Any:
-        def look(block: nn.Module, args: Any, result: Any) -> None:
-            if block is not self._blocks.get(name):
-                return  # the preflight's copy of the model
-            handle = self._handles.pop(name, None)
-            if handle is None or not block.training:
-                return
-            handle.remove()
-            value = result[0] if isinstance(result, (tuple, list)) else result
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self._dtype = dtype_name(value.dtype)
-                self._seen[name] = torch.linalg.vector_norm(value.detach(), torch.inf)
-
-        return look
-
-    def _leave(self) -> None:
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-
+from isotype.train.monitor.headroom import HeadroomMeter
+from isotype.train.monitor.step import Step, skipping_optimizer
 
 _LOGGED_ANYWAY = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
@@ -101,35 +24,16 @@ _LOGGED_ANYWAY = frozenset(
 _SEEN = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
 """What a trainer's control says where something is about to be done with the step that has ended."""
 
-SAMPLING_SECONDS = 0.02
-"""Time between two looks at the resident size of the process."""
-
-
-@dataclass(frozen=True)
-class _Deferred:
-    """A step whose values are on their way to the host, and what else is known of it."""
-
-    record: StepRecord
-    values: LaunchedValues
-    batches: MicroBatches
-
-    def read(self) -> tuple[StepValues, StepRecord]:
-        """The values, and the record with them; waits until they have arrived."""
-        values = self.values.read()
-        return values, replace(
-            self.record, loss=values.loss, grad_norm=values.grad_norm, tokens=values.tokens
-        )
-
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Makes a `StepRecord` of every optimizer step of a trainer under a policy.
+    """Makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
     Of several processes each holds the records, so that all judge the run alike; only the first shows progress. Where the device leaves out an
-    update by itself (`isotype.train.monitor.step_values`), a step is judged and recorded while the next one runs, or before anything is saved,
+    update by itself (`isotype.train.monitor.step`), a step is judged and recorded while the next one runs, or before anything is saved,
     logged or measured of it.
 
     Args:
-        trainer: from `isotype.train.trainer.policy_trainer`.
+        trainer: the PolicyTrainer.
         on_progress: called with (steps done, steps in all, record of the last one): once with None before the
             first step, then after every step.
         on_evaluated: called with every held-back loss.
@@ -161,18 +65,13 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._earlier = earlier
         self._steps_before = len(self.steps)
         self.resumed_from: int | None = None
-        self._began = 0.0
-        self._learning_rate = 0.0
-        self._watch = StepBatches(trainer)
         self._headroom: HeadroomMeter | None = None
         self._skipping: Any = None  # the optimizer that leaves an update out by itself, in this step
-        self._launched: LaunchedValues | None = None
-        self._deferred: _Deferred | None = None
+        self._unread: Step | None = None  # has ended, and its values are on their way
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the run starts; the checkpoint may have been rotated away by the end."""
         self.resumed_from = state.global_step or None
-        self._watch.attach()
         self.trainer.before_saving = self.settle
         if getattr(args, "fp16", False):
             self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
@@ -192,17 +91,15 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         return len(self.steps) > self._steps_before
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the trainer as it was."""
+        """Record the last step."""
         self.settle()
-        self._watch.detach()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; the learning rate is the one this step will be taken with."""
-        self._watch.begin_step()
+        number = state.global_step + 1
         if self._headroom is not None:
-            self._headroom.begin_step(state.global_step + 1)
-        self._began = time.perf_counter()
-        self._learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
+            self._headroom.begin_step(number)
+        self.trainer.steps.begin(number, float(kwargs["lr_scheduler"].get_last_lr()[0]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the run before an update that would ruin the weights, and say which operator is to blame.
@@ -212,17 +109,12 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         """
         self.settle()
         self._skipping = skipping_optimizer(kwargs["optimizer"], self.trainer.accelerator, args.device)
-        if self._skipping is not None:
-            self._launched = self.trainer.launch_step_values()
-            self._skipping.found_inf = self._launched.broken()
+        if self._skipping is None:
+            self._judge(self.trainer.steps.read())
             return
-        values = self.trainer.step_values()
-        what = self._watch.ends(values)
-        if what is not None:
-            record = self._record(state.global_step + 1, values)
-            if self._headroom is not None:
-                self._headroom.end_step(record.step)
-            self._end(what, record, values, self._watch.batches())
+        step = self.trainer.steps.launch()
+        self._skipping.found_inf = step.broken()
+        step.send()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take back what told the optimizer whether to leave the update out."""
@@ -236,15 +128,11 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         Raises:
             TrainingError: its loss or gradient was not finite; its update was left out.
         """
-        deferred, self._deferred = self._deferred, None
-        if deferred is None:
-            return
-        values, record = deferred.read()
-        what = self._watch.ends(values)
-        if what is not None:
-            self._end(what, record, values, deferred.batches)
-        self.steps.append(record)
-        self._show(self.trainer.state, record)
+        step, self._unread = self._unread, None
+        if step is not None:
+            step.read()
+            self._judge(step)
+            self._keep(step)
 
     def record_unread(self) -> str:
         """When an exception has ended the run: record the step that the host has not looked at yet, without judging it.
@@ -252,48 +140,49 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         Returns:
             why it is not in the report, as a sentence; empty where it is, or where there was none.
         """
-        deferred, self._deferred = self._deferred, None
-        if deferred is None:
+        step, self._unread = self._unread, None
+        if step is None:
             return ""
         try:
-            _, record = deferred.read()
+            step.read()
         except RuntimeError as error:  # what has failed may be the device
             reason = first_line(error)
-            return f"step {deferred.record.step} is not in the report: its loss cannot be read from the device ({reason})"
-        self.steps.append(record)
+            return (
+                f"step {step.number} is not in the report: its loss cannot be read from the device ({reason})"
+            )
+        self.steps.append(step.record())
         return ""
 
-    def _end(self, what: str, record: StepRecord, values: StepValues, batches: MicroBatches) -> NoReturn:
-        self.steps.append(record)
-        again, checkpoint = self._watch.again(values.scale, batches), self.trainer.last_checkpoint()
-        raise stopped(what, self.trainer.args, record.step, values, record.learning_rate, checkpoint, again)
+    def _judge(self, step: Step) -> None:
+        meter = self.trainer.steps
+        what = meter.ends(step)
+        if what is None:
+            return
+        if not step.seconds:  # it ends here, without its update
+            self._end(step.number)
+        self.steps.append(step.record())
+        replay, checkpoint = meter.replay(step), self.trainer.last_checkpoint()
+        raise stopped(what, self.trainer.args, step, checkpoint, replay)
+
+    def _end(self, number: int) -> Step:
+        if self._headroom is not None:
+            self._headroom.end_step(number)
+        ended: Step = self.trainer.steps.end()
+        return ended
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the record of the step."""
-        if self._headroom is not None:
-            self._headroom.end_step(state.global_step)
-        if self._launched is not None:
-            values, self._launched = self._launched.sent(), None
-            record = self._record(state.global_step, StepValues(0, math.nan, None))
-            self._deferred = _Deferred(record, values, self._watch.batches())
-            if any(getattr(control, name) for name in _SEEN):
-                self.settle()
+        step = self._end(state.global_step)
+        if not step.waits:
+            self._keep(self.trainer.steps.read())
             return
-        self.steps.append(self._record(state.global_step, self.trainer.step_values()))
-        self._show(state, self.steps[-1])
+        self._unread = step
+        if any(getattr(control, name) for name in _SEEN):
+            self.settle()
 
-    def _record(self, step: int, values: StepValues) -> StepRecord:
-        return StepRecord(
-            step=step,
-            loss=values.loss,
-            learning_rate=self._learning_rate,
-            grad_norm=values.grad_norm,
-            tokens=values.tokens,
-            seconds=time.perf_counter() - self._began,
-            memory_bytes=self.trainer.take_step(),
-            loss_scale=values.scale,
-            skipped=bool(self.trainer.accelerator.optimizer_step_was_skipped),
-        )
+    def _keep(self, step: Step) -> None:
+        self.steps.append(step.record())
+        self._show(self.trainer.state, self.steps[-1])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the held-back loss."""
@@ -350,73 +239,3 @@ class Kept:
             self._write()
         took = time.perf_counter() - began
         self._next = began + max(self._LEAST_SECONDS, 100 * took)
-
-
-class MemoryMeter(Protocol):
-    """The most memory in use since a moment."""
-
-    def restart(self) -> None:
-        """Forget what was; start with what is in use now."""
-
-    def peak(self) -> int:
-        """Bytes, the most since `restart`."""
-
-
-@contextmanager
-def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
-    """A meter for the time of a run.
-
-    On CUDA, ROCm and XPU it is torch's own count of what it has allocated on `device`, which misses no peak. Else it
-    is the resident size of this process, looked at every `SAMPLING_SECONDS` and at both ends: a peak between two
-    looks is missed. (The kernel's own mark, `ru_maxrss`, cannot be set back, and starts with the peak of loading.)
-    """
-    if device.type in ("cuda", "xpu"):
-        yield _Allocated(device)
-        return
-    with _Resident() as meter:
-        yield meter
-
-
-class _Allocated:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._backend = torch.get_device_module(device)
-
-    def restart(self) -> None:
-        self._backend.reset_peak_memory_stats(self._device)
-
-    def peak(self) -> int:
-        return int(self._backend.max_memory_allocated(self._device))
-
-
-class _Resident:
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._peak = 0
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="isotype-memory", daemon=True)
-
-    def __enter__(self) -> _Resident:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def restart(self) -> None:
-        with self._lock:
-            self._peak = self._size()
-
-    def peak(self) -> int:
-        with self._lock:
-            self._peak = max(self._peak, self._size())
-            return self._peak
-
-    def _sample(self) -> None:
-        while not self._stop.wait(SAMPLING_SECONDS):
-            self.peak()
-
-    def _size(self) -> int:
-        return int(self._process.memory_info().rss)

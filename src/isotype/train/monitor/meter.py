@@ -1,0 +1,151 @@
+"""The owner of a trainer's current optimizer step: it fills it, has it read, judges it and runs it again."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from isotype.compat.replaced import Replacements
+from isotype.compat.torch_scaler import loss_scale
+from isotype.compat.transformers import batches_as_they_are, steps_seen
+from isotype.core.errors import first_line
+from isotype.core.random_states import RandomStates
+from isotype.ranges.verdict import Verdict
+from isotype.records.nonfinite import NonFinite
+from isotype.trace.nonfinite.again import first_nonfinite
+from isotype.train.monitor.memory import MemoryMeter
+from isotype.train.monitor.step import MicroBatch, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What came of running a step again.
+
+    Attributes:
+        finding: the first value that is no number; None where every value was one.
+        why_not: why the step could not be run again, "" where it could.
+    """
+
+    finding: NonFinite | None = None
+    why_not: str = ""
+
+
+@dataclass
+class StepMeter:
+    """Measures the optimizer steps of a trainer from `attach` to `detach`: callbacks are given neither batch nor loss.
+
+    Args:
+        trainer: a transformers or TRL trainer.
+        together: whether every step is read by all processes, which bring it together. Where it is not (in a script), tokens are not
+            counted, and losses of several processes are brought together only when the norm, which is that of all, is not finite:
+            so all of them judge alike, and wait for each other in no other step.
+        memory: what measures a step's memory, None: nothing does.
+        asked_to_stop: whether this process was asked to stop.
+
+    Attributes:
+        now: the step that is under way, or the last one.
+    """
+
+    trainer: Any
+    together: bool = False
+    memory: MemoryMeter | None = None
+    asked_to_stop: Callable[[], bool] = lambda: False
+    now: Step = field(default_factory=lambda: Step(0))
+    _verdict: Verdict = field(default_factory=Verdict)
+    _methods: Replacements | None = None
+
+    def attach(self) -> None:
+        """Begin to measure."""
+        self._methods = steps_seen(self.trainer, self._around_step, self._around_loss, self._around_norm)
+
+    def detach(self) -> None:
+        """Leave the trainer as it was."""
+        if self._methods is not None:
+            self._methods.put_back()
+        self._methods = None
+
+    def begin(self, number: int, learning_rate: float = 0.0) -> None:
+        """Another optimizer step begins."""
+        self.now = Step(number, learning_rate)
+        if self.memory is not None:
+            self.memory.restart()
+
+    def end(self) -> Step:
+        """The step has ended: how long it took, its memory, and whether its update was left out."""
+        step = self.now
+        step.seconds = time.perf_counter() - step.began
+        step.memory_bytes = 0 if self.memory is None else self.memory.peak()
+        step.skipped = bool(self.trainer.accelerator.optimizer_step_was_skipped)
+        return step
+
+    def launch(self) -> Step:
+        """The step with its values on the device, whose gradients are there: without waiting for it."""
+        accelerator = self.trainer.accelerator
+        self.now.scale = loss_scale(getattr(accelerator, "scaler", None))
+        self.now.launch(
+            self.trainer.args.device, accelerator if self.together else None, self.asked_to_stop()
+        )
+        return self.now
+
+    def read(self) -> Step:
+        """The step with its values, read once: the one time in a step that the host waits for the device."""
+        step, accelerator = self.now, self.trainer.accelerator
+        if step.is_read:
+            return step
+        self.launch().read()
+        if not self.together and accelerator.num_processes > 1:
+            judged = step.grad_norm is not None and not math.isfinite(step.grad_norm)
+            loss = torch.tensor(step.loss, device=self.trainer.args.device)
+            step.loss = float(accelerator.reduce(loss, reduction="mean")) if judged else 0.0
+        return step
+
+    def ends(self, step: Step) -> str | None:
+        """What of a step ends the training, see `Verdict`; None while it may go on."""
+        return self._verdict.of(step.loss, step.grad_norm, None if step.scale is None else lambda: step.scale)
+
+    def replay(self, step: Step) -> Replay:
+        """Run a step again, every micro-batch with the random states that it had, and name the first bad operator."""
+        trainer = self.trainer
+        if not step.batches:
+            return Replay(why_not="its batch was not seen")
+        if str(getattr(trainer.accelerator, "distributed_type", "")).endswith("DEEPSPEED"):
+            return Replay(why_not="DeepSpeed runs the backward by itself")
+        self.detach()
+
+        def losses() -> Iterator[torch.Tensor]:
+            for batch in step.batches:
+                batch.states.put_back()
+                yield trainer.training_step(batch.model, copy.copy(batch.inputs), batch.items)
+
+        named = [dict(batch.inputs) for batch in step.batches]
+        alone = trainer.accelerator.num_processes == 1
+        try:
+            with batches_as_they_are(trainer):
+                return Replay(first_nonfinite(trainer.model, losses, named, step.scale, stop=alone))
+        except Exception as error:  # noqa: BLE001 - what stopped the run is told in any case, and this beside it
+            return Replay(why_not=f"{type(error).__name__}: {first_line(error)}")
+
+    def _around_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = method(*args, **kwargs)
+        self.now.loss = self.now.loss + loss.detach()
+        return loss
+
+    def _around_loss(
+        self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if model.training:
+            states = RandomStates.taken(self.trainer.args.device)
+            items = kwargs.get("num_items_in_batch")
+            self.now.batches.append(MicroBatch(model, copy.copy(inputs), items, states))
+        return method(model, inputs, *args, **kwargs)
+
+    def _around_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The Trainer comes here once a step, with gradients unscaled; what it returns is the norm before clipping.
+        self.now.grad_norm = method(*args, **kwargs)
+        return self.now.grad_norm

@@ -1,0 +1,184 @@
+"""One optimizer step of a trainer: what it was given, and what was measured in it, brought together on the device and read by the host once.
+
+A step whose loss or gradient is not finite must not change the weights. Where the optimizer is torch's fused Adam or AdamW on CUDA, the
+device itself leaves the update out (`found_inf`, which the GradScaler uses), so the host launches the update first and reads a step later,
+when the values have long arrived: it waits for nothing. Elsewhere it reads before the update.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from isotype.compat.torch import PLAIN
+from isotype.core.random_states import RandomStates
+from isotype.report.run.record import StepRecord
+
+DEFERRED_ON = ("cuda",)
+"""Device types whose work is queued, and whose fused optimizers leave an update out; ROCm's is cuda."""
+
+_LOSS, _NORM = 1, 3
+"""Places of the loss and of the norm among the five values of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one call of `compute_loss` was given: references, no copies of tensors."""
+
+    model: Any
+    inputs: Any
+    items: Any
+    states: RandomStates
+
+
+@dataclass
+class Step:
+    """One optimizer step. Loss, norm and scale are scalars on the device until `read`, numbers of the host from then on.
+
+    Attributes:
+        number: counted from 1.
+        learning_rate: that its update is made with.
+        batches: its micro-batches.
+        tokens: that its losses are computed on, over all processes; known when it is read.
+        loss: sum over its micro-batches in this process; the mean of all processes when it is read.
+        grad_norm: of its gradients, unscaled and before clipping; None where it was not measured.
+        scale: the loss scale that its backward ran with, None without one.
+        stops: processes that were asked to stop; known when it is read.
+        is_read: whether it was read.
+        began: when, by `time.perf_counter`.
+        seconds: from there to its end.
+        memory_bytes: the most in use in this process, 0 where it was not measured.
+        skipped: whether the GradScaler left the update out.
+    """
+
+    number: int
+    learning_rate: float = 0.0
+    batches: list[MicroBatch] = field(default_factory=list)
+    tokens: int = 0
+    loss: Any = 0.0
+    grad_norm: Any = None
+    scale: Any = None
+    stops: int = 0
+    is_read: bool = False
+    began: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+    memory_bytes: int = 0
+    skipped: bool = False
+    _values: torch.Tensor | None = None
+    _processes: int = 1
+    _arrived: Any = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its values are on their way to the host."""
+        return self._values is not None and not self.is_read
+
+    def launch(self, device: torch.device, accelerator: Any = None, stops: bool = False) -> None:
+        """Bring the values together on the device, without waiting for it.
+
+        Args:
+            device: that trains.
+            accelerator: sums tokens, loss and requests to stop over the processes, all of which have to call it. None: the loss is that of
+                this process, and tokens are not counted.
+            stops: whether this process was asked to stop.
+        """
+        # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
+        wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        tokens = sum(count_tokens(batch.inputs) for batch in self.batches) if accelerator is not None else 0
+        values = torch.stack(
+            [
+                torch.as_tensor(part, dtype=wide, device=device)
+                if isinstance(part, torch.Tensor)
+                # A number is written by the device itself: to copy it there would wait for the device.
+                else torch.full((), math.nan if part is None else float(part), dtype=wide, device=device)
+                for part in (tokens, self.loss, stops, self.grad_norm, self.scale)
+            ]
+        )
+        if accelerator is not None and accelerator.num_processes > 1:
+            self._processes = accelerator.num_processes
+            values[:_NORM] = accelerator.reduce(values[:_NORM], reduction="sum")
+        self._values = values
+
+    def broken(self) -> torch.Tensor:
+        """float32 `[]` on the device: 1 where loss or norm of the launched values is not finite, else 0."""
+        assert self._values is not None
+        finite = self._values[_LOSS].isfinite()
+        if self.grad_norm is not None:
+            finite = finite & self._values[_NORM].isfinite()
+        return finite.logical_not().to(torch.float32)
+
+    def send(self) -> None:
+        """Let the launched values go to the host, which does not wait for them here."""
+        assert self._values is not None
+        if self._values.device.type != "cpu":
+            host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
+            host.copy_(self._values, non_blocking=True)
+            self._arrived = torch.get_device_module(self._values.device).Event()
+            self._arrived.record()
+            self._values = host
+
+    def read(self) -> None:
+        """Make numbers of the launched values; waits until they have arrived."""
+        assert self._values is not None
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, loss, stops, norm, scale = self._values.tolist()
+        self.tokens, self.loss, self.stops = int(tokens), loss / self._processes, int(stops)
+        self.grad_norm = None if self.grad_norm is None else norm
+        self.scale = None if self.scale is None else scale
+        self.is_read = True
+
+    def record(self) -> StepRecord:
+        """What the report of the run keeps of it."""
+        return StepRecord(
+            step=self.number,
+            loss=self.loss,
+            learning_rate=self.learning_rate,
+            grad_norm=self.grad_norm,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            memory_bytes=self.memory_bytes,
+            loss_scale=self.scale,
+            skipped=self.skipped,
+        )
+
+
+_MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completion_ids": "completion_mask"}
+
+
+def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
+    """Tokens of the sequences that a loss is computed on: the attended ones where a mask says which, else all.
+
+    Sequences that are only compared with, such as those of KTO's KL estimate, do not count.
+    """
+    total: torch.Tensor | int = 0
+    for ids, mask in _MASKS.items():
+        if batch.get(ids) is not None:
+            # The sum stays on its device: reading it would make every micro-batch wait for the GPU.
+            total = total + (batch[ids].numel() if batch.get(mask) is None else batch[mask].sum())
+    return total
+
+
+def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
+    """The optimizer below accelerate's wrapper, where it leaves an update out by a flag on its device; else None.
+
+    Not where there is a GradScaler, which sets the flag itself, nor with several processes, whose requests to stop are read with the values.
+    """
+    scaler = getattr(accelerator, "scaler", None)
+    if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:
+        return None
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if type(inner) not in (torch.optim.Adam, torch.optim.AdamW):
+        return None
+    fused = all(group.get("fused") for group in inner.param_groups)
+    plain = all(
+        type(p) in PLAIN and p.device.type == device.type
+        for group in inner.param_groups
+        for p in group["params"]
+    )
+    return inner if fused and plain else None
