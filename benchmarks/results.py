@@ -9,7 +9,6 @@ import argparse
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import shlex
@@ -46,8 +45,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a figure was measured; `cores` is 0 where nobody noted them, `note` tells machines of one name apart: the variables of `LIMITS` that were set,
-    and whether more ran than its cores take, so that no figure of a quiet machine gives way to one of a busy one."""
+    """Where a figure was measured; `note` tells machines of one name apart, and has the variables of `LIMITS` that were set."""
 
     cpu: str
     cores: int
@@ -56,8 +54,8 @@ class Machine:
 
     def __str__(self) -> str:
         kind = next((name for flag, name in KINDS.items() if flag in self.instructions), "")
-        cores = f"{self.cores} core{'s' * (self.cores > 1)}" if self.cores else ""
-        return ", ".join(filter(None, (f"{self.cpu} ({kind})" if kind else self.cpu, cores, self.note)))
+        note = f", {self.note}" if self.note else ""
+        return f"{self.cpu}{f' ({kind})' if kind else ''}, {self.cores} cores{note}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def written(record: Record) -> str:
 
     def short(value: object) -> object:
         if isinstance(value, float):
-            return float(f"{value:.6g}") if math.isfinite(value) else str(value)  # JSON has no NaN
+            return float(f"{value:.6g}")
         if isinstance(value, Mapping):
             return {
                 key: short(each) for key, each in value.items() if each is not False and each not in empty
@@ -201,10 +199,8 @@ def this_machine() -> Machine:
             elif key.strip() == "flags":
                 flags |= set(value.split())
     wanted = (*KINDS, "avx512_vnni", "avx512_fp16")
-    cores = os.cpu_count() or 1
-    notes = [f"{each}={os.environ[each]}" for each in LIMITS if each in os.environ]
-    notes += ["other work beside"] if os.getloadavg()[0] > 1.5 * cores else []
-    return Machine(name, cores, tuple(each for each in wanted if each in flags), " ".join(notes))
+    limits = " ".join(f"{each}={os.environ[each]}" for each in LIMITS if each in os.environ)
+    return Machine(name, os.cpu_count() or 1, tuple(each for each in wanted if each in flags), limits)
 
 
 def _version(package: str) -> str:

@@ -106,7 +106,7 @@ def rendered(spec: Mapping[str, Any], newest: Sequence[Record]) -> str:
 
 
 def _number(text: str) -> float:
-    return float(text.split()[0].replace(",", "").rstrip("%"))
+    return float(text.partition(" ")[0].replace(",", ""))
 
 
 def chosen(spec: Mapping[str, Any], newest: Sequence[Record]) -> list[list[Record]]:
@@ -152,8 +152,8 @@ def provenance(records: Sequence[Record]) -> str:
     """A line for each command, machine and commit that figures come from."""
     lines: dict[str, None] = {}
     for each in records:
-        taken = " (taken over)" if each.taken_over else ""
-        lines[f"`{each.command}`: {each.machine}, {each.date}, commit {each.commit}{taken}"] = None
+        commit = f"commit {each.commit}" if each.commit else "commit unknown"
+        lines[f"`{each.command}`: {each.machine}, {each.date}, {commit}"] = None
     return "Printed by " + ";\n".join(lines) + "."
 
 

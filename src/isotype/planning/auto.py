@@ -12,6 +12,7 @@ from isotype.planning.command import MEMORY
 from isotype.planning.from_request import plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, parse_request
+from isotype.planning.text import speed_of
 from isotype.train.launched import processes
 from isotype.train.preflight.command import set_flag, value_of, without_flag
 
@@ -88,8 +89,8 @@ def _with_values(argv: list[str], row: Row) -> list[str]:
 
 def words_of(row: Row) -> str:
     """What was taken, in a line."""
-    speed = row.tokens_per_second
-    foreseen = "" if speed is None else f", {speed:,.0f} tokens/s foreseen"
+    speed = speed_of(row)
+    foreseen = f", {speed} tokens/s foreseen" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""
     room = "" if row.room is None else f" of the {format_bytes(row.room)} that it may take"
     return (

@@ -21,7 +21,7 @@ from isotype.model.targets import ADAPTED
 from isotype.planning.command import EXAMPLE_DATA
 from isotype.planning.html import to_html
 from isotype.planning.rates import with_rates
-from isotype.planning.record import Device, Record, Row, front, picked
+from isotype.planning.record import Device, Record, Row, Time, front, picked
 from isotype.planning.request import PlanRequest, parse_request, require_known_goal
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import to_text
@@ -85,8 +85,9 @@ NAMES: Names = {
     PlannedRow: "storage=row.storage compute=row.compute checkpointing=row.checkpointing sharding=row.sharding devices=row.devices "
     "rows=row.rows length=row.length accumulation=row.accumulation tokens=row.tokens fits=row.fits peak_bytes=row.peak "
     "room_bytes=row.room spare_bytes=row.spare peak_phase=row.phase peak_kinds=row.kinds time=row.time "
-    "tokens_per_second=row.tokens_per_second longest=row.longest longest_is_all=row.longest_is_all work=row.work damage=row.damage "
+    "tokens_per_second=row.tokens_per_second tokens_per_second_low=row.lowest_speed tokens_per_second_high=row.highest_speed longest=row.longest longest_is_all=row.longest_is_all work=row.work damage=row.damage "
     "command on_front",
+    Time: "seconds low high spread least bound launches",
 }
 
 

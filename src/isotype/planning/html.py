@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from isotype.core.package import VERSION
 from isotype.core.units import format_bytes
 from isotype.planning.record import Device, Record, Row, front
-from isotype.planning.text import cells_of, heads_of, lines_of, title_of
+from isotype.planning.text import cells_of, heads_of, lines_of, speed_of, title_of
 from isotype.report.charts import escape, nice_ticks, percent, tick_labels, value_axis
 from isotype.report.html import package_file, render
 
@@ -101,7 +101,7 @@ def _axes(wide: float, high: float) -> str:
 def _point(row: Row, wide: float, high: float, best: bool, chosen: bool) -> str:
     css = "point" + " best" * best + " chosen" * chosen
     words = f"{row.storage}, checkpointing {row.checkpointing}, {row.rows} of {row.length:,}"
-    words += f": {format_bytes(row.peak)}, {row.speed:,.0f} tokens/s"
+    words += f": {format_bytes(row.peak)}, {speed_of(row)} tokens/s"
     x, y = percent(row.peak / _GIB / wide), percent(1 - row.speed / high)
     name = f"{row.storage}{'' if row.checkpointing == 'off' else ' ✓'}"
     return (

@@ -1,27 +1,29 @@
-"""Rates of the device at hand, measured: no data sheet has those of this CPU, and no card reaches its own."""
+"""Rates to foresee time by: measured on the device at hand; of another card, those of its data sheet that published runs reached.
+
+What they reached is a model of five numbers (`REACHED`), fitted to some published runs and tried on the others by `benchmarks/rates.py`
+(docs/plan.md has the table). A product reaches a share of the peak rate, a smaller one on a larger card, whose many units its caches
+feed less well. Operators between products are fused, here and there: of the bytes and the launches that a trace has of them,
+one operator after another, a share is left. Other traffic runs at the memory's bandwidth. A launch takes the host some microseconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from isotype.precision.devices.probe import clock, measure_all, wait_for
-from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.devices.profile import DeviceProfile, StepRates
 
 _SECONDS = 1.0
 """Of the products of all dtypes."""
 
 
-@dataclass(frozen=True)
-class _Load:
-    """What is timed on a kind of device.
-
-    Attributes:
-        copied: bytes, past the caches.
-        drawn: random values.
-        queued: calls that the device is waited for once: beside a GPU's kernels, to launch and wait for one takes its time.
+class _Load(NamedTuple):
+    """What is timed on a kind of device: bytes that are copied, past the caches; random values that are drawn; calls that the device is
+    waited for once, since beside a GPU's kernels it takes its time to launch and wait for one.
     """
 
     copied: int
@@ -41,27 +43,76 @@ def _load(device: torch.device) -> _Load:
     return _CPU if device.type == "cpu" else _GPU
 
 
-def with_rates(profile: DeviceProfile) -> tuple[DeviceProfile, str]:
+@dataclass(frozen=True)
+class Reached:
+    """What trainings reach of a GPU's data sheet.
+
+    Attributes:
+        products: the share of the peak rate that products reach where it is 100 TFLOP/s.
+        falling: the power of the peak rate that this share falls with.
+        ceiling: the most of it that they reach anywhere, and on cards whose 16-bit products are no more than twice as fast as their float32: such
+            a card (GeForce, A10G) sums in float32 at half its units' rate, and feeds them well.
+        between: the share of the bytes and launches between products that is left when they are fused (counted: docs/performance.md).
+        launch: seconds that the host takes for a launch.
+        spread: how many times faster or slower than foreseen a step may be: four of five published runs that were held back are within it.
+    """
+
+    products: float
+    falling: float
+    ceiling: float
+    between: float
+    launch: float
+    spread: float
+
+    def rates(self, peaks: Mapping[torch.dtype, float]) -> dict[torch.dtype, float]:
+        """FLOP/s of products by dtype, of peak rates in FLOP/s."""
+        halved = 2 * peaks.get(torch.float32, 0.0)
+        return {
+            dtype: peak
+            * (
+                self.ceiling
+                if peak <= 1.01 * halved
+                else min(self.ceiling, self.products * (1e14 / peak) ** self.falling)
+            )
+            for dtype, peak in peaks.items()
+        }
+
+
+REACHED = Reached(products=0.7, falling=0.17, ceiling=0.88, between=0.1, launch=14e-6, spread=1.25)
+
+
+def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:
     """(the profile with rates to foresee time by, where they come from as a clause; "" where there are none).
 
-    Of a device of this machine they are measured in about a second; of another one its data sheet's are taken.
+    Of a device of this machine they are measured in about a second; of another one they are what published runs reached of its data sheet's.
     """
-    if not profile.present:
-        rated = bool(profile.peak_flops) and profile.memory_bandwidth is not None
-        return profile, "the data sheet's rates, which no card reaches" if rated else ""
-    rates = measure_all(profile.name, _SECONDS)
-    peaks = {
-        dtype: rate.flops_per_second for dtype, rate in rates.items() if rate.flops_per_second is not None
-    }
+    bandwidth = profile.memory_bandwidth
+    if profile.present:
+        profile, source = _measured(profile), "rates measured on this machine"
+        bandwidth = profile.memory_bandwidth
+    elif profile.peak_flops and bandwidth is not None:
+        profile = replace(profile, peak_flops=reached.rates(profile.peak_flops))
+        source = "speed as published runs on GPUs reached it"
+    else:
+        return profile, ""
+    if profile.kind == "cpu" or bandwidth is None:
+        return profile, source
+    steps = StepRates(bandwidth / reached.between, reached.launch, reached.spread)
+    return replace(profile, steps=steps), source
+
+
+def _measured(profile: DeviceProfile) -> DeviceProfile:
     device = torch.device(profile.name)
-    measured = replace(
+    rates = measure_all(profile.name, _SECONDS)
+    return replace(
         profile,
-        peak_flops=peaks,
+        peak_flops={
+            dtype: rate.flops_per_second for dtype, rate in rates.items() if rate.flops_per_second is not None
+        },
         memory_bandwidth=copy_rate(device),
         random_rate=draw_rate(device),
         page_rate=page_rate(device),
     )
-    return measured, "rates measured on this machine"
 
 
 def copy_rate(device: torch.device) -> float:

@@ -13,7 +13,7 @@ from isotype.core.json_records import Signed
 from isotype.precision.policy import PrecisionPolicy
 
 GOALS: Mapping[str, str] = {
-    "balanced": "the most precise storage of those at most a quarter slower than the fastest",
+    "balanced": "the most precise storage among those that are at most a quarter slower than the fastest",
     "longest": "the longest rows",
     "fastest": "the most tokens a second",
     "best": "the least damage by storage, then the most tokens a second",
@@ -26,16 +26,28 @@ class Time:
     """Foreseen seconds of one step, all of its micro-batches, by the roofline of `isotype.rules.kit.step_time`.
 
     Attributes:
-        seconds: every operator as it was traced, one after another, at the device's rates.
-        least: the products alone: no fusion of the rest is faster.
+        seconds: of all operators at the device's rates.
+        least: of the products alone.
         bound: what most of the time goes to.
         launches: kernels, at least.
+        spread: how many times faster or slower a step may be; 1 where the rates were measured on the device.
     """
 
     seconds: float
     least: float
-    bound: Literal["products", "memory traffic"]
+    bound: Literal["products", "memory traffic", "launches"]
     launches: int
+    spread: float = 1.0
+
+    @property
+    def low(self) -> float:
+        """Seconds of a step at the fast end of the spread."""
+        return self.seconds / self.spread
+
+    @property
+    def high(self) -> float:
+        """Seconds of a step at the slow end of the spread."""
+        return self.seconds * self.spread
 
 
 @dataclass(frozen=True)
@@ -132,6 +144,16 @@ class Row:
     def tokens_per_second(self) -> float | None:
         """Of all devices together, what they exchange not counted."""
         return None if self.time is None else self.tokens / self.time.seconds
+
+    @property
+    def lowest_speed(self) -> float | None:
+        """Tokens a second at the slow end of the spread."""
+        return None if self.time is None else self.tokens / self.time.high
+
+    @property
+    def highest_speed(self) -> float | None:
+        """Tokens a second at the fast end of the spread."""
+        return None if self.time is None else self.tokens / self.time.low
 
     @property
     def speed(self) -> float:

@@ -361,7 +361,7 @@ class Search:
             room=size,
             phase=traced.phase,
             kinds=traced.kinds,
-            time=_time(traced, profile.name, accumulation),
+            time=_time(traced, profile, accumulation),
             policy=policy,
             command=(),
             longest=longest,
@@ -435,8 +435,8 @@ def _seconds(steps: Steps, device: str, rows: int, tokens: int) -> float | None:
     return None if time is None else time.traced_seconds
 
 
-def _time(traced: Traced, device: str, accumulation: int) -> Time | None:
-    time: StepTime | None = traced.times[device]
+def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | None:
+    time: StepTime | None = traced.times[profile.name]
     if time is None:
         return None
     return Time(
@@ -444,6 +444,7 @@ def _time(traced: Traced, device: str, accumulation: int) -> Time | None:
         time.seconds * accumulation,
         time.bound,
         time.launches * accumulation,
+        1.0 if profile.steps is None else profile.steps.spread,
     )
 
 

@@ -35,12 +35,13 @@ class StepTime:
 
     Attributes:
         seconds: sum of the seconds of the products, by what bounds each: no fusion of the rest is faster.
-        traced_seconds: the same sum over all operators as they were traced.
+        traced_seconds: the same sum over all operators as they were traced, fused and launched as `DeviceProfile.steps` says, if it does.
         products: by the dtype they run in.
         bytes: that all operators read and write.
         bytes_per_second: the device's memory bandwidth.
         launches: operators that run on the device, each one kernel at least.
         tokens: of the step's batch on one device, None where it has none.
+        host_seconds: of the launches of kernels; 0 where nobody knows what one takes.
     """
 
     seconds: float
@@ -50,6 +51,7 @@ class StepTime:
     bytes_per_second: float
     launches: int
     tokens: int | None
+    host_seconds: float = 0.0
 
     @property
     def products_seconds(self) -> float:
@@ -62,8 +64,10 @@ class StepTime:
         return self.bytes / self.bytes_per_second
 
     @property
-    def bound(self) -> Literal["products", "memory traffic"]:
+    def bound(self) -> Literal["products", "memory traffic", "launches"]:
         """What most of the traced step goes to."""
+        if self.host_seconds >= self.traced_seconds:
+            return "launches"
         return "products" if self.products_seconds > self.traced_seconds / 2 else "memory traffic"
 
     @property

@@ -40,6 +40,21 @@ _HALVES = frozenset({_F16, _BF16})
 
 
 @dataclass(frozen=True)
+class StepRates:
+    """What a whole step reaches on a device, beside the rates of its products and of its memory.
+
+    Attributes:
+        between: bytes a second of the operators between products, which kernels fuse: bytes as a trace has them, one operator after another.
+        launch: seconds that the host takes for the launch of a kernel.
+        spread: how many times faster or slower than foreseen a step may be.
+    """
+
+    between: float
+    launch: float
+    spread: float
+
+
+@dataclass(frozen=True)
 class DeviceProfile:
     """What one device can do.
 
@@ -65,6 +80,7 @@ class DeviceProfile:
         repacks_4bit: whether bitsandbytes repacks 4-bit weights there when they are evaluated.
         random_rate: random values that one thread draws in a second (dropout's masks), where that was measured, else None.
         page_rate: bytes a second in which a CPU's system hands out cleared pages, where that was measured, else None.
+        steps: what whole steps reach there; None where that is not known: they take the sum of their operators.
     """
 
     name: str
@@ -86,6 +102,7 @@ class DeviceProfile:
     repacks_4bit: bool = False
     random_rate: float | None = None
     page_rate: float | None = None
+    steps: StepRates | None = None
 
     def supports(self, dtype: torch.dtype) -> Support:
         """How matmuls in `dtype` run here; a dtype that the profile does not list is refused."""

@@ -8,6 +8,8 @@ Random values of a device that was measured take what one thread takes to draw t
 that its C library does not keep comes in new pages, which the system clears one by one: ten times what its bytes take.
 A 16-bit dtype that the device emulates is multiplied in float32 units, and converted on the way there: at float32's rate at best.
 How long the host takes for a launch is on no data sheet. What it may take before the device waits for it follows from the rest.
+Where a profile has what whole steps reach (`DeviceProfile.steps`), operators between products take the traffic and the launches that are left of
+them when chains of them are one kernel each, and a step takes no less than the host needs for its launches.
 """
 
 from __future__ import annotations
@@ -39,17 +41,18 @@ def step_time(trace: Trace) -> StepTime | None:
         if profile.supports(dtype) == "emulated" and torch.float32 in profile.peak_flops
     }
     rates = {dtype: profile.peak_flops[other] for dtype, other in emulated.items()}
-    peaks, bandwidth = {**rates, **profile.peak_flops}, profile.memory_bandwidth
+    peaks, bandwidth, steps = {**rates, **profile.peak_flops}, profile.memory_bandwidth, profile.steps
     rated = bandwidth is not None and trace.flops and trace.flops.keys() <= peaks.keys()
     if not rated or bandwidth is None or trace.failure is not None:
         return None
-    seconds, traced, moved, launches = 0.0, 0.0, 0, 0
+    seconds, traced, host, moved, launches = 0.0, 0.0, 0.0, 0, 0
     flops: dict[torch.dtype, float] = {}
     for call in trace.calls:
         traffic, dtype = costs.bytes_moved(call), costs.run_dtype(call)
-        least = traffic / bandwidth
+        rate = steps.between if steps is not None and fuses(call) else bandwidth
+        least = traffic / rate
         if dtype is not None:
-            count = _least_flops(call)
+            count = least_flops(call)
             flops[dtype] = flops.get(dtype, 0) + count
             least = max(least, count / peaks[dtype])
             seconds += least
@@ -60,13 +63,20 @@ def step_time(trace: Trace) -> StepTime | None:
         traced += least
         moved += traffic
         launches += call.repeats if traffic else 0
+        host += steps.launch * call.repeats * bandwidth / rate if steps is not None and traffic else 0
     if not seconds:
         return None
     products = {
         dtype: Products(count, peaks[dtype], None if dtype in profile.peak_flops else emulated[dtype])
         for dtype, count in flops.items()
     }
-    return StepTime(seconds, traced, products, moved, bandwidth, launches, _tokens(trace))
+    return StepTime(seconds, max(traced, host), products, moved, bandwidth, launches, _tokens(trace), host)
+
+
+def fuses(call: Call) -> bool:
+    """Whether kernels compute a call together with its neighbours: no product, dequantization, optimizer or operator of another library."""
+    dequantizes = any(operand.dtype == torch.int8 for operand in call.operands)
+    return not call.flops and not dequantizes and call.phase != "optimizer" and call.op.startswith("aten.")
 
 
 def _values(call: Call) -> int:
@@ -74,7 +84,8 @@ def _values(call: Call) -> int:
     return costs.elements(call.results[0][1]) * call.repeats if call.results else 0
 
 
-def _least_flops(call: Call) -> float:
+def least_flops(call: Call) -> float:
+    """FLOPs of the calls that it stands for, of attention half."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count
 
