@@ -47,7 +47,7 @@ CASES = [case for case in _one_of_each_class() if case not in _MANY_FIXES]
 
 
 @pytest.mark.real_cpu
-@few("case", _one_of_each_class(), *CASES)
+@few("case", [*_one_of_each_class(), "llava-1712"], *CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_report_is_found_explained_and_fixed(case: str) -> None:
     assert judge_scenario(all_scenarios()[case]).problems == ()

@@ -54,9 +54,10 @@ class Model(nn.Module):
 class Towered(nn.Module):
     """A tower that encodes pixels beside a model in another dtype, with a cast where they meet."""
 
-    def __init__(self) -> None:
+    def __init__(self, norms: int = 0) -> None:
         super().__init__()
-        self.tower = nn.Sequential(nn.Linear(12, WIDTH), *(Block() for _ in range(3)))
+        first = (nn.LayerNorm(WIDTH) for _ in range(norms))
+        self.tower = nn.Sequential(nn.Linear(12, WIDTH), *first, *(Block() for _ in range(3)))
         self.text = Model(8)
 
     def forward(self, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
@@ -125,6 +126,7 @@ class Case:
     kept: str  # a part that is not out of place
 
 
+_NORMS = ("1", "2", *(f"{block}.norm" for block in (3, 4, 5)))
 PIXELS = {**IDS, "pixels": torch.ones(2, 5, 12)}
 
 CASES = {
@@ -139,6 +141,12 @@ CASES = {
         PIXELS,
         ("tower.2.up.weight is bfloat16",),
         "tower.2.down",
+    ),
+    "bfloat16 norms in the float32 tower of a bfloat16 model": Case(
+        lambda: _cast(Towered(2), BF16, ("tower", FP32), *((f"tower.{norm}", BF16) for norm in _NORMS)),
+        PIXELS,
+        ("tower.1.weight is bfloat16",),
+        "tower.3.down",
     ),
     "a float32 block in a bfloat16 model": Case(
         lambda: _cast(Model(), BF16, ("blocks.1.up", FP32), ("blocks.1.down", FP32)),

@@ -14,9 +14,8 @@ from isotype.records.trace import FLOATS, Origin, Setup, Weight
 
 _HALVES = (torch.bfloat16, torch.float16)
 _HELD = ("parameter", "buffer", "attribute")
-# What comes from outside of the modules, or was converted to the dtype of another part: where it goes to says which
-# part of the model it concerns.
-_FROM_OUTSIDE = ("input", "data", "outside", "scratch", "conversion")
+# What comes from outside of the modules: where it goes to says which part of the model it concerns.
+_FROM_OUTSIDE = ("input", "data", "outside", "scratch")
 
 # Whole words of a name. PEFT's tuner layers are known by their class; these are adapters written by hand or by other
 # libraries (`lora_A`, `attn_lora`, `adapter`), and what PEFT keeps outside of tuner layers: its prompts.
