@@ -5,6 +5,7 @@ Who imports all of `torch._dynamo` and compiles nothing with it (torch 2.13, tra
 - torch/_subclasses/fake_tensor.py: `FakeTensorMode.__init__` reads `torch._dynamo.config`
 - torch/_compile.py: `torch._disable_dynamo` asks for `disable` around each dispatch mode and optimizer,
   https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
+- torch/__init__.py: `compile` imports `torch._inductor` first (torch 2.15), which imports parts of `torch._dynamo` before the package
 - torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which is for compiled code
 - transformers/masking_utils.py takes a class from `torch._dynamo._trace_wrapped_higher_order_op`; integrations/deepgemm.py
   and flex_attention.py mark functions for the compiler,
@@ -55,10 +56,10 @@ class _Deferred(ModuleType):
             raise AttributeError(name)
         if importlib.util.find_spec(f"{_NAME}.{name}") is not None:
             return importlib.import_module(f"{_NAME}.{name}")
-        self._run()
+        self.run()
         return getattr(self, name)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         """Execute the real module and replay the marks recorded so far."""
         held = vars(self)
         marked, eager = held.pop("marked"), held.pop("eager")
@@ -80,6 +81,17 @@ def defer_compiler() -> None:
         module: Any = _Deferred()
         sys.modules[_NAME] = module
         torch._dynamo = module
+        torch.compile = _after_dynamo(torch.compile)  # type: ignore[assignment]
+
+
+def _after_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        if (deferred := _deferred()) is not None:
+            deferred.run()
+        return function(*args, **options)
+
+    return called
 
 
 def _deferred() -> _Deferred | None:
@@ -138,7 +150,7 @@ def _disable(function: Any = None, recursive: bool = True, **options: Any) -> An
     if not isinstance(function, FunctionType):
         deferred = _deferred()
         if deferred is not None:
-            deferred._run()
+            deferred.run()
         return disabled()
 
     @functools.wraps(function)
