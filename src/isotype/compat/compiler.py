@@ -81,7 +81,7 @@ def defer_compiler() -> None:
         module: Any = _Deferred()
         sys.modules[_NAME] = module
         torch._dynamo = module
-        torch.compile = _after_dynamo(torch.compile)  # type: ignore[assignment]
+        torch.compile = _after_dynamo(torch.compile)
 
 
 def _after_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
