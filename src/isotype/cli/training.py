@@ -41,6 +41,14 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         text = wrapped(short_help(command), console)
         console.print(text, highlight=False, markup=False, soft_wrap=True, end="")
         return 0
+    if "--print-config" in rest:
+        from isotype.data.methods import METHODS
+        from isotype.train.options.settings import config_text
+
+        quiet_libraries()
+        rest.remove("--print-config")
+        print(config_text(METHODS[command], rest), end="")
+        return 0
     rest = ["--help" if each == "--help-all" else each for each in rest]
     let_segments_expand(rest)
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()

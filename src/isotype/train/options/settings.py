@@ -18,6 +18,7 @@ from isotype.core.errors import Problem, UsageError, one_line
 from isotype.core.renamed import renamed
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
+from isotype.train.dialects.translate import in_own_names
 from isotype.train.launched import Sharding
 from isotype.train.libraries import require_names
 from isotype.train.options.arguments import ARGUMENTS, Argument, IsotypeArguments, number_problems
@@ -25,6 +26,25 @@ from isotype.train.options.precision_flags import FLAGS, read_precision_request
 
 _UNSET = object()
 AUTO = "auto"
+_MEANT = frozenset(
+    [
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        "bf16",
+        "fp16",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "output_dir",
+        "eval_strategy",
+        "eval_steps",
+        "bnb_4bit_quant_type",
+        "model_revision",
+        "logging_nan_inf_filter",
+        "accelerator_config",
+        "lora_task_type",
+    ]
+)
+"""Arguments whose default, where it is given, is not the same as saying nothing."""
 _RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
 """The argument, and the newer name that transformers 5.23 has for it."""
 
@@ -67,7 +87,7 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
         PrecisionError: flags that contradict each other about dtypes; the error names all of them.
     """
     parser = training_parser(method)
-    config_keys = apply_config(parser, argv)
+    config_keys = apply_config(parser, argv, method.name)
     arguments = without_config(argv)
     parser.parse_known_args(arguments)
     problems = list(parser.problems)  # of the config file's values too, which are the defaults
@@ -300,11 +320,25 @@ def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, A
 # ------------------------------------------------------------------------------------------------------ --config FILE
 
 
-def apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
-    """Set the parser's defaults from the YAML file of `--config`; returns the names it sets."""
+def apply_config(parser: Any, argv: Sequence[str], method: str) -> set[str]:
+    """Set the parser's defaults from the YAML file of `--config`, isotype's own or another trainer's; returns the names it sets."""
     path = _config_path(argv)
     if path is None:
         return set()
+    values, problems = in_own_names(_content(path), method, path)
+    for name, value in (values.pop("env", None) or {}).items():
+        os.environ[name] = str(value)
+    known = {action.dest for action in actions_of(parser)}
+    headline = f"what {path} asks for is not done here" if problems else f"unknown names in {path}"
+    problems += [_unknown_key(str(key), sorted(known)) for key in values if key not in known]
+    if problems:
+        raise UsageError(headline, problems)
+    parser.set_defaults_with_config(**_yaml_choices(parser, values))
+    return set(values)
+
+
+def _content(path: str) -> dict[str, Any]:
+    """The mapping in a YAML file."""
     import yaml
 
     try:
@@ -338,17 +372,23 @@ def apply_config(parser: Any, argv: Sequence[str]) -> set[str]:
             "`name: value` lines",
             "write learning_rate: 1e-4",
         )
-    for name, value in (values.pop("env", None) or {}).items():
-        os.environ[name] = str(value)
-    known = {action.dest for action in actions_of(parser)}
-    unknown = [str(key) for key in values if key not in known]
-    if unknown:
-        raise UsageError(
-            f"unknown names in {path}",
-            [_unknown_key(key, sorted(known)) for key in unknown],
-        )
-    parser.set_defaults_with_config(**_yaml_choices(parser, values))
-    return set(values)
+    return values
+
+
+def config_text(method: Method, argv: Sequence[str]) -> str:
+    """A training command as the shortest file of `--config` that means the same."""
+    import yaml
+
+    parser = training_parser(method)
+    defaults = {action.dest: parser.get_default(action.dest) for action in actions_of(parser)}
+    path = _config_path(argv)
+    values, problems = ({}, []) if path is None else in_own_names(_content(path), method.name, path)
+    problems += [_unknown_key(str(key), sorted(defaults)) for key in values if key not in {"env", *defaults}]
+    given, unknown = parser.parse_known_args(without_config(argv), _unset_namespace(parser))
+    parser.refuse([*problems, *parser.problems, *parser.unknown(unknown)])
+    values |= {name: value for name, value in vars(given).items() if value is not _UNSET}
+    said = {n: v for n, v in values.items() if n in _MEANT or n not in defaults or defaults[n] != v}
+    return str(yaml.safe_dump(said, sort_keys=False, allow_unicode=True))
 
 
 def _yaml_choices(parser: Any, values: Mapping[str, Any]) -> dict[str, Any]:

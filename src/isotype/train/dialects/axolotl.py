@@ -1,0 +1,153 @@
+"""What axolotl's files say beside its table: the method, the rows, how often something is saved and evaluated."""
+
+from __future__ import annotations
+
+from isotype.train.dialects.reader import Reader, tables
+from isotype.train.dialects.rows import FRAME, Rows, speaks, use_rows
+
+_METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "grpo": "grpo", "gdpo": "grpo"}
+_PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")
+
+
+def method_of(reader: Reader) -> str | None:
+    """The training command of the file; None for a method that isotype has not."""
+    rl = reader.get("rl")
+    if reader.get("process_reward_model"):
+        reader.refuse("process_reward_model", "a reward for whole answers", "isotype reward")
+        return None
+    if rl is not None and rl not in _METHODS:
+        reader.refuse("rl", f"one of {', '.join(_METHODS)}", "choose one of these: isotype has no other")
+        return None
+    return _METHODS[rl] if rl is not None else "reward" if reader.get("reward_model") else "sft"
+
+
+def topics(reader: Reader) -> None:
+    """Settle what takes arithmetic or a look at the rows."""
+    whole, micro = (
+        reader.typed("batch_size", "a number above 0", None),
+        reader.typed("micro_batch_size", "a number above 0", 1),
+    )
+    if whole and not reader.get("gradient_accumulation_steps"):
+        reader.use("batch_size", gradient_accumulation_steps=max(1, int(whole // micro)))
+    reader.note("no effect beside gradient_accumulation_steps", "batch_size")
+    if isinstance(more := reader.get("optim_args"), dict):
+        reader.use("optim_args", optim_args=",".join(f"{name}={value}" for name, value in more.items()))
+    for plugin in reader.typed("plugins", "a list", []):
+        if str(plugin).rpartition(".")[2] not in _PLUGINS:
+            reader.refuse(
+                f"plugins: {plugin}",
+                "no code beside isotype's",
+                "remove it from the list to train without it",
+            )
+    _intervals(reader)
+    _rows(reader)
+    reader.use("rl reward_model process_reward_model")
+
+
+def _intervals(reader: Reader) -> None:
+    every = reader.get("save_steps") or _share(reader, "saves_per_epoch")
+    steps = {"save_strategy": "steps", "save_steps": every}
+    reader.use(
+        "save_steps saves_per_epoch save_strategy",
+        **steps if every else {"save_strategy": reader.get("save_strategy", "epoch")},
+    )
+    names = "eval_steps evals_per_epoch eval_strategy evaluation_strategy"
+    if held := reader.typed("val_set_size", "a number above 0", None):
+        every = reader.get("eval_steps") or _share(reader, "evals_per_epoch")
+        strategy = reader.get("eval_strategy", reader.get("evaluation_strategy"))
+        steps = {"eval_strategy": "steps", "eval_steps": every}
+        reader.use(names, **steps if every and strategy != "no" else {"eval_strategy": strategy or "epoch"})
+        reader.use("val_set_size", eval_split=held)
+    reader.note("no effect: no rows are held back", names)
+    reader.use("val_set_size")
+
+
+def _share(reader: Reader, name: str) -> float | None:
+    """The share of all steps after which something comes that comes so often in an epoch; None for an epoch or more."""
+    often, epochs = (
+        reader.typed(name, "a number above 0", None),
+        reader.typed("num_epochs", "a number above 0", 1),
+    )
+    share = 1 / (often * epochs) if often else 1
+    return share if share < 1 else None
+
+
+def _rows(reader: Reader) -> None:
+    rows: list[Rows] = []
+    for key in ("datasets", "pretraining_dataset"):
+        entries = reader.get(key, [])
+        for at, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+            content = entry if isinstance(entry, dict) else {"path": entry}
+            inner = Reader.of("axolotl_rows", content, reader.method, reader.folder)
+            rows += _data_set(inner)
+            reader.absorb(inner, f"{key}[{at}].")
+    use_rows(reader, "datasets pretraining_dataset", rows, "train_on_inputs")
+    packs, endless = reader.get("sample_packing"), reader.get("pretraining_dataset")
+    if {each.kind for each in rows} == {"text"} and (packs or endless):
+        reader.use("sample_packing", packing=True, packing_strategy="bfd_split" if packs else "wrapped")
+    if endless or reader.get("streaming"):
+        reader.use("streaming", **{"streaming" if "datasets" in reader.values else "dataset_streaming": True})
+    reader.use("streaming")
+
+
+def _data_set(inner: Reader) -> list[Rows]:
+    """One data set; none where its rows cannot be read, which is refused."""
+    kind, path, method = inner.get("type"), inner.typed("path", "text", None), inner.method
+    chats = {"sft": ("chat_template", "sharegpt"), "dpo": ("chat_template.default",)}.get(method, ())
+    texts = ("completion", "pretrain") if method == "sft" else ()
+    if kind in texts:
+        shape, columns = "text", {"text": [inner.get("field", inner.get("text_column", "text"))]}
+    elif kind in chats:
+        shape, columns = "chat", _chat(inner, str(kind))
+    else:
+        shape, columns = "turns", _turns(inner, str(kind))
+    if not columns or path is None:
+        known = ", ".join((*texts, *chats, *tables()["types"][method])) or "none, since code makes them"
+        fix = "write the rows with isotype's columns (docs/training.md, Data), and give --dataset_name"
+        inner.refuse(
+            "type" if "type" in inner.given else f"type: {kind}", f"a path, and rows of a type: {known}", fix
+        )
+    inner.apply_rules()
+    inner.finish()
+    more = inner.get("name"), inner.typed("split", "text", "train"), inner.get("data_files")
+    return [Rows(path, shape, columns, *more)] if columns and path else []
+
+
+def _turns(inner: Reader, kind: str) -> dict[str, list[str]]:
+    """The columns of prompts and answers, by the type of the rows; none where isotype does not know it."""
+    fields = tables()["fields"][inner.method].split()
+    if any(name.startswith("type.field_") for name in inner.given):
+        named = {name: [inner.get(f"type.field_{name}", name)] for name in fields}
+        inner.use(" ".join(f"type.field_{name}" for name in fields))
+        if inner.method != "sft":
+            return named
+        return {"prompt": named["instruction"] + named["input"], "completion": named["output"]}
+    types = tables()["types"][inner.method]
+    columns: dict[str, list[str]] | None
+    columns = types.get(kind) or types.get(kind.rpartition(".")[2]) or types.get(kind.partition(":")[0])
+    if columns and inner.method == "sft":
+        inner.notes[FRAME] = ["type"]
+    return columns or {}
+
+
+def _chat(inner: Reader, kind: str) -> dict[str, list[str]]:
+    """The columns of conversations, whose messages isotype reads by {role, content} and {from, value}."""
+    keys = inner.typed("message_property_mappings", "names with values", {})
+    role, content = (keys.get(name, inner.get(f"message_field_{name}", name)) for name in ("role", "content"))
+    if (role, content) not in (("role", "content"), ("from", "value")):
+        expected = "messages of {role, content} or {from, value}"
+        inner.refuse(f"message_property_mappings: {role}, {content}", expected, "rename them in the rows")
+    if not speaks(inner.typed("roles", "names with values", {})):
+        inner.refuse(
+            "roles",
+            "the roles that isotype reads those names as (docs/training.md, Data)",
+            "rename them in the rows",
+        )
+    inner.use("message_property_mappings message_field_role message_field_content roles")
+    messages = [inner.get("field_messages", "conversations" if kind == "sharegpt" else "messages")]
+    if inner.method == "dpo":
+        return {
+            "prompt": messages,
+            **{name: [inner.get(f"field_{name}", name)] for name in ("chosen", "rejected")},
+        }
+    return {"messages": messages, "tools": [inner.get("field_tools", "tools")]}

@@ -1,0 +1,173 @@
+"""What LLaMA-Factory's files say beside its table: the stage, and the data sets of its dataset_info.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from isotype.train.dialects.reader import Reader
+from isotype.train.dialects.rows import Rows, speaks, use_rows
+
+_JOINED = "not done: one line break between an instruction and its input, which are the prompt; an empty line is there"
+_STAGES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+_TAGS = {"user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag", "system": "system_tag"}
+_FIX = "write them with isotype's columns (docs/training.md, Data), and give --dataset_name"
+_LANGUAGE = "lora_target: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or a regex of the language model's layers"
+
+
+def method_of(reader: Reader) -> str | None:
+    """The training command of the file; None for a stage that isotype has not."""
+    stage = reader.get("stage", "sft")
+    if stage not in _STAGES:
+        reader.refuse(
+            "stage",
+            f"one of {', '.join(_STAGES)}",
+            "isotype grpo and rloo train by rewards, from a file of their own",
+        )
+        return None
+    return _STAGES[stage]
+
+
+def topics(reader: Reader) -> None:
+    """Settle what takes arithmetic or a look at the rows."""
+    for name, ours in (("lora_target", "lora_target_modules"), ("additional_target", "lora_modules_to_save")):
+        if "," in str(listed := reader.get(name, "")) and not isinstance(listed, list):
+            reader.use(name, **{ours: [each.strip() for each in listed.split(",")]})
+    if (
+        reader.values.get("use_peft")
+        and not reader.get("adapter_name_or_path")
+        and not reader.get("lora_alpha")
+    ):
+        reader.values["lora_alpha"] = 2 * reader.typed("lora_rank", "a number above 0", 8)
+    if "," in str(reader.get("adapter_name_or_path", "")):
+        reader.refuse(
+            "adapter_name_or_path",
+            "one adapter, which is trained further",
+            "merge the others first: isotype merge",
+        )
+    _rows(reader)
+    reader.use("stage")
+
+
+def _rows(reader: Reader) -> None:
+    names = reader.get("dataset", [])
+    names = names.split(",") if isinstance(names, str) else reader.typed("dataset", "a list", [])
+    names = [str(each).strip() for each in names]
+    info, root = _info(reader, names) if names else (None, Path())
+    rows = (
+        [found for name in names for found in _data_set(reader, name, info.get(name), root)] if info else []
+    )
+    use_rows(reader, "dataset dataset_dir max_samples", rows, "train_on_prompt")
+    if reader.get("streaming"):
+        reader.use("streaming", **{"streaming" if "datasets" in reader.values else "dataset_streaming": True})
+    parts = {
+        part: reader.given.get(f"freeze_{part}", True) for part in ("vision_tower", "multi_modal_projector")
+    }
+    language = reader.given.get("freeze_language_model", False)
+    seen = reader.get("image_max_pixels") or any("images" in each.columns for each in rows)
+    if seen and (any(parts.values()) or language):
+        whole = reader.get("finetuning_type") == "full"
+        fix = "freeze_vision_tower: false and freeze_multi_modal_projector: false, or finetuning_type: lora"
+        if whole or language or reader.get("lora_target", "all") == "all":
+            expected = "adapters or training on every part of a model with pictures alike"
+            reader.refuse(
+                f"freeze_vision_tower: {str(parts['vision_tower']).lower()}",
+                expected,
+                fix if whole else _LANGUAGE,
+            )
+    reader.use("freeze_vision_tower freeze_multi_modal_projector freeze_language_model")
+
+
+def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
+    """The content of dataset_info.json and its folder, as seen from here, else from the file's folder; None without one."""
+    where = reader.get("dataset_dir", "data")
+    if isinstance(where, dict):
+        return where, Path()
+    where = reader.typed("dataset_dir", "text", "data")
+    if where == "ONLINE":
+        return {name: {"hf_hub_url": name} for name in names}, Path()
+    for root in (Path(where), reader.folder / where):
+        file = root / "dataset_info.json"
+        try:
+            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except OSError:
+            continue
+        except ValueError as error:
+            reader.refuse(f"dataset_dir: {file}: {error}", "JSON", "correct that line")
+            return None, root
+        return content, root
+    fix = "give dataset_dir, or remove dataset and give --dataset_name and --columns"
+    file = Path(where) / "dataset_info.json"
+    reader.refuse("dataset", f"{file}, which says where they lie and what they hold", fix)
+    return None, Path()
+
+
+def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
+    """A data set by its entry; none where its rows cannot be read, which is refused."""
+    where, info = f"dataset: {name}", root / "dataset_info.json"
+    if not isinstance(about, dict):
+        reader.refuse(where, f"a data set of {info}", "correct the name, or describe it there")
+        return []
+    path = about.get("hf_hub_url") or (str(root / about["file_name"]) if "file_name" in about else None)
+    columns, shared, tags = (
+        about.get("columns", _COLUMNS),
+        about.get("formatting", "alpaca") != "alpaca",
+        about.get("tags", {}),
+    )
+    found = _columns(reader, columns, shared, bool(about.get("ranking")))
+    unread = [
+        each for each in ("videos", "audios", *(() if shared else ("system", "history"))) if columns.get(each)
+    ]
+    keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    if path is None or about.get("folder"):
+        reader.refuse(
+            where, f"hf_hub_url or file_name in {info}, without a folder", "download it, and give file_name"
+        )
+    elif found is None or unread:
+        held = (
+            f"columns {', '.join(unread)}" if unread else "conversations" if shared else "prompts and answers"
+        )
+        reader.refuse(f"{where}: {held}", f"rows that isotype {reader.method} reads", _FIX)
+    elif shared and not (
+        keys in (("from", "value"), ("role", "content"))
+        and speaks({role: tags[tag] for role, tag in _TAGS.items() if tag in tags})
+    ):
+        reader.refuse(
+            f"{where}: tags {tags}", "messages by names that isotype reads (docs/training.md, Data)", _FIX
+        )
+    else:
+        most = [
+            count
+            for count in (about.get("num_samples"), reader.typed("max_samples", "a number above 0", None))
+            if count
+        ]
+        split = about.get("split", "train") + (f"[:{min(most)}]" if most else "")
+        kind = "text" if "text" in found else "chat" if shared else "turns"
+        if len(found.get("prompt", ())) > 1:
+            reader.notes[_JOINED] = ["dataset"]
+        return [Rows(path, kind, found, about.get("subset"), split)]
+    return []
+
+
+def _columns(
+    reader: Reader, columns: dict[str, str], shared: bool, ranking: bool
+) -> dict[str, list[str]] | None:
+    """isotype's columns -> the data set's; None where rows of this form are not for the method."""
+
+    def of(*names: str) -> list[str]:
+        return [columns[name] for name in names if columns.get(name)]
+
+    method, asked = reader.method, of("messages") if shared else of("prompt", "query")
+    if reader.get("stage") == "pt":
+        return {"text": of("prompt")} if of("prompt") else None
+    found = {"prompt": asked}
+    if method in ("dpo", "reward"):
+        found |= {"chosen": of("chosen"), "rejected": of("rejected")}
+    elif method == "kto":
+        found |= {"completion": [] if shared else of("response"), "label": of("kto_tag")}
+    else:
+        found = {"messages": asked} if shared else found | {"completion": of("response")}
+    found |= {name: of(name) for name in ("tools", "images", "system") if of(name)}
+    return found if all(found.values()) and ranking == (method in ("dpo", "reward")) else None

@@ -1,0 +1,266 @@
+"""The words of another trainer's file: each is used, noted with its effect, or refused, by tables.yaml."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from isotype.core.errors import Problem
+
+OFF = "off or empty"
+"""The effect of a name that asks for nothing."""
+Kind = Literal["a number above 0", "a list", "names with values", "text"]
+_KINDS: Mapping[Kind, Any] = {
+    "a number above 0": (int, float),
+    "a list": list,
+    "names with values": dict,
+    "text": str,
+}
+_REMOVE = "remove it from the file to train without it"
+_OF_METHODS = {
+    name: methods.split()
+    for names, methods in (
+        ("packing packing_strategy eval_packing completion_only_loss assistant_only_loss", "sft"),
+        ("chat_template_path eos_token", "sft reward"),
+        ("pad_token", "sft dpo reward"),
+        ("max_length dataset_num_proc activation_offloading", "sft dpo reward kto"),
+        ("router_aux_loss_coef", "sft dpo kto grpo rloo"),
+        ("loss_type", "sft dpo kto grpo"),
+        ("loss_weights label_smoothing use_weighting ld_alpha", "dpo"),
+        ("padding_free", "sft dpo"),
+        ("precompute_ref_log_probs", "dpo kto"),
+        ("desirable_weight undesirable_weight", "kto"),
+        ("center_rewards_coefficient", "reward"),
+        ("beta", "dpo kto grpo rloo"),
+    )
+    for name in names.split()
+}
+"""The arguments that not every training method has -> the methods that have them."""
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """What the names of other trainers mean: tables.yaml, which says how it is read."""
+    text = resources.files("isotype.train.dialects").joinpath("tables.yaml").read_text(encoding="utf-8")
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
+
+
+def _words(text: str) -> dict[str, str]:
+    pairs = (word.partition("=") for word in text.split())
+    return {theirs: ours or theirs for theirs, _, ours in pairs}
+
+
+@dataclass
+class Reader:
+    """A file of another trainer, or a part of it, on its way to isotype's names.
+
+    Attributes:
+        table: of tables.yaml, by its name.
+        method: the training command.
+        folder: where the file lies.
+        given: name -> value; of a group of names `group.name`.
+        values: isotype's names and values.
+        used: name of the file -> the names of isotype that say it; none where isotype does it anyway.
+        notes: effect -> the names that have it.
+        problems: what is refused.
+    """
+
+    table: str
+    method: str
+    folder: Path
+    given: dict[str, Any]
+    values: dict[str, Any] = field(default_factory=dict)
+    used: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    _settled: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, table: str, content: Mapping[str, Any], method: str, folder: Path) -> Reader:
+        """A reader of a file's content."""
+        given: dict[str, Any] = {}
+        for name, value in content.items():
+            grouped = isinstance(value, dict) and value and name in tables()[table]["groups"].split()
+            given |= {f"{name}.{key}": each for key, each in value.items()} if grouped else {str(name): value}
+        return cls(table, method, folder, given)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a name; `default` where it is not given or empty."""
+        value = self.given.get(name)
+        return default if value is None or value in ("", [], {}) else number(value)
+
+    def typed(self, name: str, kind: Kind, default: Any) -> Any:
+        """The value of a name that has to be of a kind, `default` for nothing; one of another kind is refused."""
+        value = self.get(name)
+        if value is None or value is False:
+            return default
+        if (
+            isinstance(value, _KINDS[kind])
+            and value is not True
+            and (kind != "a number above 0" or value >= 0)
+        ):
+            return value or default
+        if name not in self._settled:
+            self.refuse(name, kind, "correct the value")
+        return default
+
+    def use(self, names: str, **ours: Any) -> None:
+        """Let `names` (those of them that are given) mean these arguments of isotype; none for what it does anyway."""
+        self.values.update(ours)
+        for name in self._open(names):
+            self.used[name] = list(ours)
+            self._settled.add(name)
+
+    def note(self, effect: str, names: str) -> None:
+        """Say what becomes of names that are not used."""
+        for name in self._open(names):
+            self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
+            self._settled.add(name)
+
+    def refuse(self, what: str, expected: str, fix: str = _REMOVE) -> None:
+        """Refuse a name, or `name: what is wrong with it`."""
+        name = what.partition(":")[0]
+        shown = what if ":" in what else f"{name}: {_shown(self.given.get(name))}"
+        self.problems.append(Problem(shown, expected, fix))
+        self._settled.add(name)
+
+    def absorb(self, inner: Reader, prefix: str) -> None:
+        """Take over what became of the names of a part of the file; here they are `prefix` + name."""
+        for effect, names in inner.notes.items():
+            self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
+        self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
+        self.problems += [
+            Problem(f"{prefix}{each.given}", each.expected, each.fix) for each in inner.problems
+        ]
+
+    def apply_rules(self) -> None:
+        """Settle the names that mean something together."""
+        for rule in tables()[self.table]["rules"]:
+            names = rule.get("use", rule.get("names", ""))
+            ours, more = self._filled(rule.get("as", {})), self._filled(rule.get("add", {}))
+            if not all(self._holds(*condition) for condition in rule.get("if", {}).items()):
+                continue
+            if "refuse" in rule:
+                self.refuse(rule["refuse"], rule["expected"], rule["fix"])
+            elif "note" in rule:
+                self.note(rule["note"], names)
+                self.values |= ours
+            elif not ours or not ours.keys() & self.values.keys():
+                for name, value in more.items():
+                    was = self.values.get(name)
+                    ours[name] = (
+                        value if was is None else was + value if isinstance(value, list) else was | value
+                    )
+                self.use(names, **ours)
+
+    def finish(self) -> None:
+        """Settle every other name by the table, and leave out what the method has no argument for."""
+        for name in self._open(" ".join(self.given)):
+            self._settle(name, self.given[name])
+        self.values = tables()[self.table]["defaults"] | self.values
+        for ours in [
+            name for name in self.values if self.method not in _OF_METHODS.get(name, (self.method,))
+        ]:
+            lost = self.values.pop(ours)
+            for name in [name for name, meant in self.used.items() if ours in meant]:
+                self.used[name].remove(ours)
+                if not self.used[name]:
+                    effect = f"not done: isotype {self.method} has no {ours}" if lost else OFF
+                    self.notes.setdefault(effect, []).append(name)
+                    del self.used[name]
+
+    def _settle(self, name: str, value: Any) -> None:
+        table = tables()[self.table]
+        ours, (kind, text) = _words(table["used"]).get(name), _fate(self.table, name)
+        choices = _words(table["choices"].get(ours, ""))
+        if self.get(name) is None or (not value and ours is None and not table.get("passes")):
+            self.notes.setdefault(OFF, []).append(name)
+        elif choices and str(value) not in choices:
+            self.refuse(name, f"one of {', '.join(choices)}", "choose one of these: isotype has no other")
+        elif ours is not None:
+            self.use(name, **{ours: choices.get(str(value), number(value))})
+        elif kind == "refused" and value and not (value == 1 and name.endswith(("_size", "_degree"))):
+            self.refuse(name, text)
+        elif kind:
+            self.notes.setdefault(
+                {"idle": text, "differs": f"not done: {text}"}[kind] if value and kind != "refused" else OFF,
+                [],
+            ).append(name)
+        elif table.get("passes"):
+            self.use(name, **{name: number(value)})
+        else:
+            near = difflib.get_close_matches(name, _known(self.table), n=1)
+            fix = f"did you mean {near[0]}? Else remove it" if near else _REMOVE
+            self.refuse(name, f"a name of {table['title']} that isotype knows", fix)
+
+    def _open(self, names: str) -> list[str]:
+        """The given names that nothing has settled, of names and patterns."""
+        asked = names.split()
+        return [
+            name
+            for name in self.given
+            if name not in self._settled and any(fnmatchcase(name, each) for each in asked)
+        ]
+
+    def _holds(self, name: str, wanted: Any) -> bool:
+        """Whether a condition of a rule holds."""
+        if "*" in name:
+            return any(fnmatchcase(each, name) for each in self.given)
+        value = self.values.get(name[1:]) if name.startswith("=") else self.get(name)
+        if wanted == "*":
+            return value is not None and value is not False
+        options = wanted if isinstance(wanted, list) else [wanted]
+        return any(
+            value is each if each is None or isinstance(each, bool) else value == self._filled(each)
+            for each in options
+        )
+
+    def _filled(self, value: Any) -> Any:
+        """A value of a rule, with the names of the file in it."""
+        if isinstance(value, dict):
+            return {name: self._filled(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self._filled(each) for each in value]
+        if not isinstance(value, str) or not value.startswith("$"):
+            return value
+        name, _, other = value[1:].partition("|")
+        return self.get(name, yaml.safe_load(other) if other else None)
+
+
+def _listed(table: str) -> Iterator[tuple[str, str, str]]:
+    for kind in ("idle", "differs", "refused"):
+        for text, names in tables()[table][kind].items():
+            yield from ((kind, text, name) for name in names.split())
+
+
+def _fate(table: str, name: str) -> tuple[str, str]:
+    """(idle, differs or refused; the text) of a name, ("", "") for one in none of them. A whole name goes before a pattern."""
+    found = [each for each in _listed(table) if fnmatchcase(name, each[2])]
+    kind, text, _ = next((each for each in found if each[2] == name), found[0] if found else ("", "", ""))
+    return kind, text
+
+
+def _known(table: str) -> list[str]:
+    return [*_words(tables()[table]["used"]), *(name for _, _, name in _listed(table) if "*" not in name)]
+
+
+def number(value: Any) -> Any:
+    """A number that YAML reads as text (`2e-5`), as a number; everything else as it is."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
+        return float(value) if re.search(r"[.eE]", value) else int(value)
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,0 +1,118 @@
+"""Other trainers' YAML in isotype's names: axolotl's and LLaMA-Factory's, each by its table."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from isotype.core.errors import Problem
+from isotype.train.dialects import axolotl, llama_factory
+from isotype.train.dialects.reader import OFF, Reader, tables
+
+logger = logging.getLogger(__name__)
+Dialect = Literal["axolotl", "llama_factory"]
+_NEWER = frozenset(
+    ("model_class", "peft_config", "dist_config", "train_dataset", "kernel_config", "sample_backend")
+)
+"""Names of LLaMA-Factory's second form of files (its `examples/v1`)."""
+_METHOD = ("stage", "rl", "reward_model")
+"""Names that say the training method."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A file of another trainer in isotype's names.
+
+    Attributes:
+        title: whose file it is.
+        values: isotype's names and values.
+        used: each name of the file that is used -> isotype's names that say it; none where isotype does it anyway.
+        notes: what becomes of other names -> these names.
+        problems: what is refused, each with its reason.
+    """
+
+    title: str
+    values: Mapping[str, Any]
+    used: Mapping[str, tuple[str, ...]]
+    notes: Mapping[str, tuple[str, ...]]
+    problems: tuple[Problem, ...]
+
+    def text(self) -> str:
+        """What was read, and what becomes of the rest."""
+        lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
+        return "\n".join(
+            [f"{self.title}'s file: {len(self.used)} of its names are used; of the others:", *lines]
+        )
+
+
+def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
+    """Whose file this is, by names that only one trainer has; None for isotype's own."""
+    if "base_model" in values:
+        return "axolotl"
+    ours = {"stage", "finetuning_type", "template"} & set(values) or len(_NEWER & set(values)) > 1
+    return "llama_factory" if ours else None
+
+
+def translated(values: Mapping[str, Any], method: str, folder: Path) -> Translation:
+    """The content of an axolotl or LLaMA-Factory file as arguments of `isotype METHOD`.
+
+    Args:
+        values: the YAML's.
+        method: the training command that was typed.
+        folder: where the file lies; paths in it are seen from the working folder, and then from there.
+
+    Raises:
+        ValueError: it is neither's.
+    """
+    dialect = dialect_of(values)
+    if dialect is None:
+        raise ValueError("a file of no other trainer")
+    room = axolotl if dialect == "axolotl" else llama_factory
+    reader = Reader.of(dialect, values, method, folder)
+    own = None if _newer_form(reader) else room.method_of(reader)
+    if own is None:
+        refused = {each.given.partition(":")[0] for each in reader.problems}
+        reader.notes["not read, for what is refused"] = [name for name in reader.given if name not in refused]
+    else:
+        reader.method = own
+        reader.apply_rules()
+        room.topics(reader)
+        reader.finish()
+    if own not in (None, method):
+        what = next((f"{name}: {reader.get(name)}" for name in _METHOD if reader.get(name)), "no rl")
+        fix = f"isotype {own} --config …, with this file"
+        reader.problems.append(Problem(what, f"a file for isotype {method}", fix))
+    return Translation(
+        tables()[dialect]["title"],
+        reader.values,
+        {name: tuple(meant) for name, meant in reader.used.items()},
+        {effect: tuple(names) for effect, names in reader.notes.items()},
+        tuple(reader.problems),
+    )
+
+
+def _newer_form(reader: Reader) -> bool:
+    """Whether it is a file of LLaMA-Factory's second form, which is refused."""
+    newer = sorted(_NEWER & reader.given.keys())
+    for name in newer:
+        expected = "LLaMA-Factory's first form (stage, finetuning_type, dataset, …)"
+        reader.refuse(f"{name}: a name of its form v1", expected, "write the file in that form")
+    return bool(newer)
+
+
+def in_own_names(values: dict[str, Any], method: str, path: str) -> tuple[dict[str, Any], list[Problem]]:
+    """The content of a file of `--config` by isotype's names, and what of it is refused; what is not used is logged.
+
+    Args:
+        values: the YAML's: isotype's own names, which come back as they are, or those of another trainer.
+        method: the training command that was typed.
+        path: of the file.
+    """
+    if dialect_of(values) is None:
+        return values, []
+    translation = translated(values, method, Path(path).parent)
+    logger.warning("%s: %s", path, translation.text())
+    return dict(translation.values), list(translation.problems)

@@ -1,0 +1,70 @@
+"""The names of other trainers' files in docs/training.md are those of the table. `python -m tests.train.dialects.test_documented` writes them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from isotype.train.dialects.reader import tables
+
+PAGE = Path(__file__).parents[3] / "docs" / "training.md"
+BLOCK = re.compile(r"(<!-- names of other trainers: [^\n]* -->\n).*?(<!-- end of the names -->)", re.S)
+
+
+def _listed(names: list[str]) -> str:
+    return textwrap.fill(
+        ", ".join(f"`{name}`" for name in names), 158, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _of(table: dict[str, Any]) -> str:
+    pairs = [word.partition("=") for word in table["used"].split()]
+    ruled = sorted(
+        {name for rule in table["rules"] for name in rule.get("use", "").split()}
+        - {name for name, *_ in pairs}
+    )
+    parts = [
+        f"**{table['title']}, by the same name.** {_listed([name for name, _, ours in pairs if not ours])}.",
+        f"**By another name.** {_listed([f'{name}` → `{ours}' for name, _, ours in pairs if ours])}.",
+        f"**Together with others.** {_listed(ruled)}.",
+    ]
+    for kind, title in (("idle", "No effect"), ("differs", "Not done"), ("refused", "Refused; expected is")):
+        lines = [
+            f"- {why.removeprefix('no effect: ')}: {_listed(names.split())}"
+            for why, names in table[kind].items()
+        ]
+        parts.append("\n".join([f"**{title}**", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def documented() -> str:
+    """The block of the page."""
+    types = [f"- `{method}`: {_listed(list(named))}" for method, named in tables()["types"].items() if named]
+    return (
+        "\n".join(
+            [
+                "<details><summary>every name</summary>",
+                "",
+                _of(tables()["axolotl"]),
+                "",
+                "**axolotl's types of rows**",
+                "",
+            ]
+        )
+        + "\n"
+        + "\n".join([*types, "", _of(tables()["llama_factory"]), "", "</details>", ""])
+    )
+
+
+def test_the_page_has_every_name_of_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    found = BLOCK.search(text)
+    assert found is not None
+    assert found[0] == f"{found[1]}{documented()}{found[2]}"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(BLOCK.sub(lambda found: f"{found[1]}{documented()}{found[2]}", text), encoding="utf-8")

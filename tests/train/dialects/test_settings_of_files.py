@@ -1,0 +1,251 @@
+"""`--config` with another trainer's file: the settings are those of isotype's own arguments, and `--print-config` writes them."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from isotype.cli.main import main
+from isotype.core.errors import UsageError
+from isotype.data.methods import METHODS
+from isotype.train.options.settings import Settings, parse_settings
+from isotype.train.training import run
+from tests.train.tiny import save_chat_model
+
+AXOLOTL = {
+    "base_model": "model",
+    "model_type": "LlamaForCausalLM",
+    "load_in_4bit": True,
+    "adapter": "qlora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "datasets": [{"path": "rows.json", "type": "alpaca"}],
+    "val_set_size": 0.25,
+    "evals_per_epoch": 2,
+    "saves_per_epoch": 1,
+    "output_dir": "out",
+    "sequence_len": 64,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_epochs": 2,
+    "max_steps": 3,
+    "optimizer": "adamw_torch",
+    "lr_scheduler": "linear",
+    "learning_rate": "2e-3",
+    "warmup_ratio": 0.1,
+    "bf16": "auto",
+    "tf32": True,
+    "flash_attention": True,
+    "gradient_checkpointing": False,
+    "dataset_prepared_path": "prepared",
+    "wandb_project": None,
+    "strict": False,
+}
+OUR_FLAGS = shlex.split(
+    "--model_name_or_path model --quantization nf4 --use_bnb_nested_quant True --lora_r 4 --lora_alpha 8 --lora_dropout 0 "
+    "--lora_target_modules q_proj v_proj --dataset_name rows.json --columns alpaca --apply_chat_template True --eval_split 0.25 "
+    "--eval_strategy steps --eval_steps 0.25 --save_strategy steps --save_steps 0.5 --save_total_limit 4 --output_dir out "
+    "--max_length 64 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --num_train_epochs 2 --max_steps 3 "
+    "--optim adamw_torch --lr_scheduler_type linear --learning_rate 2e-3 --warmup_steps 0.1 --gradient_checkpointing False"
+)
+FACTORY = {
+    "model_name_or_path": "model",
+    "stage": "dpo",
+    "finetuning_type": "lora",
+    "dataset": "pairs",
+    "template": "qwen3",
+    "cutoff_len": 128,
+    "max_samples": 3,
+    "bf16": True,
+    "warmup_ratio": 0.1,
+    "pref_beta": 0.2,
+    "output_dir": "out",
+}
+INFO = {
+    "pairs": {
+        "file_name": "pairs.json",
+        "ranking": True,
+        "columns": {"prompt": "question", "chosen": "good", "rejected": "bad"},
+    }
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rows = [
+        {"instruction": f"w{i}", "input": "w3" if i % 2 else "", "output": f"w{i + 1} w2"} for i in range(16)
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(INFO))
+    (tmp_path / "ours.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(content: Any, name: str = "theirs.yaml") -> str:
+    Path(name).write_text(yaml.safe_dump(content, sort_keys=False))
+    return name
+
+
+def compared(settings: Settings) -> dict[str, Any]:
+    """What a training is made of, without how it was written."""
+    plain = {each.name: getattr(settings, each.name) for each in fields(settings)}
+    del plain["explicit"], plain["argv"]
+    parts = ("script", "training", "model", "dataset", "extra")
+    plain |= {name: {**vars(plain[name])} for name in parts}
+    plain["dataset"] = {
+        **plain["dataset"],
+        "datasets": [asdict(each) for each in plain["dataset"]["datasets"]],
+    }
+    for name in ("logging_dir", "distributed_state", "accelerator_config"):
+        plain["training"].pop(name, None)
+    return plain
+
+
+def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = parse_settings(METHODS["sft"], ["--config", written(AXOLOTL)])
+    ours = parse_settings(METHODS["sft"], OUR_FLAGS)
+    assert compared(theirs) == compared(ours)
+    assert caplog.messages == [
+        "theirs.yaml: axolotl's file: 24 of its names are used; of the others:\n"
+        "  tf32: no effect: products are in the compute dtype (--tf32 True where that is float32)\n"
+        "  datasets[0].type: not done: words around an instruction and its input; they are the prompt, with an empty line "
+        "between them\n"
+        "  model_type: no effect: the checkpoint's files name its classes and its tokenizer\n"
+        "  flash_attention: no effect: isotype takes torch's FlashAttention where the card has it (--attn_implementation asks "
+        "for another)\n"
+        "  dataset_prepared_path: no effect: isotype keeps no prepared data"
+    ]
+
+
+def test_flags_go_before_the_file(folder: Path) -> None:
+    settings = parse_settings(
+        METHODS["sft"], ["--config", written(AXOLOTL), "--lora_r", "32", "--max_steps", "7"]
+    )
+    assert (settings.model.lora_r, settings.training.max_steps) == (32, 7)
+
+
+@pytest.mark.parametrize(
+    ("method", "content"), [("sft", AXOLOTL), ("dpo", FACTORY)], ids=["axolotl", "factory"]
+)
+def test_print_config_writes_the_shortest_file_that_means_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str], method: str, content: dict[str, Any]
+) -> None:
+    assert main([method, "--config", written(content), "--print-config"]) == 0
+    text = capsys.readouterr().out
+    Path("ours.yaml").write_text(text)
+    theirs = compared(parse_settings(METHODS[method], ["--config", "theirs.yaml"]))
+    assert compared(parse_settings(METHODS[method], ["--config", "ours.yaml"])) == theirs
+    ours = yaml.safe_load(text)
+    for name in ours.keys() - {"model_name_or_path"}:  # without which nothing is parsed
+        written({key: value for key, value in ours.items() if key != name}, "less.yaml")
+        less = parse_settings(METHODS[method], ["--config", "less.yaml"])
+        assert compared(less) != theirs or name == "output_dir", name
+
+
+def test_print_config_of_our_own_file_and_flags(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = written(
+        {"model_name_or_path": "m", "learning_rate": 2e-5, "lora_r": 8, "env": {"A": "b"}}, "ours.yaml"
+    )
+    assert main(["sft", "--config", own, "--print-config", "--max_steps", "3"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == {
+        "model_name_or_path": "m",
+        "lora_r": 8,
+        "env": {"A": "b"},
+        "max_steps": 3,
+    }
+    assert main(["sft", "--config", written({"base_model": "m", "rl": "kto"}), "--print-config"]) == 2
+    assert "isotype kto --config …, with this file" in capsys.readouterr().err
+
+
+def test_every_reason_is_said_at_once(folder: Path) -> None:
+    refused = {
+        "adapter": "lora",
+        "qat": {"weight_dtype": "int4"},
+        "optimizer": "muon",
+        "load_in_4bit": False,
+        "sequence_lem": 4,
+    }
+    with pytest.raises(UsageError) as caught:
+        parse_settings(METHODS["sft"], ["--config", written(AXOLOTL | refused)])
+    assert str(caught.value) == (
+        "what theirs.yaml asks for is not done here\n"
+        "  - optimizer: muon\n"
+        "    expected  one of adamw_torch, adamw_torch_fused, adafactor, adamw_torch_4bit, adamw_torch_8bit, ademamix, sgd, adagrad, "
+        "adamw_bnb_8bit, adamw_8bit, ademamix_8bit, lion_8bit, lion_32bit, paged_adamw_32bit, paged_adamw_8bit, "
+        "paged_ademamix_32bit, paged_ademamix_8bit, paged_lion_32bit, paged_lion_8bit, rmsprop, rmsprop_bnb, rmsprop_bnb_8bit, "
+        "rmsprop_bnb_32bit, adamw_hf, ao_adamw_4bit, ao_adamw_8bit\n"
+        "    fix       choose one of these: isotype has no other\n"
+        "  - qat: {'weight_dtype': 'int4'}\n"
+        "    expected  weights and products in the dtypes of isotype's policy\n"
+        "    fix       remove it from the file to train without it\n"
+        "  - sequence_lem: 4\n"
+        "    expected  a name of axolotl that isotype knows\n"
+        "    fix       did you mean sequence_len? Else remove it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "method", "problem"),
+    [
+        (
+            {},
+            "sft",
+            "stage: dpo\n    expected  a file for isotype sft\n    fix       isotype dpo --config …, with this file",
+        ),
+        ({"stage": "ppo"}, "dpo", "stage: ppo\n    expected  one of sft, pt, rm, dpo, kto"),
+        ({"dataset": "pears"}, "dpo", "dataset: pears\n    expected  a data set of data/dataset_info.json"),
+        (
+            {"dataset_dir": "else"},
+            "dpo",
+            "dataset: pairs\n    expected  else/dataset_info.json, which says where",
+        ),
+        (
+            {"stage": "kto"},
+            "kto",
+            "dataset: pairs: prompts and answers\n    expected  rows that isotype kto reads",
+        ),
+        ({"pref_loss": "orpo"}, "dpo", "pref_loss: orpo"),
+        ({"lora_ranks": 4}, "dpo", "lora_ranks\n    expected  a known name: "),
+    ],
+)
+def test_what_is_refused_of_a_file_of_llama_factory(
+    folder: Path, change: dict[str, Any], method: str, problem: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_settings(METHODS[method], ["--config", written(FACTORY | change)])
+    assert f"  - {problem}" in str(caught.value)
+
+
+def test_the_rows_of_dataset_info_are_found_beside_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / written(FACTORY)
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    settings = parse_settings(METHODS["dpo"], ["--config", str(path)])
+    (entry,) = settings.dataset.datasets
+    assert (entry.path, entry.split) == (str(folder / "data" / "pairs.json"), "train[:3]")
+    assert entry.columns == {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    assert settings.extra.apply_chat_template
+
+
+def test_a_training_of_an_axolotl_file_is_the_one_of_our_flags(folder: Path) -> None:
+    save_chat_model(folder / "model")
+    more = ["--quiet", "--device", "cpu", "--dtype", "float32"]
+    losses = []
+    for argv in (["--config", written(AXOLOTL)], OUR_FLAGS):
+        outcome = run(parse_settings(METHODS["sft"], [*argv, *more]), Console(file=io.StringIO()))
+        losses.append([(step.loss, step.learning_rate) for step in outcome.record.steps])
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]

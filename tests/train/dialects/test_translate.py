@@ -1,0 +1,223 @@
+"""Files of axolotl and LLaMA-Factory: what isotype reads of them, what it says of the rest, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isotype.compat.standard import actions_of
+from isotype.data.methods import METHODS
+from isotype.train.dialects import axolotl, llama_factory
+from isotype.train.dialects.reader import Reader, tables
+from isotype.train.dialects.translate import Translation, dialect_of, translated
+from isotype.train.options.settings import training_parser
+
+HERE = Path(__file__).parent
+EXAMPLES: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
+    (HERE / "examples.yaml").read_text(encoding="utf-8")
+)
+DATASET_INFO = {  # of LLaMA-Factory's data/dataset_info.json
+    "identity": {"file_name": "identity.json"},
+    "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"},
+    "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
+    "dpo_en_demo": {
+        "file_name": "dpo_en_demo.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "kto_en_demo": {
+        "file_name": "kto_en_demo.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "label"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+        },
+    },
+    "mllm_demo": {
+        "file_name": "mllm_demo.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "images": "images"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+        },
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with LLaMA-Factory's description of its data."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@cache
+def names_of(method: str) -> frozenset[str]:
+    """The arguments of a training command."""
+    return frozenset(action.dest for action in actions_of(training_parser(METHODS[method])))
+
+
+def method_of(values: Mapping[str, Any]) -> str:
+    """The command that a file is for; sft where isotype has none."""
+    dialect = dialect_of(values)
+    assert dialect is not None
+    room = axolotl if dialect == "axolotl" else llama_factory
+    return room.method_of(Reader.of(dialect, values, "sft", Path())) or "sft"
+
+
+def read(values: Mapping[str, Any], method: str | None = None) -> Translation:
+    """A file's content for the command that it is for."""
+    return translated(values, method or method_of(values), Path())
+
+
+def told(translation: Translation) -> set[str]:
+    """The names that the notes and the problems speak of."""
+    refused = {
+        name.strip() for each in translation.problems for name in each.given.partition(":")[0].split(",")
+    }
+    return refused | {name for names in translation.notes.values() for name in names}
+
+
+def given_names(values: Mapping[str, Any]) -> set[str]:
+    """Every name of a file, those of groups and of axolotl's data sets too."""
+    dialect = dialect_of(values)
+    assert dialect is not None
+    names = set(Reader.of(dialect, values, "sft", Path()).given)
+    if dialect == "axolotl":
+        for key in ("datasets", "pretraining_dataset"):
+            entries = values.get(key) or []
+            for at, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+                content = entry if isinstance(entry, dict) else {"path": entry}
+                inner = Reader.of("axolotl_rows", content, "sft", Path()).given
+                names |= {f"{key}[{at}].{name}" for name in inner}
+    return names
+
+
+def outcome(source: str, values: Mapping[str, Any]) -> str:
+    """What becomes of a file, in a few lines."""
+    method, translation = method_of(values), read(values)
+    lines = [source, f"  isotype {method}: " + ("refused" if translation.problems else "read")]
+    lines += [f"  used: {' '.join(sorted(translation.used))}"] if translation.used else []
+    lines += [f"  {effect}: {' '.join(names)}" for effect, names in sorted(translation.notes.items())]
+    lines += [f"  refused: {each.given} | {each.expected} | {each.fix}" for each in translation.problems]
+    return "\n".join(lines)
+
+
+def test_the_public_examples_are_read_or_refused_as_written_down() -> None:
+    """The table of `outcome.txt`: `python -m tests.train.dialects.test_translate` writes it again."""
+    written = (HERE / "outcome.txt").read_text(encoding="utf-8")
+    assert written == "\n\n".join(outcome(*each) for each in EXAMPLES.items()) + "\n"
+
+
+def test_there_are_enough_examples_of_every_kind() -> None:
+    for trainer in ("axolotl", "LLaMA-Factory"):
+        own = {source: values for source, values in EXAMPLES.items() if source.startswith(trainer)}
+        assert len(own) >= 20
+        assert any(read(values).problems for values in own.values())
+        assert sum(not read(values).problems for values in own.values()) >= 8
+    assert {method_of(values) for values in EXAMPLES.values()} == {"sft", "dpo", "kto", "reward", "grpo"}
+
+
+@pytest.mark.parametrize("source", EXAMPLES)
+def test_no_name_of_an_example_is_lost(source: str) -> None:
+    _nothing_is_lost(EXAMPLES[source])
+
+
+@pytest.mark.parametrize("source", EXAMPLES)
+def test_what_an_example_means_has_arguments_that_the_command_takes(source: str) -> None:
+    _arguments_are_known(EXAMPLES[source])
+
+
+@pytest.mark.parametrize("dialect", ["axolotl", "llama_factory"])
+def test_no_name_of_a_random_file_is_lost(dialect: str) -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        values = _random_file(draw, dialect)
+        _nothing_is_lost(values)
+        _arguments_are_known(values)
+
+
+def _random_file(draw: random.Random, dialect: str) -> dict[str, Any]:
+    """Some of the names that a trainer has, with values of every kind."""
+    table = tables()[dialect]
+    names = [word.partition("=")[0] for word in table["used"].split()]
+    names += [name for rule in table["rules"] for name in rule.get("if", {})]
+    for kind in ("idle", "differs", "refused"):
+        names += [name.replace("*", "x") for each in table[kind].values() for name in each.split()]
+    names = sorted({name for name in names if not name.startswith("=") and "*" not in name})
+    kinds: Sequence[Any] = (True, False, None, 0, 1, 4, 0.5, "2e-5", "text", ["a"], {}, "", {"a": 1})
+    values: dict[str, Any] = {}
+    for name in draw.sample(names, draw.randrange(1, 30)):
+        group, _, inner = name.partition(".")
+        value = draw.choice(kinds)
+        if inner:
+            values.setdefault(group, {})
+            if isinstance(values[group], dict):
+                values[group][inner] = value
+        else:
+            values[name] = value
+    if dialect == "axolotl":
+        row = {
+            "path": draw.choice(["a.json", 4, None]),
+            "type": draw.choice(["alpaca", "chat_template", {}, 4, None, "x.y"]),
+        }
+        row[draw.choice(["split", "roles", "message_property_mappings", "field", "shards"])] = draw.choice(
+            kinds
+        )
+        rows = draw.choice([None, [row], [row, row], row, "a.json", [4]])
+        return {
+            **values,
+            "base_model": "m",
+            "rl": draw.choice([None, "dpo", "kto", "grpo", "orpo"]),
+            "datasets": rows,
+        }
+    names = draw.choice([None, "identity", "identity, mllm_demo", ["dpo_en_demo"], "missing", 4, "c4_demo"])
+    return {**values, "stage": draw.choice(["sft", "dpo", "kto", "rm", "pt", "ppo"]), "dataset": names}
+
+
+def _nothing_is_lost(values: Mapping[str, Any]) -> None:
+    translation = read(values)
+    names = {name for name in given_names(values) if name.split("[")[0] not in told(translation)}
+    assert names - set(translation.used) - told(translation) == set()
+    idle = {
+        name
+        for effect, names in translation.notes.items()
+        if not effect.startswith("not done")
+        for name in names
+    }
+    assert idle & set(translation.used) == set()
+    for name, ours in translation.used.items():
+        assert set(ours) <= set(translation.values) | {"env"}, name
+
+
+def _arguments_are_known(values: Mapping[str, Any]) -> None:
+    method, translation = method_of(values), read(values)
+    passed = {} if dialect_of(values) == "axolotl" else values
+    assert set(translation.values) - names_of(method) - {"env"} <= set(passed)
+
+
+if __name__ == "__main__":
+    import os
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "data").mkdir()
+        (Path(place) / "data" / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
+        os.chdir(place)
+        (HERE / "outcome.txt").write_text("\n\n".join(outcome(*each) for each in EXAMPLES.items()) + "\n")
