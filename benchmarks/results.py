@@ -9,6 +9,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -45,7 +46,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a figure was measured; `note` tells machines of one name apart, and has the variables of `LIMITS` that were set."""
+    """Where a figure was measured; `cores` is 0 where nobody noted them, `note` tells machines of one name apart, and has the variables of `LIMITS` that were set."""
 
     cpu: str
     cores: int
@@ -54,8 +55,8 @@ class Machine:
 
     def __str__(self) -> str:
         kind = next((name for flag, name in KINDS.items() if flag in self.instructions), "")
-        note = f", {self.note}" if self.note else ""
-        return f"{self.cpu}{f' ({kind})' if kind else ''}, {self.cores} cores{note}"
+        cores = f"{self.cores} core{'s' * (self.cores > 1)}" if self.cores else ""
+        return ", ".join(filter(None, (f"{self.cpu} ({kind})" if kind else self.cpu, cores, self.note)))
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def written(record: Record) -> str:
 
     def short(value: object) -> object:
         if isinstance(value, float):
-            return float(f"{value:.6g}")
+            return float(f"{value:.6g}") if math.isfinite(value) else str(value)  # JSON has no NaN
         if isinstance(value, Mapping):
             return {
                 key: short(each) for key, each in value.items() if each is not False and each not in empty

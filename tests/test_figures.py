@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,28 @@ def test_what_it_costs_has_no_figure_that_is_typed():
     assert MARKER.search(section)
     typed = re.findall(r"\d[\d.,]*\s(?:s|MiB|GB|kernels|×)\b|\d\s×", MARKER.sub("", section))
     assert not typed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_a_table_of_figures_stands_between_markers(page):
+    """Three numbers in each of two lines one below the other are a table; published ones of others have markers of their own."""
+    text = MARKER.sub("", page.read_text(encoding="utf-8"))
+    text = re.sub(r"<!-- begin: .*?<!-- end", "", text, flags=re.S)
+    text = re.sub(r"^```[a-z]+\n.*?^```$", "", text, flags=re.S | re.M)  # code, and what a terminal shows
+    many = [len(re.findall(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?\b", line)) >= 3 for line in text.splitlines()]
+    in_fence = _fenced(text)
+    tables = [
+        line
+        for line, (first, second), shown in zip(text.splitlines(), pairwise(many), in_fence, strict=False)
+        if first and second and (shown or line.startswith("|"))
+    ]
+    assert not tables
+
+
+def _fenced(text: str) -> list[bool]:
+    """Whether each line stands in a block that is shown as it is."""
+    fences = accumulate(line.startswith("```") for line in text.splitlines())
+    return [count % 2 == 1 for count in fences]
 
 
 def _named(script: Path) -> set[str]:

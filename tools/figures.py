@@ -152,8 +152,8 @@ def provenance(records: Sequence[Record]) -> str:
     """A line for each command, machine and commit that figures come from."""
     lines: dict[str, None] = {}
     for each in records:
-        commit = f"commit {each.commit}" if each.commit else "commit unknown"
-        lines[f"`{each.command}`: {each.machine}, {each.date}, {commit}"] = None
+        taken = " (taken over)" if each.taken_over else ""
+        lines[f"`{each.command}`: {each.machine}, {each.date}, commit {each.commit}{taken}"] = None
     return "Printed by " + ";\n".join(lines) + "."
 
 
