@@ -5,7 +5,7 @@ rotary embeddings, kernel), the kernel alone, a norm, and the base's own matrix 
 forward and gradient of the input, as torch multiplies (`mm`), by oneDNN's linear operator, which torch keeps to itself
 (`torch.ops.mkldnn`), with weights as they lie and packed, and by isotype's compiled loops. Medians and quartiles, milliseconds.
 
-Run: python benchmarks/layer.py [--rows 2] [--tokens 512] [--dtype bfloat16] [--turns 21] [--threads 2]
+Run: python benchmarks/layer.py [--rows 2] [--tokens 512] [--dtype bfloat16] [--turns 21] [--threads 2] [--record]
 Prints both tables and one line of JSON.
 """
 
@@ -23,6 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import isotype
+import results
 from isotype.core.dtypes import parse_dtype
 from isotype.lora.attention.registered import attention_forward
 from isotype.lora.loops.products import Sum, compiled_products, write_sums
@@ -142,6 +143,22 @@ def shown(values: list[float]) -> str:
     return f"{middle:8.2f} ({low:.2f}..{high:.2f})"
 
 
+def keep(figure: str, times: dict[str, list[float]], rates: dict[str, dict[str, list[float]]]) -> None:
+    """Add the layer to the file of results: its parts, and how many times as fast as `mm` ways of multiplying are, over all shapes."""
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    measures = {
+        name.replace(" ", "_"): results.Measure(middle[name], "ms", quartiles(values)[::2])
+        for name, values in times.items()
+    }
+    measures["over_products"] = results.Measure(middle["layer"] / middle["base products"], "×")
+    for way in ("loops", "oneDNN", "packed"):
+        pairs = [(ways["mm"], ways[way]) for ways in rates.values() if way in ways]
+        ratios = [statistics.median(mm) / statistics.median(own) for mm, own in pairs]
+        if ratios:
+            measures[f"{way}_over_mm"] = results.Measure(unit="×", spread=(min(ratios), max(ratios)))
+    results.append(figure, measures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rows", type=int, default=2)
@@ -149,6 +166,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--turns", type=int, default=21)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    results.add_option(parser)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     dtype = parse_dtype(asked.dtype)
@@ -163,6 +181,8 @@ def main() -> None:
         for way, values in ways.items():
             ratio = statistics.median(ways["mm"]) / statistics.median(values)
             print(f"{name:<10} {way:<7} {shown(values):<26} {ratio:>6.2f}")
+    if asked.record:
+        keep(f"layer/{asked.dtype}, {asked.rows} x {asked.tokens}", times, rates)
     print(json.dumps({"parts": times, "products": rates, "threads": asked.threads}))
 
 

@@ -46,7 +46,8 @@ class Measure:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a figure was measured; `cores` is 0 where nobody noted them, `note` tells machines of one name apart, and has the variables of `LIMITS` that were set."""
+    """Where a figure was measured; `cores` is 0 where nobody noted them, `note` tells machines of one name apart: the variables of `LIMITS` that were set,
+    and whether more ran than its cores take, so that no figure of a quiet machine gives way to one of a busy one."""
 
     cpu: str
     cores: int
@@ -200,8 +201,10 @@ def this_machine() -> Machine:
             elif key.strip() == "flags":
                 flags |= set(value.split())
     wanted = (*KINDS, "avx512_vnni", "avx512_fp16")
-    limits = " ".join(f"{each}={os.environ[each]}" for each in LIMITS if each in os.environ)
-    return Machine(name, os.cpu_count() or 1, tuple(each for each in wanted if each in flags), limits)
+    cores = os.cpu_count() or 1
+    notes = [f"{each}={os.environ[each]}" for each in LIMITS if each in os.environ]
+    notes += ["other work beside"] if os.getloadavg()[0] > 1.5 * cores else []
+    return Machine(name, cores, tuple(each for each in wanted if each in flags), " ".join(notes))
 
 
 def _version(package: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from dataclasses import replace
@@ -132,6 +133,11 @@ def test_of_several_figures_least_and_most_are_named():
     assert filled(PAGE, spec, Book([other, RECORD])) == PAGE.replace("old", "2 s to 12 s")
 
 
+def test_what_is_no_number_is_a_word_in_the_file():
+    record = replace(RECORD, measures={"step": Measure(float("nan"))})
+    assert json.loads(written(record))["measures"] == {"step": {"value": "nan"}}
+
+
 def test_a_spread_stands_where_no_single_value_is_known():
     ranged = replace(RECORD, measures={"step": Measure(None, "×", (2.17, 2.4))})
     assert "| small | 2.2 to 2.4 |" in filled(PAGE, SPEC, Book([ranged]))
@@ -177,15 +183,17 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
         Book.read(path)
 
 
-def test_a_benchmark_adds_a_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("load", "note"), [(0.1, ""), (1e4, " other work beside")], ids=["quiet", "busy"])
+def test_a_benchmark_adds_a_line(tmp_path, monkeypatch, load, note):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr("sys.argv", [str(ROOT / "benchmarks" / "train.py"), "--rows", "2", "--record"])
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0, 0))
     made = append("step/small", {"step": Measure(1 / 3, "s")}, "isotype", path=path)
     (read,) = Book.read(path).records
     assert read.measures["step"].value == 0.333333
     assert (read.script, read.arguments) == ("benchmarks/train.py", "--rows 2")
     assert read.machine == made.machine
-    assert read.machine.note == "ATEN_CPU_CAPABILITY=avx2"
+    assert read.machine.note == f"ATEN_CPU_CAPABILITY=avx2{note}"
     assert read.versions.keys() >= {"python", "torch", "transformers", "isotype"}
     assert re.fullmatch(r"[0-9a-f]{7,}\+?", read.commit)

@@ -106,7 +106,7 @@ def rendered(spec: Mapping[str, Any], newest: Sequence[Record]) -> str:
 
 
 def _number(text: str) -> float:
-    return float(text.partition(" ")[0].replace(",", ""))
+    return float(text.split()[0].replace(",", "").rstrip("%"))
 
 
 def chosen(spec: Mapping[str, Any], newest: Sequence[Record]) -> list[list[Record]]:
