@@ -66,8 +66,11 @@ def trainer(processes: int) -> SimpleNamespace:
 def test_a_lost_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     words = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4825"
-    with pytest.raises(TrainingError, match="step 5: process 0 of 2 waited"), lost_process_named(trainer(2)):
+    with (
+        pytest.raises(TrainingError, match="step 5: process 0 of 2 waited"),
+        lost_process_named(trainer(2), str),
+    ):
         raise RuntimeError(words)
     for processes, message in ((1, words), (2, "mat1 and mat2 shapes cannot be multiplied")):
-        with pytest.raises(RuntimeError, match=message[-9:-1]), lost_process_named(trainer(processes)):
+        with pytest.raises(RuntimeError, match=message[-9:-1]), lost_process_named(trainer(processes), str):
             raise RuntimeError(message)

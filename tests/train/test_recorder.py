@@ -45,7 +45,8 @@ def recorded(
     def tell(step: int, total: int, record: StepRecord | None) -> None:
         told.append((step, total, record.step if record else None))
 
-    recorder = RunRecorder(trainer, tell)
+    view: Any = SimpleNamespace(update=tell, evaluated=lambda held: None, logged=lambda step: None)
+    recorder = RunRecorder(trainer, view)
     trainer.add_callback(recorder)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return recorder, told
@@ -108,7 +109,8 @@ def test_only_the_first_process_shows_progress_but_every_one_measures():
     state = transformers.TrainerState(global_step=0, max_steps=3, is_world_process_zero=False)
     trainer: Any = Alone(state)
     told: list[tuple[Any, ...]] = []
-    recorder = RunRecorder(trainer, lambda *progress: told.append(progress))
+    view: Any = SimpleNamespace(update=lambda *progress: told.append(progress))
+    recorder = RunRecorder(trainer, view)
     recorder.on_train_begin(None, state, None)
     recorder.on_step_begin(None, state, None, lr_scheduler=SimpleNamespace(get_last_lr=lambda: [0.5]))
     trainer.step()
@@ -223,10 +225,10 @@ def test_the_report_is_kept_now_and_then_at_little_cost(monkeypatch: pytest.Monk
         if len(written) == 2:
             raise SaveError("the run report could not be written")
 
-    keep = Kept(write)
+    keep, state = Kept(write), SimpleNamespace(is_world_process_zero=True)
     for second in range(300):
         clock[0] = max(clock[0], float(second))
-        keep()
+        keep.on_step_end(None, state, None)
     # After half a second of writing come fifty without.
     assert written == [10.0, 60.0, 110.0, 160.0, 210.0, 260.0]
 
@@ -404,15 +406,16 @@ def test_processes_bring_their_wish_to_stop_with_the_values_of_a_step() -> None:
         reduced.append(values.tolist())
         return values + torch.tensor([30.0, 3.0, 1.0])  # the other process: 30 tokens, a loss of 3, a signal
 
-    trainer, asked = Alone(norm=3.0), [False]
+    asked: list[int] = []
+    trainer = Alone(norm=3.0)
     trainer.accelerator = SimpleNamespace(num_processes=2, reduce=reduce, scaler=None)
-    trainer.steps = StepMeter(trainer, True, asked_to_stop=lambda: asked[0])
+    trainer.steps = StepMeter(trainer, True, signals=asked)
     trainer.step()
     step = trainer.steps.read()
     assert (step.tokens, step.loss, step.grad_norm, step.scale, step.stops) == (38, 2.0, 3.0, None, 1)
     assert trainer.steps.read() is step
     assert reduced == [[8.0, 1.0, 0.0]]
-    asked[0] = True
+    asked.append(2)
     trainer.steps.begin(2)
     trainer.step()
     assert trainer.steps.read().stops == 2

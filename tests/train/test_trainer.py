@@ -22,14 +22,10 @@ import isotype
 from isotype.cli.main import main
 from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
+from isotype.train.enforce import apply_to_arguments, enforce_trainer, masters_of
 from isotype.train.monitor.step import Step, count_tokens
 from isotype.train.output.checkpoints import whole_checkpoints
-from isotype.train.trainer import (
-    apply_to_arguments,
-    enforce_trainer,
-    masters_of,
-    policy_trainer,
-)
+from isotype.train.trainer import policy_trainer
 from tests.adapters import loaded
 from tests.pairwise import few, pairwise
 from tests.refusals import refused

@@ -39,9 +39,10 @@ from isotype.preflight.run import run
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
+from isotype.train.enforce import begin_loss_scale
 from isotype.train.monitor.diverged import stopped
 from isotype.train.monitor.meter import StepMeter
-from isotype.train.trainer import PolicyTrainer, begin_loss_scale
+from isotype.train.trainer import PolicyTrainer
 
 logger = logging.getLogger("isotype")
 

@@ -169,8 +169,12 @@ def under_launcher(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 @contextmanager
-def lost_process_named(trainer: Any) -> Iterator[None]:
+def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator[None]:
     """The death of another process of a run, which ends a collective here, is told as that.
+
+    Args:
+        trainer: the run's.
+        goes_on: the command that goes on from a checkpoint.
 
     Raises:
         TrainingError: another process is gone.
@@ -182,7 +186,7 @@ def lost_process_named(trainer: Any) -> Iterator[None]:
             raise
         # The launcher ends this process now; what is left is to say why.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _lost(trainer, trainer.last_checkpoint()) from error
+        raise _lost(trainer, goes_on) from error
 
 
 @cache
@@ -201,13 +205,14 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _lost(trainer: Any, checkpoint: Path | None) -> TrainingError:
+def _lost(trainer: Any, goes_on: Callable[[Path], str]) -> TrainingError:
+    checkpoint = trainer.last_checkpoint()
     here = f"process {trainer.args.process_index} of {trainer.args.world_size} waited for another one, which has ended"
     fix = (
         "look above for its own message; one that the system has killed (out of memory: signal 9) leaves none"
     )
     hint = (
-        f"{checkpoint} is whole: go on with\n    {trainer.goes_on(checkpoint)}"
+        f"{checkpoint} is whole: go on with\n    {goes_on(checkpoint)}"
         if checkpoint
         else "no checkpoint had been saved before; --save_steps N keeps one every N steps"
     )

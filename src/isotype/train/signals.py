@@ -74,7 +74,6 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         yield stopped
         return
     trainer.add_callback(Stop)
-    trainer.asks_to_stop = lambda: bool(stopped)
     before = {s: signal.signal(s, ask_to_stop) for s in stop_signals()}
     try:
         yield stopped

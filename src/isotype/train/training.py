@@ -39,6 +39,7 @@ from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import sound_attention, take_one_gpu, training_device, wait_less
+from isotype.train.enforce import apply_to_arguments, enforce_trainer, masters_of
 from isotype.train.generate import Prompt, answer
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
@@ -55,6 +56,7 @@ from isotype.train.output.resume import (
     say_where,
 )
 from isotype.train.output.run_report import earlier_report, files_of_checkpoint, report_failure, write_report
+from isotype.train.output.saving import Hooks
 from isotype.train.policy import policy_of_run
 from isotype.train.preflight.step import SAVED_AS, take_choice
 from isotype.train.recompute_choice import Choice
@@ -65,7 +67,7 @@ from isotype.train.rows.lengths import Lengths, lengths_in
 from isotype.train.rows.packed import keep_rows
 from isotype.train.run import Run
 from isotype.train.signals import early_stopping, graceful_stop, not_the_best
-from isotype.train.trainer import apply_to_arguments, enforce_trainer, masters_of, policy_trainer
+from isotype.train.trainer import policy_trainer
 from isotype.train.validate import (
     check_policy,
     check_read_later,
@@ -156,18 +158,18 @@ def _decided(
     identity = identity_of(settings, checkpoint, policy, rows, start)
     check_resume(identity, resume)
     return Run(
-        settings,
-        checkpoint,
-        start,
-        policy,
-        profile,
-        data,
-        rewards,
-        resume,
-        earlier,
-        identity,
-        tuple(notes),
-        ranges,
+        settings=settings,
+        checkpoint=checkpoint,
+        start=start,
+        policy=policy,
+        profile=profile,
+        data=data,
+        rewards=rewards,
+        resume=resume,
+        earlier=earlier,
+        identity=identity,
+        notes=tuple(notes),
+        ranges=ranges,
     )
 
 
@@ -301,7 +303,7 @@ def _build(run: Run, console: Console) -> _Built:
     notes = tuple(note for note in (*said, twice, cut, dropped, packing, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
-    built = _Built(trainer, sample, choice, fusion, notes, lengths)
+    built = _Built(trainer=trainer, asked=sample, choice=choice, fusion=fusion, notes=notes, lengths=lengths)
     if run.resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
@@ -402,30 +404,37 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
     started = datetime.now(UTC)
     say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
-        recorder = RunRecorder(
-            trainer, view.update, view.evaluated, earlier=run.earlier, on_logged=view.logged
+        recorder = RunRecorder(trainer, view, run.earlier)
+        facts = describe.RunFacts(
+            run=run,
+            trainer=trainer,
+            recorder=recorder,
+            started=started,
+            notes=built.notes,
+            lengths=built.lengths,
+            choice=built.choice,
+            fusion=built.fusion,
+        )
+        record_of = partial(describe.record, facts)
+        so_far = partial(record_of, sample, "running")
+        write = partial(write_report, root=root, writes=trainer.args.should_save)
+        goes_on = partial(resume_command, settings)
+        hooks = Hooks(
+            before=recorder.settle,
+            in_checkpoint=partial(files_of_checkpoint, run.identity, so_far),
+            card=lambda: model_card(record_of(sample, "finished")),
+            goes_on=goes_on,
         )
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(PrecisionCallback(run.policy, ranges=run.ranges))
-        trainer.add_callback(recorder)
         stopping = early_stopping(settings)
-        if stopping is not None:
-            trainer.add_callback(stopping)
-        facts = describe.RunFacts(
-            run, trainer, recorder, started, built.notes, built.lengths, built.choice, built.fusion
-        )
-        record_of = partial(describe.record, facts)
-        trainer.goes_on = partial(resume_command, settings)
-        trainer.in_checkpoint = partial(
-            files_of_checkpoint, run.identity, partial(record_of, sample, "running")
-        )
-        trainer.card = lambda: model_card(record_of(sample, "finished"))
-        write = partial(write_report, root=root, writes=trainer.args.should_save)
-        recorder.keep = Kept(lambda: write(record_of(sample, "running"), made_steps=True))
+        keeper = Kept(lambda: write(so_far(), made_steps=True))
+        for callback in (PrecisionCallback(run.policy, ranges=run.ranges), recorder, keeper, stopping):
+            if callback is not None:
+                trainer.add_callback(callback)
         try:
-            with lost_process_named(trainer), freed_memory_kept(), float32_reductions():
-                stopped_by = _train_and_save(trainer, root, run.resume, console)
+            with lost_process_named(trainer, goes_on), freed_memory_kept(), float32_reductions():
+                stopped_by = _train_and_save(trainer, root, run.resume, hooks, console)
             leave_group_at_exit()
         except TrainingError as failure:
             record = record_of(sample, "failed", str(failure))
@@ -458,11 +467,13 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
     return Outcome(record, root, report, trainer.last_checkpoint())
 
 
-def _train_and_save(trainer: Any, root: Path, resume: Path | None, console: Console) -> int | None:
+def _train_and_save(
+    trainer: Any, root: Path, resume: Path | None, hooks: Hooks, console: Console
+) -> int | None:
     """Train to the end and save the model into `root`; returns the signal that stopped it, None where none did."""
     with graceful_stop(trainer, console) as stopped, pictures_named(trainer):
         try:
-            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            trainer.train(str(resume) if resume else None, hooks=hooks, signals=stopped)
             if stopped and trainer.state.global_step < trainer.state.max_steps:
                 return stopped[0]
             former = trained_kind(root)

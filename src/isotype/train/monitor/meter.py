@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class StepMeter:
             counted, and losses of several processes are brought together only when the norm, which is that of all, is not finite:
             so all of them judge alike, and wait for each other in no other step.
         memory: what measures a step's memory, None: nothing does.
-        asked_to_stop: whether this process was asked to stop.
+        signals: those that have asked this process to stop so far.
 
     Attributes:
         now: the step that is under way, or the last one.
@@ -55,7 +55,7 @@ class StepMeter:
     trainer: Any
     together: bool = False
     memory: MemoryMeter | None = None
-    asked_to_stop: Callable[[], bool] = lambda: False
+    signals: Sequence[int] = ()
     now: Step = field(default_factory=lambda: Step(0))
     _verdict: Verdict = field(default_factory=Verdict)
     _methods: Replacements | None = None
@@ -88,9 +88,7 @@ class StepMeter:
         """The step with its values on the device, whose gradients are there: without waiting for it."""
         accelerator = self.trainer.accelerator
         self.now.scale = loss_scale(getattr(accelerator, "scaler", None))
-        self.now.launch(
-            self.trainer.args.device, accelerator if self.together else None, self.asked_to_stop()
-        )
+        self.now.launch(self.trainer.args.device, accelerator if self.together else None, bool(self.signals))
         return self.now
 
     def read(self) -> Step:

@@ -15,6 +15,7 @@ from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
 from isotype.train.monitor.diverged import stopped
 from isotype.train.monitor.headroom import HeadroomMeter
+from isotype.train.monitor.progress import ProgressView
 from isotype.train.monitor.step import Step, skipping_optimizer
 
 _LOGGED_ANYWAY = frozenset(
@@ -34,11 +35,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     Args:
         trainer: the PolicyTrainer.
-        on_progress: called with (steps done, steps in all, record of the last one): once with None before the
-            first step, then after every step.
-        on_evaluated: called with every held-back loss.
-        on_logged: called with a step that the trainer has logged metrics of its own after.
-        keep: called after every step and evaluation; writes the report of the run so far.
+        view: shows the run: `update` with (steps done, steps in all, record of the last one), once with None before the first step, then
+            after every step; `evaluated` with every held-back loss; `logged` with a step that the trainer has logged metrics of its own after.
         earlier: the report of the run up to the checkpoint that it goes on from.
 
     Attributes:
@@ -50,16 +48,10 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     def __init__(
         self,
         trainer: Any,
-        on_progress: Callable[[int, int, StepRecord | None], None] | None = None,
-        on_evaluated: Callable[[EvalRecord], None] | None = None,
-        keep: Callable[[], None] | None = None,
+        view: ProgressView | None = None,
         earlier: RunRecord | None = None,
-        on_logged: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        self.trainer = trainer
-        self.on_progress = on_progress
-        self.on_evaluated, self.on_logged = on_evaluated, on_logged
-        self.keep = keep
+        self.trainer, self.view = trainer, view
         self.steps: list[StepRecord] = [] if earlier is None else list(earlier.steps)
         self.evals: list[EvalRecord] = [] if earlier is None else list(earlier.evals)
         self._earlier = earlier
@@ -72,7 +64,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the run starts; the checkpoint may have been rotated away by the end."""
         self.resumed_from = state.global_step or None
-        self.trainer.before_saving = self.settle
         if getattr(args, "fp16", False):
             self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
         self._show(state, None)
@@ -190,8 +181,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         metrics = kwargs.get("metrics") or {}
         if "eval_loss" in metrics:
             self.evals.append(EvalRecord(step=state.global_step, loss=float(metrics["eval_loss"])))
-            if self.on_evaluated is not None and state.is_world_process_zero:
-                self.on_evaluated(self.evals[-1])
+            if self.view is not None and state.is_world_process_zero:
+                self.view.evaluated(self.evals[-1])
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what the trainer logs of its own (rewards, margins, accuracies) with the step it has just made."""
@@ -208,18 +199,16 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         }
         if metrics:
             self.steps[-1] = replace(self.steps[-1], metrics=tuple(metrics.items()))
-            if self.on_logged is not None and state.is_world_process_zero:
-                self.on_logged(self.steps[-1])
+            if self.view is not None and state.is_world_process_zero:
+                self.view.logged(self.steps[-1])
 
     def _show(self, state: Any, record: StepRecord | None) -> None:
-        if self.on_progress is not None and state.is_world_process_zero:
-            self.on_progress(state.global_step if record is None else record.step, state.max_steps, record)
-        if self.keep is not None and record is not None and state.is_world_process_zero:
-            self.keep()
+        if self.view is not None and state.is_world_process_zero:
+            self.view.update(state.global_step if record is None else record.step, state.max_steps, record)
 
 
-class Kept:
-    """Calls `write` now and then, at a cost of at most one per cent of the time.
+class Kept(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
+    """Calls `write` after a step now and then, at a cost of at most one per cent of the time.
 
     Args:
         write: writes the report of the run so far; a disk that refuses it is told at the end of the run.
@@ -231,9 +220,10 @@ class Kept:
         self._write = write
         self._next = time.perf_counter() + self._LEAST_SECONDS
 
-    def __call__(self) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write where it is time to."""
         began = time.perf_counter()
-        if began < self._next:
+        if began < self._next or not state.is_world_process_zero:
             return
         with contextlib.suppress(SaveError):
             self._write()

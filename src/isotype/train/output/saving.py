@@ -1,0 +1,233 @@
+"""A trainer that saves whole checkpoints only: each is built aside, brought to the disk, and renamed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isotype.checkpoint.opened import require_readable
+from isotype.core.errors import SaveError
+from isotype.core.files import (
+    NO_ROOM,
+    STAGING,
+    discard,
+    fsync_tree,
+    publish_directory,
+    publish_files,
+    recover,
+    write_failure,
+    write_whole,
+)
+from isotype.model.finite import all_finite
+from isotype.train.monitor.diverged import not_finite
+from isotype.train.output.checkpoints import (
+    Order,
+    all_checkpoints,
+    save_loop_state,
+    saved_at,
+    whole_checkpoints,
+    write_manifest,
+)
+from isotype.train.output.sharded import Sharded
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a command has a trainer do where it saves.
+
+    Attributes:
+        before: raises where a step so far must not be saved.
+        in_checkpoint: writes what else belongs into the folder of a checkpoint.
+        card: makes the model card of the run; None for the trainer's own.
+        goes_on: the command that goes on from a checkpoint; None in a script.
+    """
+
+    before: Callable[[], object] = lambda: None
+    in_checkpoint: Callable[[Path], object] = lambda checkpoint: None
+    card: Callable[[], str] | None = None
+    goes_on: Callable[[Path], str] | None = None
+
+
+class WholeCheckpoints(Sharded):
+    """Mixin over `transformers.Trainer`: a checkpoint is whole or not there, whenever the process is killed."""
+
+    hooks: Hooks = Hooks()
+    _staging: Path | None = None
+    _began: float = 0.0
+    _resumed_from: Path | None = None
+    _order: Order | None = None
+
+    def train(
+        self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
+    ) -> Any:
+        """As the trainer's own; first, what a killed run left in the output directory is put in order."""
+        if self.args.should_save:
+            recover(Path(self.args.output_dir))
+        self.hooks, self._began = hooks or Hooks(), time.time()
+        self._resumed_from = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        last = self.last_checkpoint()
+        if self.args.should_save and last is not None and last.parent == Path(self.args.output_dir):
+            self._rotate(last.parent, last)  # a run that was killed after its last save has deleted none
+        return result
+
+    def last_checkpoint(self: Any) -> Path | None:
+        """The whole checkpoint to go on from: the last that this run saved, else the one it went on from."""
+        whole = whole_checkpoints(self.args.output_dir)
+        return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
+
+    def _check_trained(self: Any) -> None:
+        """Raise TrainingError, in every process, rather than save weights that are not finite in one, or after a step that was left out."""
+        self.hooks.before()
+        here = all_finite(p for p in self.model.parameters() if p.requires_grad)
+        broken = self.accelerator.reduce(torch.tensor(0.0 if here else 1.0, device=self.args.device))
+        if broken.item():
+            raise not_finite(
+                "the trained weights are not finite",
+                self.args,
+                self.state.global_step,
+                {},
+                self.last_checkpoint(),
+            )
+
+    def folder_of_run(self: Any, trial: Any) -> str:
+        if self._staging is not None:
+            return str(self._staging)
+        return str(super().folder_of_run(trial))
+
+    def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        """Build the checkpoint aside, bring it to the disk, then rename it: it is whole or not there."""
+        self._check_trained()
+        run_dir = Path(super().folder_of_run(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        built, final = run_dir / STAGING / name, run_dir / name
+        with self._staged(run_dir, "checkpoint"):
+            super().write_checkpoint(model, trial)
+            save_loop_state(self, self._order, built)
+            if self.state.best_model_checkpoint == str(built):
+                self.state.best_model_checkpoint = str(final)
+                if self.args.should_save:
+                    self.state.save_to_json(str(built / "trainer_state.json"))
+            self.accelerator.wait_for_everyone()  # every rank has put its random state into it
+            if self.args.should_save:
+                self._save_policy(built)
+                self.hooks.in_checkpoint(built)
+                require_readable(built)
+                fsync_tree(built)
+                write_manifest(built)
+                publish_directory(built, final)
+            self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self._rotate(run_dir, final)
+        if self.args.push_to_hub:
+            self.push_checkpoint(str(final))
+
+    def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Write `hooks.card()`, the run as a model card, where the trainer would write a form to be filled in."""
+        if self.hooks.card is None:
+            super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        elif self.args.should_save:
+            write_whole(Path(self.args.output_dir) / "README.md", self.hooks.card())
+
+    def push_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        # An upload reads its files later, in a thread: only from where they stay.
+        if self._staging is None:
+            super().push_checkpoint(checkpoint_folder)
+
+    def _rotate(self: Any, run_dir: Path, newest: Path) -> None:
+        """Delete the oldest checkpoints beyond `save_total_limit`, but never the newest or the best one."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return
+        best = self.state.best_model_checkpoint
+        keep = {newest} | ({Path(best)} if best is not None else set())
+        saved = all_checkpoints(run_dir)
+        surplus = len(saved) - max(limit, len(keep))
+        for path in [p for p in saved if p not in keep][: max(surplus, 0)]:
+            discard(path)
+
+    def save_final(self: Any, directory: Path) -> None:
+        """Save the model into `directory`: its files are the former ones or, after `recover`, all the new ones.
+
+        Raises:
+            SaveError: the disk is full, or cannot be written.
+            TrainingError: the trained weights are not finite.
+        """
+        self._check_trained()
+        with self._staged(directory, "trained model") as staging:
+            self.save_model(str(staging / "model"), _internal_call=True)
+            if self.args.should_save:
+                # TRL's copy of what a preference run started from, in a folder of its own: no result.
+                shutil.rmtree(staging / "model" / "ref", ignore_errors=True)
+                self._save_policy(staging / "model")
+                require_readable(staging / "model")
+                fsync_tree(staging / "model")
+                publish_files(staging / "model", directory)
+        with self._save_errors(directory, "model card, beside the trained model, which is whole,"):
+            self.create_model_card()
+        if self.args.push_to_hub:
+            self.push_to_hub()
+
+    def _save_policy(self: Any, directory: Path) -> None:
+        policy = getattr(self.model, "precision_policy", None)
+        if policy is not None:
+            policy.save(directory)
+
+    @contextmanager
+    def _staged(self: Any, directory: Path, what: str) -> Iterator[Path]:
+        """An empty folder to build in; a failure to write becomes a SaveError about `what`."""
+        staging = directory / STAGING
+        try:
+            if self.args.should_save:
+                if staging.exists():
+                    shutil.rmtree(staging)
+                with self._save_errors(directory, what):
+                    staging.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self._staging = staging
+            with self._save_errors(directory, what):
+                yield staging
+        finally:
+            self._staging = None
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)  # what is left of it goes at the next save
+
+    @contextmanager
+    def _save_errors(self: Any, directory: Path, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            failure = write_failure(error, directory)
+            if failure is None:
+                raise
+            raise self._save_error(directory, what, *failure) from error
+
+    def _save_error(self: Any, directory: Path, what: str, number: int | None, reason: str) -> SaveError:
+        full = number in NO_ROOM
+        last = self.last_checkpoint()
+        return SaveError.of(
+            f"the disk is full: the {what} could not be saved" if full else f"the {what} could not be saved",
+            f"{directory}: {reason}",
+            "room for the adapter and twice its size for the optimizer state"
+            if full
+            else "a directory that takes files of this size",
+            "free some room, or give --output_dir on another disk, or --save_total_limit 1"
+            if full
+            else "make it writable and lift limits on file sizes, or give another --output_dir",
+            hint=self._way_on(last),
+        )
+
+    def _way_on(self: Any, last: Path | None) -> str:
+        if last is None:
+            return "no checkpoint had been saved before: start again when there is room"
+        how = f"go on with --resume_from_checkpoint {last}"
+        if self.hooks.goes_on is not None:
+            how = f"go on with:\n    {self.hooks.goes_on(last)}"
+        return f"nothing else is lost, {last} is whole; {how}"
