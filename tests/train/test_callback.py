@@ -20,12 +20,8 @@ import trl
 
 import isotype
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.train.callback import (
-    optimizer_error,
-    policy_of_current_dtypes,
-    raise_optimizer_state,
-    rounded_error,
-)
+from isotype.train.current_policy import policy_of_current_dtypes
+from isotype.train.optimizer_checks import optimizer_error, raise_optimizer_state, rounded_error
 from tests.cpus import pretend
 from tests.models import quiet
 from tests.pairwise import few

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from rich.console import Console
 
 from isotype.compat.templates import render_chat, template_source
 from isotype.core.errors import UsageError, one_line
+from isotype.report.run.record import RunRecord, Sample
 
 Message = dict[str, str]
 PLAIN = dict.fromkeys(
@@ -71,3 +74,24 @@ def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 6
             **{**PLAIN, "do_sample": False, **kwargs},
         )
     return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+
+def as_asked_before(asked: tuple[Sample, Prompt] | None, earlier: RunRecord | None) -> Sample | None:
+    """The sample question, with the answer that it got before the run began."""
+    if asked is None:
+        return None
+    samples = () if earlier is None else earlier.samples
+    earlier_answers = {sample.question: sample.before for sample in samples}
+    return replace(asked[0], before=asked[0].before or earlier_answers.get(asked[0].question))
+
+
+def answer_after(
+    trainer: Any, sample: Sample | None, asked: tuple[Sample, Prompt] | None, console: Console
+) -> Sample | None:
+    """The sample question, with the answer of the trained model; None where nothing was asked."""
+    if sample is None or asked is None:
+        return None
+    _, prompt = asked
+    with console.status("asking the model after training …"):
+        text = answer(trainer.model, trainer.processing_class, prompt)
+    return replace(sample, after=text)

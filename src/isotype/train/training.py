@@ -40,11 +40,12 @@ from isotype.train import describe
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import sound_attention, take_one_gpu, training_device, wait_less
 from isotype.train.enforce import apply_to_arguments, enforce_trainer, masters_of
-from isotype.train.generate import Prompt, answer
+from isotype.train.generate import Prompt, answer, answer_after, as_asked_before
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, one_reference, processing_class
+from isotype.train.monitor.recorder import Kept, RunRecorder
 from isotype.train.options.settings import Settings, cure_by_name
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
@@ -397,39 +398,34 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
 
     from isotype.train.callback import PrecisionCallback
     from isotype.train.monitor.progress import ProgressView
-    from isotype.train.monitor.recorder import Kept, RunRecorder
 
     settings, root = run.settings, Path(run.settings.training.output_dir)
-    trainer, sample = built.trainer, _as_asked_before(built.asked, run.earlier)
-    started = datetime.now(UTC)
+    trainer, sample = built.trainer, as_asked_before(built.asked, run.earlier)
+    started, goes_on = datetime.now(UTC), partial(resume_command, settings)
+    write = partial(write_report, root=root, writes=trainer.args.should_save)
     say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view, run.earlier)
-        facts = describe.RunFacts(
-            run=run,
-            trainer=trainer,
-            recorder=recorder,
-            started=started,
-            notes=built.notes,
-            lengths=built.lengths,
-            choice=built.choice,
-            fusion=built.fusion,
-        )
-        record_of = partial(describe.record, facts)
+        record_of = partial(describe.record, _facts(run, built, recorder, started))
         so_far = partial(record_of, sample, "running")
-        write = partial(write_report, root=root, writes=trainer.args.should_save)
-        goes_on = partial(resume_command, settings)
         hooks = Hooks(
             before=recorder.settle,
             in_checkpoint=partial(files_of_checkpoint, run.identity, so_far),
             card=lambda: model_card(record_of(sample, "finished")),
             goes_on=goes_on,
         )
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
-        stopping = early_stopping(settings)
-        keeper = Kept(lambda: write(so_far(), made_steps=True))
-        for callback in (PrecisionCallback(run.policy, ranges=run.ranges), recorder, keeper, stopping):
+
+        def ended(
+            record: RunRecord, *notes: str, adapter: Path | None = None, by: int | None = None
+        ) -> Outcome:
+            record = replace(record, notes=(*record.notes, *filter(None, notes)))
+            report = write(record, made_steps=recorder.made_steps)
+            return Outcome(record, adapter, report, trainer.last_checkpoint(), stopped_by=by)
+
+        for shown in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(shown)
+        stopping, kept = early_stopping(settings), Kept(lambda: write(so_far(), made_steps=True))
+        for callback in (PrecisionCallback(run.policy, ranges=run.ranges), recorder, kept, stopping):
             if callback is not None:
                 trainer.add_callback(callback)
         try:
@@ -437,9 +433,7 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
                 stopped_by = _train_and_save(trainer, root, run.resume, hooks, console)
             leave_group_at_exit()
         except TrainingError as failure:
-            record = record_of(sample, "failed", str(failure))
-            report = write(record, made_steps=recorder.made_steps)
-            return Outcome(record, None, report, trainer.last_checkpoint())
+            return ended(record_of(sample, "failed", str(failure)))
         except Exception as failure:
             error = (
                 str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
@@ -450,21 +444,28 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
             raise
     if stopped_by is not None:
         unread = recorder.record_unread()
-        record = record_of(sample, "interrupted")
-        record = replace(record, notes=(*record.notes, unread)) if unread else record
-        report = write(record, made_steps=recorder.made_steps)
-        return Outcome(record, None, report, trainer.last_checkpoint(), stopped_by)
+        return ended(record_of(sample, "interrupted"), unread, by=stopped_by)
     try:
-        sample = _second_answer(trainer, sample, built.asked, console)
+        sample = answer_after(trainer, sample, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
-    record = record_of(sample, "finished")
-    early = stopping and stopping.said(trainer.state, trainer.args.metric_for_best_model)
+    early = (stopping and stopping.said(trainer.state, trainer.args.metric_for_best_model)) or ""
     if early:
         console.print(wrapped(early, console), highlight=False, markup=False, soft_wrap=True)
-        record = replace(record, notes=(*record.notes, early))
-    report = write(record, made_steps=recorder.made_steps)
-    return Outcome(record, root, report, trainer.last_checkpoint())
+    return ended(record_of(sample, "finished"), early, adapter=root)
+
+
+def _facts(run: Run, built: _Built, recorder: RunRecorder, started: datetime) -> describe.RunFacts:
+    return describe.RunFacts(
+        run=run,
+        trainer=built.trainer,
+        recorder=recorder,
+        started=started,
+        notes=built.notes,
+        lengths=built.lengths,
+        choice=built.choice,
+        fusion=built.fusion,
+    )
 
 
 def _train_and_save(
@@ -486,22 +487,3 @@ def _train_and_save(
                 recover(root)
             return stopped[0] if stopped else signal_of(interrupt)
     return None
-
-
-def _as_asked_before(asked: tuple[Sample, Prompt] | None, earlier: RunRecord | None) -> Sample | None:
-    """The sample question, with the answer that it got before the run began."""
-    if asked is None:
-        return None
-    told = {each.question: each.before for each in (() if earlier is None else earlier.samples)}
-    return replace(asked[0], before=asked[0].before or told.get(asked[0].question))
-
-
-def _second_answer(
-    trainer: Any, sample: Sample | None, asked: tuple[Sample, Prompt] | None, console: Console
-) -> Sample | None:
-    if sample is None or asked is None:
-        return None
-    _, prompt = asked
-    with console.status("asking the model after training …"):
-        text = answer(trainer.model, trainer.processing_class, prompt)
-    return replace(sample, after=text)
