@@ -433,9 +433,8 @@ def _arguments() -> argparse.Namespace:
         "--keep-stale", action="store_true", help="trust the cache after changes to zoo or faults"
     )
     parser.add_argument("--json", type=Path, default=None, help="write every case to this file")
-    results.add_option(parser)
     parser.add_argument("--list", action="store_true", help="the architectures, and what is left out and why")
-    return parser.parse_args()
+    return results.parsed(parser, "architectures", "faults", "every", "limit", "real_only")
 
 
 if __name__ == "__main__":

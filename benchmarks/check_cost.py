@@ -185,8 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", choices=[[], *CONFIGS], metavar="NAME")
     parser.add_argument("--runs", type=int, default=3)
-    kept.add_option(parser)
-    asked = parser.parse_args()
+    asked = kept.parsed(parser)
     results = {}
     print(
         f"{'model':<18} {'wall s':>7} {'min-max':>13} {'CPU s':>7} {'peak MiB':>9} {'check s':>8} {'operators':>10}  verdict"

@@ -52,8 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", help="ids of reports; all by default")
     parser.add_argument("--jobs", type=int, default=2)
-    results.add_option(parser)
-    options = parser.parse_args()
+    options = results.parsed(parser, "cases")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tests.corpus.discover import all_scenarios, corpus, left_out
     from tests.corpus.judge import NOT_PREDICTED

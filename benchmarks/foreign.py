@@ -210,9 +210,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a code base may take")
     parser.add_argument("--json", type=Path, help="also write every row here")
-    results.add_option(parser)
     parser.add_argument("--list", action="store_true", help="only say what would be installed")
-    return parser.parse_args()
+    return results.parsed(parser, "only", "case", "no_fixes")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from records import keep_foreseen
-from results import add_option
+from results import parsed
 
 NEAR, FAR, LEAST_SHARE = 0.05, 0.10, 0.95
 SECONDS = 600
@@ -462,8 +462,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--kinds", action="store_true", help="print what the foreseen peaks are made of")
     parser.add_argument("--json", type=Path, help="write the results")
-    add_option(parser)
-    options = parser.parse_args()
+    options = parsed(parser, "at", "only", "without")
     places = options.at or [f"{options.seed}/{number}" for number in range(options.count)]
     setups = [(place, draw(*map(int, place.split("/")))) for place in places]
     if not options.at:

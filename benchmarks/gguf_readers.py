@@ -124,8 +124,7 @@ def main() -> None:
     parser.add_argument("adapter", type=Path)
     parser.add_argument("types", nargs="*", default=["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m"])
     parser.add_argument("--tokens", type=int, default=32)
-    results.add_option(parser)
-    options = parser.parse_args()
+    options = results.parsed(parser)
     read_back: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         dense_results: dict[torch.dtype, tuple[list[int], torch.Tensor, list[int], str]] = {}

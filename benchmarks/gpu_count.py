@@ -77,9 +77,8 @@ def main() -> None:
     parser.add_argument("--storage", nargs="+", default=["none", "nf4"], choices=["none", "nf4", "int8"])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters")
-    results.add_option(parser)
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = results.parsed(parser)
     if options.part:
         warnings.simplefilter("ignore")
         storage, path = options.part

@@ -26,8 +26,7 @@ def main() -> None:
     """Interleave the two imports, so that a slow moment hits both."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=7)
-    results.add_option(parser)
-    asked = parser.parse_args()
+    asked = results.parsed(parser)
     runs = asked.runs
     pairs = [(seconds("torch"), seconds("torch, isotype")) for _ in range(runs)]
     extra = [both - torch for torch, both in pairs]

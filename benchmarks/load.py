@@ -240,9 +240,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--keep", type=Path, help="where the checkpoints are, or are written to")
-    kept.add_option(parser)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = kept.parsed(parser)
     if options.child:
         name, side, path = options.child
         print(json.dumps(measure(CASES[name], side, path)))

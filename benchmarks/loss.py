@@ -119,8 +119,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--exact", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    results.add_option(parser)
-    arguments = parser.parse_args()
+    arguments = results.parsed(parser, "spread", "exact")
     torch.set_num_threads(arguments.threads)
     given = inputs(arguments, getattr(torch, arguments.dtype))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in LOSSES}

@@ -223,6 +223,5 @@ if __name__ == "__main__":
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
         parser.add_argument("model", nargs="?", default="embedded:smollm2")
         parser.add_argument("--text", action="store_true", help="what fewer tokens miss")
-        results.add_option(parser)
-        asked = parser.parse_args()
+        asked = results.parsed(parser)
         (text if asked.text else main)(asked.model, asked.record)

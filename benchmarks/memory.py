@@ -234,8 +234,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE")
     parser.add_argument("--device", default="cpu")
-    kept.add_option(parser)
-    asked = parser.parse_args()
+    asked = kept.parsed(parser)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

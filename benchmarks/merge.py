@@ -197,8 +197,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where the base is, or is written to")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--kept", nargs="+", metavar=("ADAPTER", "FORM"), help="what forms keep")
-    results.add_option(parser)
-    options = parser.parse_args()
+    options = results.parsed(parser)
     if options.kept:
         adapter, *forms = options.kept
         kept(Path(adapter), forms or FORMS, options.record)

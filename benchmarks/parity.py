@@ -157,8 +157,7 @@ def main() -> None:
         "--keep", nargs="*", default=[], help="compute dtypes whose runs OUTPUT.json has already"
     )
     parser.add_argument("--output", type=Path, default=Path("docs/parity"))
-    results.add_option(parser)
-    options = parser.parse_args()
+    options = results.parsed(parser)
     torch.set_num_threads(options.threads)
     from transformers import AutoTokenizer
 

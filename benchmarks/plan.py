@@ -41,7 +41,7 @@ import isotype
 from isotype.compat.glibc import freed_memory_kept
 from isotype.planning.record import Row
 from records import keep_plan
-from results import add_option
+from results import parsed
 
 TOLERANCE, LEAST_TAU, FACTOR = 0.05, 0.8, 1.5
 SHARE = 0.97
@@ -471,8 +471,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["time", "rows"])
     parser.add_argument("--child", nargs=argparse.REMAINDER, help="one measurement, in this process")
-    add_option(parser)
-    options = parser.parse_args()
+    options = parsed(parser)
     if options.child:
         name, *values = options.child
         print(json.dumps(CHILDREN[name](*values)))

@@ -435,11 +435,10 @@ def main() -> None:
     parser.add_argument(
         "--damages", type=Path, default=None, help="file that keeps the measurement from one run to the next"
     )
-    results.add_option(parser)
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--timed", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = results.parsed(parser, "steps")
     if options.timed:
         timed(options.folder, options.timed)
     elif options.time:

@@ -199,8 +199,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--native", action="store_true")
-    results.add_option(parser)
-    options = parser.parse_args()
+    options = results.parsed(parser, "steps", "tokens", "native")
     warnings.simplefilter("ignore")
     cores = contextlib.nullcontext if options.native else TensorCores
     policy32 = isotype.resolve_precision("embedded:smollm2", "float32", device="cpu")

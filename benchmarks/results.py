@@ -1,6 +1,6 @@
 """Figures that benchmarks print, kept: a line of JSON each in results.jsonl, which README and docs are written from.
 
-A benchmark adds `--record` by `add_option` and calls `append` for every row that it prints. `python -m tools.figures` writes the pages.
+A benchmark reads its arguments by `parsed`, and with `--record` calls `append` for every row that it prints. `python -m tools.figures` writes the pages.
 """
 
 from __future__ import annotations
@@ -157,9 +157,14 @@ def written(record: Record) -> str:
     return json.dumps(short(asdict(record)), ensure_ascii=False)
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--record` to a benchmark's options."""
+def parsed(parser: argparse.ArgumentParser, *parts: str) -> argparse.Namespace:
+    """Arguments, `--record` among them, which ends with an error beside options that leave figures out, or make others of them."""
     parser.add_argument("--record", action="store_true", help="add the figures to benchmarks/results.jsonl")
+    options = parser.parse_args()
+    changed = [name for name in parts if getattr(options, name) not in (parser.get_default(name), [])]
+    if options.record and changed:
+        parser.error(f"--record is of all figures: leave out {' and '.join(changed)}")
+    return options
 
 
 def measured(row: Mapping[str, Any], **units: str) -> dict[str, Measure]:

@@ -118,9 +118,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--runs", type=int, default=3)
-    results.add_option(parser)
     parser.add_argument("--script", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = results.parsed(parser)
     if options.script:
         script(options.steps)
         return

@@ -46,8 +46,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--device", default="cpu")
-    results.add_option(parser)
-    asked = parser.parse_args()
+    asked = results.parsed(parser, "tokens", "width")
     dtype = parse_dtype(asked.dtype)
     model = layer(asked.width, dtype).to(asked.device)
     lora = model.base_model.model[0]

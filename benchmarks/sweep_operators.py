@@ -424,8 +424,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of architectures, separated by commas")
     parser.add_argument("--fresh", action="store_true", help="forget the examples there are")
     parser.add_argument("-o", "--output", type=Path, default=EXAMPLES)
-    results.add_option(parser)
-    options = parser.parse_args()
+    options = results.parsed(parser, "only", "fresh")
     known = options.output.exists() and not options.fresh
     sampler = Sampler(json.loads(options.output.read_text(encoding="utf-8")) if known else {})
     started = time.perf_counter()

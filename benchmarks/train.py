@@ -407,9 +407,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path)
-    results.add_option(parser)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked = results.parsed(parser)
     if asked.child:
         child(asked.child[0], Setup(**json.loads(asked.child[1])))
         return

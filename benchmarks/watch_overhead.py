@@ -183,8 +183,7 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--stops", action="store_true")
-    results.add_option(parser)
-    given = parser.parse_args()
+    given = results.parsed(parser)
     if given.stops:
         stops(given.record)
     else:

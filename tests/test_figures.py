@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from tools.figures import MARKER, PAGES, ROOT, SPECS, UnknownFigureError, filled
 
-from results import Book, Machine, Measure, Record, append, written  # isort: skip - its folder is on the path by now
+from results import Book, Machine, Measure, Record, append, parsed, written  # isort: skip - its folder is on the path by now
 
 TABLES = tomllib.loads(SPECS.read_text(encoding="utf-8"))
 BOOK = Book.read()
@@ -84,7 +85,7 @@ def _named(script: Path) -> set[str]:
 
 @pytest.mark.parametrize("script", sorted({record.script for record in BOOK.records}))
 def test_the_script_of_a_figure_can_measure_it_again(script):
-    assert {"add_option", "append"} <= _named(ROOT / script)
+    assert {"parsed", "append"} <= _named(ROOT / script)
 
 
 RECORD = Record(
@@ -197,3 +198,21 @@ def test_a_benchmark_adds_a_line(tmp_path, monkeypatch, load, note):
     assert read.machine.note == f"ATEN_CPU_CAPABILITY=avx2{note}"
     assert read.versions.keys() >= {"python", "torch", "transformers", "isotype"}
     assert re.fullmatch(r"[0-9a-f]{7,}\+?", read.commit)
+
+
+def _parsed(*typed: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--every", type=int, default=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["benchmark", *typed])
+        return parsed(parser, "cases", "every")
+
+
+def test_a_part_of_the_figures_is_not_recorded(capsys):
+    assert _parsed("--record", "--every", "5").record
+    assert not _parsed("llama", "--every", "3").record
+    for typed in (["llama"], ["--every", "3"]):
+        with pytest.raises(SystemExit):
+            _parsed("--record", *typed)
+        assert "leave out" in capsys.readouterr().err
