@@ -271,6 +271,8 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
+# torch 2.15 warns of the `torch.jit.script` that its own forward derivatives are made with.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # by torch's own jvp
