@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
+from rich.console import Console
 
 import isotype
 from isotype.cli.main import main
@@ -18,6 +20,7 @@ from isotype.core.errors import PrecisionError, UsageError
 from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import parse_request
+from isotype.planning.text import render
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.planning.conftest import noted
@@ -150,25 +153,52 @@ def test_rows_that_are_too_long_are_said_to_be(config: Path, formula: object) ->
 def test_nothing_fits(config: Path, formula: object) -> None:
     plan = planned(config, "100KiB", quantization="nf4")
     assert (plan.chosen, plan.command, plan.policy) == (None, None, None)
-    assert str(plan).endswith("nothing fits: a smaller model, a larger device, or more of them (--devices)")
+    title, least, fix = str(plan).splitlines()[3:6]
+    assert title == "NVIDIA GeForce RTX 4090: nothing fits"
+    assert re.fullmatch(r"   a step takes \d.* MiB at least \(nf4\), and may take 100 KiB", least)
+    assert fix == "   a smaller model, a larger device, or more of them (--devices)"
     arguments = ["plan", str(config), "--device", "t4", "--max-memory", "100KiB", "--quantization", "nf4"]
     assert main(arguments) == 1
 
 
-def test_the_text_ends_with_the_command(plan: Plan) -> None:
+def test_the_text_begins_with_what_fits_and_its_command(plan: Plan) -> None:
     text = str(plan)
-    assert text.splitlines()[-1] == plan.command
+    answer, command = text.splitlines()[3:5]
+    assert re.fullmatch(
+        r"NVIDIA GeForce RTX 4090: \w+ fits, \d.00 MiB of 6.00 MiB, [\d.]+ M to [\d.]+ M tokens/s", answer
+    )
+    assert command == plan.command
     assert plan.command is not None
     assert not shlex.split(plan.command)[3].endswith("config.json")  # the folder, where weights are
-    assert max(map(len, text.splitlines()[:12])) <= 110
-    assert "unknown" in text
+    assert max(len(line) for line in text.splitlines() if "GiB" in line or "MiB" in line) <= 100
     assert re.search(r"memory     peak in \w+: ", text)
 
 
-def test_several_devices_have_a_column_each(config: Path, formula: object) -> None:
+@pytest.mark.parametrize("width", [60, 72, 80, 100, 132])
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_cell_of_the_table_is_cut(plan: Plan, width: int, whole: bool) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    render(plan, console, whole)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines() if "/model0" not in line) <= width
+    head = next(line for line in text.splitlines() if " checkpointing " in line).split()
+    for name in ("storage", "rows", "peak", "fits", *(["tokens/s"] if width >= 80 and not whole else [])):
+        assert name in head
+    assert ("memory     peak in " in text) is whole
+    command = text[text.index("    isotype sft ") :].partition("\n\n")[0].rstrip()
+    assert shlex.join(shlex.split(command.replace("\\\n", ""))) == plan.command
+
+
+def test_several_devices_have_a_row_and_a_command_each(config: Path, formula: object) -> None:
     plan = planned(config, "6MiB", device="rtx4090,l4,t4", quantization="nf4")
-    heads = next(line for line in str(plan).splitlines() if "l4" in line)
-    assert heads.split() == ["rtx4090", "l4", "t4"]
+    lines = str(plan).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("device "))
+    assert [line.split()[0] for line in lines[at + 1 : at + 4]] == ["rtx4090", "l4", "t4"]
+    assert [line for line in lines if line.startswith("isotype sft ")] == [
+        shlex.join(device.chosen.command) for device in plan.devices if device.chosen is not None
+    ]
     rows = {device.name: device.chosen for device in plan.devices}
     assert rows["rtx4090"] is not None
     assert rows["l4"] is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,18 +45,18 @@ def test_a_row_for_each_model_and_the_command_of_the_largest(
     )
     text = capsys.readouterr().out
     assert "no model is named: these are the largest that fit" in text
-    assert "Model-9B nf4" in text
-    assert "Model-1B nf4" in text
-    assert text.splitlines()[-1].startswith("isotype sft --model_name_or_path big/Model-9B ")
+    assert "\nbig/Model-9B on NVIDIA T4: nf4 fits, " in text
+    assert re.search(r"^Model-9B  nf4 .* yes ", text, re.MULTILINE)
+    assert re.search(r"^Model-1B  nf4 ", text, re.MULTILINE)
+    (command,) = (line for line in text.splitlines() if line.startswith("isotype sft"))
+    assert command.startswith("isotype sft --model_name_or_path big/Model-9B ")
 
 
 def test_nothing_fits(sizes: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--device", "t4", "--max-memory", "100KiB", "--quantization", "nf4"]) == 1
-    assert (
-        capsys.readouterr()
-        .out.rstrip()
-        .endswith("nothing fits: a larger device, or more of them (--devices)")
-    )
+    text = capsys.readouterr().out
+    assert "\nNVIDIA T4: nothing fits\n" in text
+    assert re.findall(r"^(\S+) +no +$", text, re.MULTILINE) == ["Model-9B", "Model-1B"]
 
 
 def test_json_is_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     if outputs.json:
         print(plan.to_json(), end="")
     else:
-        render(plan, console)
+        render(plan, console, outputs.whole)
     return 0 if plan.chosen is not None else 1
 
 
@@ -46,5 +46,5 @@ def _run_without_model(argv: Sequence[str], console: Console) -> int:
         raise UsageError.of("no model", "--json or --html without a model", "a model", fix)
     with interrupts_kept():
         models = list(plans(argv))
-    render_models(models, console)
+    render_models(models, console, bool({"-v", "--verbose"} & set(argv)))
     return 0 if any(plan.chosen is not None for plan in models) else 1

@@ -13,7 +13,7 @@ from isotype.core.json_records import Signed
 from isotype.precision.policy import PrecisionPolicy
 
 GOALS: Mapping[str, str] = {
-    "balanced": "the most precise storage among those that are at most a quarter slower than the fastest",
+    "balanced": "the most precise storage of those at most a quarter slower than the fastest",
     "longest": "the longest rows",
     "fastest": "the most tokens a second",
     "best": "the least damage by storage, then the most tokens a second",

@@ -73,10 +73,11 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a plan goes."""
+    """Where a plan goes; `whole`: the text has what memory and time are made of."""
 
     json: bool
     html: Path | None
+    whole: bool = False
 
 
 def parser() -> Parser:
@@ -113,6 +114,7 @@ def parser() -> Parser:
         type=int,
         help=f"tokens of an optimizer step; without it {ROWS_OF_A_STEP} rows",
     )
+    add("-v", "--verbose", action="store_true", help="print what memory and time are made of, too")
     add("--json", action="store_true", help="print JSON")
     add(
         "--html",
@@ -191,7 +193,7 @@ def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
         known.tokens_per_step,
         numbers.num_train_epochs,
     )
-    return request, Outputs(known.json, known.html)
+    return request, Outputs(known.json, known.html, known.verbose)
 
 
 def _numbers(rest: Sequence[str]) -> Any:

@@ -1,9 +1,9 @@
-"""A plan for the terminal: a table for each device, what the chosen row is made of, and its command last."""
+"""A plan for the terminal: what fits and its command, one table, and, if asked for, what memory and time are made of."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,146 +13,167 @@ from isotype.core.console import TerminalConsole
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.planning.record import GOALS, Device, Record, Row, Workload
-from isotype.report.narrow import fitting, width_of, wrapped
+from isotype.report.narrow import NARROW, fitting, width_of, wrapped
 from isotype.report.text import format_count, format_duration, format_share
 
-WIDTH = 110
+WIDTH = 100
 """Columns of a text that is no terminal's."""
 
-_WORDS = ("", "model", "storage", "checkpointing", "sharding", "bound by")
+_WORDS = ("", "device", "model", "storage", "checkpointing", "sharding", "fits", "bound by")
 """Columns of words; the others are numbers."""
+_DETAILS = ("spare", "s/step", "bound by")
+"""Columns of a whole plan alone."""
+_DROPPED = ("spare", "bound by", "s/step", "training", "longest", "damage", "sharding", "tokens/s")
+"""Columns that a narrow terminal goes without, the first to go in front."""
 
 
 def to_text(plan: Record) -> str:
-    """The plan as a terminal shows it, without colours."""
+    """The whole plan as a terminal shows it, without colours."""
     console = TerminalConsole(file=io.StringIO(), width=WIDTH, force_terminal=False)
-    render(plan, console)
+    render(plan, console, whole=True)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def render(plan: Record, console: Console) -> None:
-    """Print a plan."""
-
-    def say(text: str = "", style: str = "") -> None:
-        console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
-
-    say(f"isotype plan   {plan.method} of {plan.model}", "bold")
-    say(f"   {plan.settings}")
-    several = len(plan.devices) > 1
-    if several:
-        say()
-        console.print(fitting(_comparison(plan), console, 2), highlight=False)
+def render(plan: Record, console: Console, whole: bool = False) -> None:
+    """Print a plan; `whole`: with what memory and time are made of."""
+    _say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
+    _say(console, f"   {plan.settings}")
     for device in plan.devices:
-        say()
-        rates = f"; {device.rates}" if device.rates else "; its rates are unknown, and so is the time"
-        say(f"{title_of(plan, device)}: a step may take {device.room}{rates}", "bold")
-        if not several:
-            console.print(fitting(_table(plan, device), console, 2), highlight=False)
-        for line in lines_of(plan, device):
-            say(line)
-    if plan.refused or plan.notes:
-        say()
-    for text in plan.refused:
-        say(f"refused    {text}")
-    for text in plan.notes:
-        say(f"note       {text}")
-    say()
-    if plan.chosen is None:
-        say("nothing fits: a smaller model, a larger device, or more of them (--devices)", "bold")
-    for device in plan.devices:
-        if several:
-            say(f"{title_of(plan, device)}: {'nothing fits' if device.chosen is None else ''}")
+        _print_answer(console, title_of(plan, device), device.chosen, plan.of(device.name))
         if device.chosen is not None:
-            _print_command(device.chosen.command, console)
-
-
-def _print_command(command: Sequence[str], console: Console) -> None:
-    text = printed_command(command, width_of(console))
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _comparison(plan: Record) -> Table:
-    """A column for each device, with the row that the goal picks there."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("", style="dim", no_wrap=True)
+            _say(console, _unlike_asked(plan, device.chosen), "yellow")
+    _say(console)
+    if len(plan.devices) > 1:
+        rows = [({"device": device.name}, device.chosen) for device in plan.devices]
+        _print_table(console, "device", rows, None, whole)
+    else:
+        chosen = plan.devices[0].chosen
+        rows = [({"": "→" if row == chosen else ""}, row) for row in plan.rows]
+        _print_table(console, "", rows, chosen, whole)
+    if plan.chosen is not None:
+        arrow = "→ " if len(plan.devices) == 1 else "by --goal"
+        _say(console, f"{arrow} {plan.goal}: {GOALS[plan.goal]}")
+    _say(console)
     for device in plan.devices:
-        table.add_column(device.name, justify="right")
-    cells = [
-        {} if row is None else cells_of(row, chosen=False) for row in (each.chosen for each in plan.devices)
-    ]
-    heads = heads_of([device.chosen for device in plan.devices if device.chosen is not None])
-    for head in heads[1:] or ["storage"]:
-        table.add_row(head, *(each.get(head, "nothing fits" if head == "storage" else "") for each in cells))
-    return table
+        if len(plan.devices) > 1 and (whole or device.notes):
+            _say(console, title_of(plan, device), "bold")
+        for line in lines_of(plan, device) if whole else _notes(device):
+            _say(console, line)
+    for text in plan.refused:
+        _say(console, f"refused    {text}")
+    for text in plan.notes:
+        _say(console, f"note       {text}")
+    if not whole:
+        _say(console, "-v         prints what memory and time are made of", "dim")
 
 
-def render_models(plans: Sequence[Record], console: Console) -> None:
-    """Print plans of several models as one table for each device, and the command of the largest that fits last."""
-
-    def say(text: str = "", style: str = "") -> None:
-        console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
-
-    say(
+def render_models(plans: Sequence[Record], console: Console, whole: bool = False) -> None:
+    """Print plans of several models as one table, after the command of the largest that fits on each device."""
+    _say(
+        console,
         f"isotype plan   {plans[0].method}, {plans[0].settings}; no model is named: these are the largest that fit",
         "bold",
     )
+    rows: list[tuple[dict[str, str], Row | None]] = []
     for at, device in enumerate(plans[0].devices):
-        say()
-        say(
-            f"{title_of(plans[0], device)}: a step may take {device.room}; {device.rates or 'its rates are unknown'}",
-            "bold",
-        )
-        console.print(fitting(_models(plans, at), console, 2), highlight=False)
-        for note in dict.fromkeys(note for plan in plans for note in plan.devices[at].notes):
-            say(f"precision  {note}")
-    largest = next((plan for plan in plans if plan.chosen is not None), None)
-    chosen = None if largest is None else largest.chosen
-    if chosen is not None and chosen.work is not None:
-        say(f"data       {_work(chosen, chosen.work)}")
-    say()
-    if chosen is None:
-        say("nothing fits: a larger device, or more of them (--devices)")
-    else:
-        _print_command(chosen.command, console)
+        several = {"device": device.name} if len(plans[0].devices) > 1 else {}
+        fitting_plans = [plan for plan in plans if plan.devices[at].chosen is not None]
+        largest = fitting_plans[0] if fitting_plans else plans[-1]
+        title = title_of(largest, device)
+        name = f"{largest.model} on {title}" if fitting_plans else title
+        _print_answer(console, name, largest.devices[at].chosen, largest.of(device.name))
+        rows += [
+            ({**several, "model": plan.model.rpartition("/")[2]}, plan.devices[at].chosen) for plan in plans
+        ]
+    _say(console)
+    _print_table(console, "device" if "device" in rows[0][0] else "model", rows, None, whole)
+    for note in dict.fromkeys(note for plan in plans for each in plan.devices for note in _notes(each)):
+        _say(console, note)
 
 
-def _models(plans: Sequence[Record], at: int) -> Table:
-    """A row for each model, with the settings that the goal picks on the device with this number."""
-    rows = [plan.devices[at].chosen for plan in plans]
-    heads = ["model", *heads_of([row for row in rows if row is not None])[1:]]
-    if all(row is None or row.damage is None for row in rows):
-        heads.remove("damage")  # nobody measures a model that is not here
-    table = _columns(heads)
-    for plan, row in zip(plans, rows, strict=True):
-        cells = {"rows": "does not fit"} if row is None else cells_of(row, chosen=False)
-        name = plan.model.rpartition("/")[2]
-        table.add_row(*(name if head == "model" else cells.get(head, "") for head in heads))
-    return table
+def _say(console: Console, text: str = "", style: str = "") -> None:
+    """Print lines, wrapped at words."""
+    if text or not style:
+        console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_answer(console: Console, title: str, row: Row | None, rows: Sequence[Row]) -> None:
+    """What fits on a device, how fast it is, what the data takes, and its command; what is lacking where nothing fits."""
+    _say(console)
+    if row is None:
+        least = min(rows, key=lambda each: each.peak)
+        room = "" if least.room is None else f", and may take {format_bytes(least.room)}"
+        _say(console, f"{title}: nothing fits", "bold red")
+        _say(console, f"   a step takes {format_bytes(least.peak)} at least ({least.storage}){room}")
+        _say(console, "   a smaller model, a larger device, or more of them (--devices)")
+        return
+    room = "" if row.room is None else f" of {format_bytes(row.room)}"
+    each = " on each" if row.devices > 1 else ""
+    speed = speed_of(row)
+    how = f"{row.storage}{f' with {row.sharding}' if row.sharding else ''}"
+    _say(
+        console,
+        f"{title}: {how} fits, {format_bytes(row.peak)}{room}{each}{f', {speed} tokens/s' if speed else ''}",
+        "bold green",
+    )
+    if row.work is not None:
+        _say(console, f"   {_work(row, row.work)}")
+    text = printed_command(row.command, width_of(console), 0 if width_of(console) is None else 4)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_table(
+    console: Console,
+    first: str,
+    rows: Sequence[tuple[Mapping[str, str], Row | None]],
+    chosen: Row | None,
+    whole: bool,
+) -> None:
+    """Rows with their first cells, `rows[i][0]`, in as many columns as the console has room for.
+
+    Args:
+        console: the terminal.
+        first: head of the first column.
+        rows: the first cells of each, by head, and the settings; None where nothing fits.
+        chosen: the row that stands out.
+        whole: with all columns.
+    """
+    known = [row for _, row in rows if row is not None]
+    heads = [*dict.fromkeys(head for cells, _ in rows for head in cells), *heads_of(known)[1:]]
+    heads.insert(heads.index("peak") + 1, "fits")
+    if not whole:
+        heads = [head for head in heads if head not in _DETAILS]
+    if all(row.damage is None for row in known):
+        heads.remove("damage")
+    lines = [
+        {**({"fits": "no"} if row is None else cells_of(row, chosen=False)), **cells} for cells, row in rows
+    ]
+    heads = [head for head in heads if any(line.get(head) for line in lines)]
+    for head in _DROPPED:
+        widths = [max(len(each), *(len(line.get(each, "")) for line in lines)) for each in heads]
+        if sum(widths) + 2 * len(widths) <= console.width or console.width < NARROW:
+            break
+        heads = [each for each in heads if each != head]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head in heads:
+        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=head != first)
+    for line, (_, row) in zip(lines, rows, strict=True):
+        style = "bold green" if row is not None and row == chosen else "" if row and row.fits else "dim"
+        table.add_row(*(line.get(head, "") for head in heads), style=style)
+    console.print(fitting(table, console), highlight=False)
+
+
+def _notes(device: Device) -> Iterator[str]:
+    """What the dtypes of a device cost."""
+    for note in device.notes:
+        yield f"precision  {note}"
 
 
 def title_of(plan: Record, device: Device) -> str:
     """The device's name, and how many of it train together."""
     count = next((row.devices for row in plan.of(device.name)), 1)
     return device.title if count == 1 else f"{count} × {device.title}"
-
-
-def _table(plan: Record, device: Device) -> Table:
-    rows = plan.of(device.name)
-    heads = heads_of(rows)
-    table = _columns(heads)
-    for row in rows:
-        style = "bold green" if row == device.chosen else "" if row.fits else "dim"
-        cells = cells_of(row, row == device.chosen)
-        table.add_row(*(cells[head] for head in heads), style=style)
-    return table
-
-
-def _columns(heads: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for head in heads:
-        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=True)
-    return table
 
 
 def heads_of(rows: Sequence[Row]) -> list[str]:
@@ -171,7 +192,8 @@ def heads_of(rows: Sequence[Row]) -> list[str]:
 
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
     """A row in words, by the heads of the table."""
-    time, work = row.time if row.fits else None, row.work
+    time = row.time if row.fits else None
+    work = row.work
     return {
         "": "→" if chosen else "",
         "storage": row.storage,
@@ -179,6 +201,7 @@ def cells_of(row: Row, chosen: bool) -> dict[str, str]:
         "sharding": row.sharding,
         "rows": _batch(row),
         "peak": format_bytes(row.peak),
+        "fits": "yes" if row.fits else "no",
         "spare": "" if row.spare is None else _signed(row.spare),
         "s/step": "" if time is None else _seconds(time.seconds),
         "tokens/s": speed_of(row) if row.fits else "",
@@ -234,12 +257,14 @@ def _seconds(seconds: float) -> str:
 
 def lines_of(plan: Record, device: Device) -> Iterator[str]:
     """What there is to say of a device and its chosen row, a label before each."""
-    for note in device.notes:
-        yield f"precision  {note}"
+    yield from _notes(device)
+    yield f"room       a step may take {device.room}"
     row = device.chosen
     if row is None:
         return
-    yield f"chosen     {plan.goal}: {GOALS[plan.goal]}{_unlike_asked(plan, row)}"
+    yield f"chosen     {plan.goal}: {GOALS[plan.goal]}"
+    if unlike := _unlike_asked(plan, row):
+        yield f"length     {unlike}"
     kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= row.peak / 200)
     yield f"memory     peak in {row.phase}: {parts}"
@@ -257,7 +282,7 @@ def lines_of(plan: Record, device: Device) -> Iterator[str]:
 def _unlike_asked(plan: Record, row: Row) -> str:
     others = {each.length for each in plan.of(row.device) if each.command != row.command}
     if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
-        return f"; rows of {max(others):,} tokens do not fit, these are the longest that do"
+        return f"rows of {max(others):,} tokens do not fit, these are the longest that do"
     return ""
 
 
@@ -266,7 +291,7 @@ def _work(row: Row, work: Workload) -> str:
     text = f"{plural(work.rows, 'row')}, {epochs}: {plural(work.steps, 'step')}"
     if work.tokens is None:
         most = "" if work.seconds is None else f", {_hours(row, work.seconds)} at most"
-        return f"{text}{most}: how long the rows are is not known, and each counts as {row.length:,} tokens"
+        return f"{text}{most}; row lengths are unknown: {row.length:,} tokens assumed"
     text += "" if work.seconds is None else f", {_hours(row, work.seconds)} of steps"
     assert work.padding is not None
     text += f"; {work.tokens:,} tokens an epoch, {format_share(work.padding)} of a batch is padding"
