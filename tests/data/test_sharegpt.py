@@ -105,6 +105,28 @@ def test_a_system_column_is_the_first_message() -> None:
     assert data == [{"messages": [{"role": "system", "content": "Be brief."}, *STANDARD]}]
 
 
+@pytest.mark.parametrize("store", STORAGES)
+def test_an_answer_may_be_one_message(store: Callable[[Any], str]) -> None:
+    for chat, answer in ((SHARED[:1], SHARED[1]), (STANDARD[:1], STANDARD[1])):
+        (row,), _ = load(store([{"prompt": chat, "chosen": answer, "rejected": answer}]), method="dpo")
+        assert row == {"prompt": STANDARD[:1], "chosen": STANDARD[1:], "rejected": STANDARD[1:]}
+    assert "column 'chosen' is an object" in refusal(
+        store([{"prompt": STANDARD[:1], "chosen": {"text": "4"}, "rejected": STANDARD[1]}]), method="dpo"
+    )
+
+
+@pytest.mark.parametrize("store", STORAGES)
+def test_a_labelled_conversation_is_labelled_for_its_last_message(store: Callable[[Any], str]) -> None:
+    expected = {"prompt": STANDARD[:1], "completion": STANDARD[1:], "label": True}
+    for name, chat in (("messages", STANDARD), ("messages", SHARED)):
+        (row,), _ = load(store([{name: chat, "label": True}]), method="kto")
+        assert row == expected
+    rows = [{"prompt": "2+2?", "completion": SHARED, "label": True}]
+    config = mixture({"path": store(rows), "columns": {"messages": "completion"}})
+    (row,), _ = load(None, config, method="kto")
+    assert row == expected
+
+
 def test_the_other_columns_of_chats() -> None:
     pair = {"prompt": SHARED[:1], "chosen": SHARED[1:], "rejected": [{"from": "gpt", "value": "5"}]}
     ((row),), _ = load(as_lines([pair]), method="dpo")

@@ -9,7 +9,7 @@ from typing import Any
 
 from isotype.core.errors import DataError, Problem
 from isotype.data.cells import CHATS, TURN_COLUMNS, Row
-from isotype.data.methods import CHAT_COLUMNS
+from isotype.data.methods import CHAT_COLUMNS, METHODS
 from isotype.data.sharegpt import standard_chats
 from isotype.data.tokens import TOKEN_COLUMNS, with_labels
 
@@ -133,6 +133,11 @@ class Reading:
         standard = standard_chats(mapped, names, conversations=self.method == "sft")
         if isinstance(standard, Problem):
             return standard
+        chat: Any = standard.get("messages")
+        unpaired = METHODS[self.method].loss == "unpaired"
+        if unpaired and "completion" not in standard and isinstance(chat, list) and len(chat) > 1:
+            del standard["messages"]  # LLaMA-Factory's rows: the label is the last message's
+            standard = {**standard, "prompt": chat[:-1], "completion": chat[-1:]}
         if self.chat or self.joined:
             standard = _spoken(standard)
         return _joined(standard) if self.joined else standard

@@ -13,7 +13,7 @@ from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
-from isotype.data.cells import CHATS, Row, chat_problems, conversation_fault, messages_fault
+from isotype.data.cells import CHATS, TURN_COLUMNS, Row, chat_problems, conversation_fault, messages_fault
 
 CALL = "assistant, with a tool call"
 SPEAKERS: Mapping[str, str] = {
@@ -39,7 +39,7 @@ def standard_chats(
 ) -> Row | Problem:
     """The row with `conversations` under `messages`, and {role, content} messages in every column of chats.
 
-    A column `system` of a conversation without a system message becomes its first message, as LLaMA-Factory reads it.
+    A single message in the place of an answer is a list of it. A column `system` of a conversation without a system message becomes its first message, as LLaMA-Factory reads it.
 
     Args:
         row: under the trainer's names.
@@ -49,6 +49,8 @@ def standard_chats(
     counted: Counter[str] = Counter()
     result: Row = {}
     for name, value in row.items():
+        if name in TURN_COLUMNS and isinstance(value, dict) and {"from", "role"} & value.keys():
+            value = [value]
         taken = conversations if name == "conversations" else name in CHATS and _is_shared(value)
         if not taken:
             result[name] = value

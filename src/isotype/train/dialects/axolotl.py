@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import Reader, tables
 from isotype.train.dialects.rows import FRAME, Rows, speaks, use_rows
 
-_METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "grpo": "grpo", "gdpo": "grpo"}
 _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")
 
 
 def method_of(reader: Reader) -> str | None:
     """The training command of the file; None for a method that isotype has not."""
-    rl = reader.get("rl")
+    rl, methods = reader.get("rl"), tables()["axolotl"]["methods"]
     if reader.get("process_reward_model"):
         reader.refuse("process_reward_model", "a reward for whole answers", "isotype reward")
         return None
-    if rl is not None and rl not in _METHODS:
-        reader.refuse("rl", f"one of {', '.join(_METHODS)}", "choose one of these: isotype has no other")
+    if rl is not None and str(rl) not in methods:
+        reader.refuse("rl", f"one of {', '.join(methods)}", "choose one of these: isotype has no other")
         return None
-    return _METHODS[rl] if rl is not None else "reward" if reader.get("reward_model") else "sft"
+    own = "reward" if reader.get("reward_model") else "sft"
+    return own if rl is None else str(methods[str(rl)])
 
 
 def topics(reader: Reader) -> None:
@@ -93,8 +94,7 @@ def _rows(reader: Reader) -> None:
 def _data_set(inner: Reader) -> list[Rows]:
     """One data set; none where its rows cannot be read, which is refused."""
     kind, path, method = inner.get("type"), inner.typed("path", "text", None), inner.method
-    chats = {"sft": ("chat_template", "sharegpt"), "dpo": ("chat_template.default",)}.get(method, ())
-    texts = ("completion", "pretrain") if method == "sft" else ()
+    texts, chats = (tables()[each].get(method, "").split() for each in ("texts", "chats"))
     if kind in texts:
         shape, columns = "text", {"text": [inner.get("field", inner.get("text_column", "text"))]}
     elif kind in chats:
@@ -145,7 +145,7 @@ def _chat(inner: Reader, kind: str) -> dict[str, list[str]]:
         )
     inner.use("message_property_mappings message_field_role message_field_content roles")
     messages = [inner.get("field_messages", "conversations" if kind == "sharegpt" else "messages")]
-    if inner.method == "dpo":
+    if METHODS[inner.method].loss == "preference":
         return {
             "prompt": messages,
             **{name: [inner.get(f"field_{name}", name)] for name in ("chosen", "rejected")},

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isotype.train.dialects.reader import Reader
+from isotype.data.methods import METHODS
+from isotype.train.dialects.reader import Reader, tables
 from isotype.train.dialects.rows import Rows, speaks, use_rows
 
 _JOINED = "not done: one line break between an instruction and its input, which are the prompt; an empty line is there"
-_STAGES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _TAGS = {"user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag", "system": "system_tag"}
 _FIX = "write them with isotype's columns (docs/training.md, Data), and give --dataset_name"
@@ -19,15 +19,15 @@ _LANGUAGE = "lora_target: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_pro
 
 def method_of(reader: Reader) -> str | None:
     """The training command of the file; None for a stage that isotype has not."""
-    stage = reader.get("stage", "sft")
-    if stage not in _STAGES:
+    stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
+    if stage not in methods:
         reader.refuse(
             "stage",
-            f"one of {', '.join(_STAGES)}",
+            f"one of {', '.join(methods)}",
             "isotype grpo and rloo train by rewards, from a file of their own",
         )
         return None
-    return _STAGES[stage]
+    return str(methods[stage])
 
 
 def topics(reader: Reader) -> None:
@@ -159,15 +159,16 @@ def _columns(
     def of(*names: str) -> list[str]:
         return [columns[name] for name in names if columns.get(name)]
 
-    method, asked = reader.method, of("messages") if shared else of("prompt", "query")
+    loss, asked = METHODS[reader.method].loss, of("messages") if shared else of("prompt", "query")
     if reader.get("stage") == "pt":
         return {"text": of("prompt")} if of("prompt") else None
     found = {"prompt": asked}
-    if method in ("dpo", "reward"):
+    if loss in ("preference", "reward"):
         found |= {"chosen": of("chosen"), "rejected": of("rejected")}
-    elif method == "kto":
-        found |= {"completion": [] if shared else of("response"), "label": of("kto_tag")}
+    elif loss == "unpaired":
+        found = {"messages": asked} if shared else found | {"completion": of("response")}
+        found |= {"label": of("kto_tag")}
     else:
         found = {"messages": asked} if shared else found | {"completion": of("response")}
     found |= {name: of(name) for name in ("tools", "images", "system") if of(name)}
-    return found if all(found.values()) and ranking == (method in ("dpo", "reward")) else None
+    return found if all(found.values()) and ranking == (loss in ("preference", "reward")) else None

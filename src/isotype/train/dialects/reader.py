@@ -26,25 +26,6 @@ _KINDS: Mapping[Kind, Any] = {
     "text": str,
 }
 _REMOVE = "remove it from the file to train without it"
-_OF_METHODS = {
-    name: methods.split()
-    for names, methods in (
-        ("packing packing_strategy eval_packing completion_only_loss assistant_only_loss", "sft"),
-        ("chat_template_path eos_token", "sft reward"),
-        ("pad_token", "sft dpo reward"),
-        ("max_length dataset_num_proc activation_offloading", "sft dpo reward kto"),
-        ("router_aux_loss_coef", "sft dpo kto grpo rloo"),
-        ("loss_type", "sft dpo kto grpo"),
-        ("loss_weights label_smoothing use_weighting ld_alpha", "dpo"),
-        ("padding_free", "sft dpo"),
-        ("precompute_ref_log_probs", "dpo kto"),
-        ("desirable_weight undesirable_weight", "kto"),
-        ("center_rewards_coefficient", "reward"),
-        ("beta", "dpo kto grpo rloo"),
-    )
-    for name in names.split()
-}
-"""The arguments that not every training method has -> the methods that have them."""
 
 
 @cache
@@ -53,6 +34,12 @@ def tables() -> dict[str, Any]:
     text = resources.files("isotype.train.dialects").joinpath("tables.yaml").read_text(encoding="utf-8")
     content: dict[str, Any] = yaml.safe_load(text)
     return content
+
+
+def _methods_of(argument: str, method: str) -> list[str]:
+    """The training methods that have an argument of isotype."""
+    listed = tables()["of_methods"].items()
+    return next((methods.split() for names, methods in listed if argument in names.split()), [method])
 
 
 def _words(text: str) -> dict[str, str]:
@@ -168,9 +155,7 @@ class Reader:
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
-        for ours in [
-            name for name in self.values if self.method not in _OF_METHODS.get(name, (self.method,))
-        ]:
+        for ours in [name for name in self.values if self.method not in _methods_of(name, self.method)]:
             lost = self.values.pop(ours)
             for name in [name for name, meant in self.used.items() if ours in meant]:
                 self.used[name].remove(ours)
