@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from isotype import __version__
 from isotype.core.errors import PrecisionError, SaveError
-from isotype.records.finding import Action, Cost, Fix
+from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.memory import Memory
 from isotype.report.check.html import to_html
 from isotype.report.check.json import SCHEMA_VERSION
@@ -149,9 +150,62 @@ def test_text_keeps_to_its_width(name: str, width: int) -> None:
     assert max(map(len, to_text(SAMPLES[name](), width).splitlines())) <= width
 
 
+def in_terminal(report: Report, width: int) -> str:
+    shown = io.StringIO()
+    render(report, Console(file=shown, width=width, color_system=None, force_terminal=True))
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("name", ["clean", "crash", "memory"])
+def test_the_screen_of_a_command(name: str) -> None:
+    """The verdict, what is wrong, what to type, and few numbers: how they come about is said with -v."""
+    report = lacking_memory() if name == "memory" else SAMPLES[name]()
+    same_as_snapshot(f"screen_{name}.txt", in_terminal(report, 100))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_command_of_a_fix_can_be_pasted(width: int) -> None:
+    text = in_terminal(lacking_memory(), width)
+    start = text.index("    isotype sft")
+    command = text[start : text.index("\n   = help", start)]
+    assert max(map(len, command.splitlines())) <= width
+    assert tuple(shlex.split(command.replace("\\\n", ""))) == COMMAND
+    assert text.count("isotype sft") == 1
+    assert "to do      IST605: this fits (the command above)\n" in text
+    assert f"this fits: {shlex.join(COMMAND)}" in unescape(to_html(lacking_memory()))
+
+
+COMMAND = ("isotype", "sft", "--model_name_or_path", "my models/llama", "--per_device_train_batch_size", "4",
+           "--gradient_accumulation_steps", "8", "--max_length", "1024", "--quantization", "nf4")  # fmt: skip
+
+
+def lacking_memory() -> Report:
+    """A step that does not fit, with a command that does, more notes than are shown, and more fixes."""
+    fits = Fix("this fits", "safe", True, (), "at most 12.5 GiB are used", COMMAND)
+    others = tuple(
+        Fix(words, "safe", False, (Action("advice", "memory", words),))
+        for words in (
+            "shard it over 8 devices",
+            "use an optimizer with 8-bit states",
+            "store the weights in nf4",
+        )
+    )
+    finding = Finding(
+        "IST605",
+        "error",
+        "the step does not fit: 21.1 GiB at the peak of the backward, more than 12.5 GiB",
+        phase="backward",
+        cause="activations take 20.9 GiB",
+        notes=tuple(f"one tensor of {size} MiB" for size in (512, 256, 128, 64)),
+        fixes=(fits, *others),
+        kind="memory",
+    )
+    return replace(too_large(), findings=(finding,))
+
+
 def test_console_without_colour_shows_the_plain_text() -> None:
     shown = io.StringIO()
-    render(crash(), Console(file=shown, width=90, color_system=None))
+    render(crash(), Console(file=shown, width=90, color_system=None), whole=True)
     assert [line.rstrip() for line in shown.getvalue().splitlines()] == to_text(crash(), 90).splitlines()
 
 
@@ -200,14 +254,14 @@ def test_what_only_the_caller_can_do_is_not_counted_as_repaired() -> None:
     report = replace(crash(), findings=findings)
     text = to_text(report, 200)
     assert "isotype.repair" not in text
-    orders = "run the step under autocast; cast the operands (in a library's code)"
-    assert f"to do    by you, for 2 of 3 findings: {orders}\n" in text
-    assert "left     no fix is known for 1 of 3 findings\n" in text
+    orders = ["IST101: run the step under autocast", "IST101: cast the operands (in a library's code)"]
+    assert f"to do      {orders[0]}\n           {orders[1]}\n" in text
+    assert "left       no fix is known for 1 of 3 findings\n" in text
     assert "cast the operands   (in a library's code; safe; verified)" in text
     counts = json.loads(report.to_json())["resolved_by"]
     assert counts == {"repair": 0, "unsafe": 0, "untried": 0, "caller": 2, "left": 1}
     page = unescape(to_html(report))
-    assert orders.split(";")[0] in page
+    assert all(order in page for order in orders)
     assert "in a library's code" in page
     assert "in a library's code" in report.to_sarif()
 

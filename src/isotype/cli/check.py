@@ -149,4 +149,4 @@ def _show(report: Report, options: Options, console: Console, repaired: Repaired
     else:
         from isotype.report.check.text import render
 
-        render(report, console)
+        render(report, console, whole=options.verbose)

@@ -247,4 +247,6 @@ def _reason(finding: Finding, unsafe: bool) -> str:
             (fix for fix in fixes if needs_the_caller(fix)), None
         )  # of a warning, these are not tried
     yours = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
-    return "no fix that was tried resolves it" if yours is None else f"yours to do: {marked(yours)}"
+    if yours is None:
+        return "no fix that was tried resolves it"
+    return f"yours to do: {f'{yours.description} (the command above)' if yours.command else marked(yours)}"

@@ -371,7 +371,7 @@ class Diagnosis:
 
     def _render(self, report: Report) -> None:
         self._plain("")
-        render(report, self._console, in_script=True)
+        render(report, self._console, in_script=True, whole=True)
 
     def _print_brief(self, findings: Sequence[Finding]) -> None:
         for finding in findings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.records.step_time import Products
 from isotype.records.trace import Setup
@@ -26,8 +27,21 @@ def sharding_words(setup: Setup) -> str:
     return f"FSDP{setup.fsdp} over {setup.devices} devices{kept}"
 
 
-def setup_words(setup: Setup) -> str:
-    """How the step is run, in one line."""
+def setup_words(setup: Setup, whole: bool = True) -> str:
+    """How the step is run; not `whole`: in one line, without the layers of adapters and the inputs that go with the first."""
+    if not whole:
+        name, shape = next(iter(setup.batch.items()), ("", ()))
+        batch = f"{name} {list(shape)}" if name else ""
+        if name == "input_ids" and len(shape) == 2:
+            batch = f"{plural(shape[0], 'row')} of {shape[1]:,} tokens"
+        words = [
+            batch,
+            f"autocast {dtype_name(setup.autocast)}" if setup.autocast else "",
+            "GradScaler" if setup.scaler else "",
+            *(each.partition(" on ")[0] for each in setup.details),
+            sharding_words(setup),
+        ]
+        return ", ".join(word for word in words if word)
     words = [
         f"autocast {dtype_name(setup.autocast)}" if setup.autocast else "no autocast",
         "GradScaler" if setup.scaler else "no GradScaler",
@@ -39,19 +53,39 @@ def setup_words(setup: Setup) -> str:
     return "   ".join(word for word in words if word)
 
 
+def step_words(report: Record) -> str:
+    """What a step takes: memory, where it fits, and time at the device's rates; "" where neither is known."""
+    memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
+    words = []
+    if memory.peak_phase is not None and report.fits is not False:
+        room = "" if limit.size is None else f" of the {format_bytes(limit.size)} it may take"
+        words.append(f"peak {format_bytes(memory.peak)}{room}{_each(setup)}")
+    if time is not None:
+        rate = time.tokens_per_second
+        tokens = "" if rate is None else f", at most {_figure(rate)} tokens/s{_each(setup)}"
+        words.append(f"at least {format_duration(time.seconds)} a step{tokens}")
+    return "; ".join(words)
+
+
+def parts_words(report: Record) -> str:
+    """What the peak is made of, and its phase."""
+    memory = report.memory
+    if memory.peak_phase is None:
+        return "not measured"
+    kinds = sorted(memory.phases[memory.peak_phase].items(), key=lambda kind: -kind[1])
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= memory.peak / 100)
+    return f"in {memory.peak_phase}: {parts}"
+
+
 def memory_words(report: Record) -> str:
     """Whether it fits: the peak, its phase and what it is made of."""
     memory, limit = report.memory, report.trace.setup.limit
     if memory.peak_phase is None:
         return "not measured"
-    kinds = sorted(memory.phases[memory.peak_phase].items(), key=lambda kind: -kind[1])
-    parts = ", ".join(
-        f"{kind} {format_bytes(amount)}" for kind, amount in kinds if amount >= memory.peak / 100
-    )
     within = "" if limit.size is None else f", {'within' if report.fits else 'more than'} {limit}"
     devices = report.trace.setup.devices
     each = f" on each of {devices} devices" if devices > 1 else ""
-    return f"peak {format_bytes(memory.peak)} of any step{each}{within}, in {memory.peak_phase}: {parts}"
+    return f"peak {format_bytes(memory.peak)} of any step{each}{within}, {parts_words(report)}"
 
 
 def flops_words(report: Record) -> str:
@@ -95,8 +129,8 @@ def roofline_words(report: Record) -> str:
     )
     return (
         f"products {format_duration(time.products_seconds)} ({products}); memory traffic {format_duration(time.traffic_seconds)} "
-        f"({_figure(time.bytes / 1e9)} GB at {_figure(time.bytes_per_second / 1e9)} GB/s); {time.launches:,} launches, which bound the "
-        f"step where the host takes more than {_figure(time.launch_seconds * 1e6)} µs for one"
+        f"({_figure(time.bytes / 1e9)} GB at {_figure(time.bytes_per_second / 1e9)} GB/s); launch-bound if the host needs more "
+        f"than {_figure(time.launch_seconds * 1e6)} µs per launch ({time.launches:,} launches)"
     )
 
 

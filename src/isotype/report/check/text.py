@@ -1,4 +1,4 @@
-"""A check in a terminal: findings as a compiler shows them, then what the step needs and what was taken on trust.
+"""A check in a terminal: the verdict, findings as a compiler shows them, what to do, and the step in numbers.
 
 A line is a sequence of (text, style) spans; the plain text is the same lines without their styles. Words wrap under
 the column they start in, so that the gutter on the left stays readable at any width.
@@ -19,7 +19,15 @@ from isotype.core.units import format_bytes
 from isotype.precision import by_ranges
 from isotype.records.finding import Cost, Finding, Fix, Scope, marked
 from isotype.records.trace import Operand, Setup
-from isotype.report.check.cost import device_words, flops_words, memory_words, setup_words, time_rows
+from isotype.report.check.cost import (
+    device_words,
+    flops_words,
+    memory_words,
+    parts_words,
+    setup_words,
+    step_words,
+    time_rows,
+)
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
 from isotype.report.narrow import width_of
@@ -218,8 +226,13 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
         yield "FSDP1's own buffers: the memory is counted as FSDP2 takes it"
 
 
-def next_steps(report: Record) -> list[tuple[str, str]]:
-    """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for."""
+def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
+    """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for.
+
+    Args:
+        report: of `check`.
+        commands: whether the sentences have the commands of fixes; else they say that these stand above.
+    """
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
     done = "isotype.repair(model, isotype.check(model, …))"
@@ -228,7 +241,7 @@ def next_steps(report: Record) -> list[tuple[str, str]]:
         ("repair", f"{done} resolves {len(outlook['repair']):,} of {every}; isotype check --fix prints the plan", outlook["repair"]),
         ("unsafe", f"{asked} resolves {len(outlook['unsafe']):,} of {every} by a change that is unsafe", outlook["unsafe"]),
         ("untried", f"isotype.repair(model, report) tries the fixes of {len(outlook['untried']):,} of {every}", outlook["untried"]),
-        ("to do", f"by you, for {len(outlook['caller']):,} of {every}: {_orders(outlook['caller'])}", outlook["caller"]),
+        *(("to do", order, outlook["caller"]) for order in _orders(outlook["caller"], commands)),
         ("left", f"no fix is known for {len(outlook['left']):,} of {every}", outlook["left"]),
     ]  # fmt: skip
     steps = [(label, text) for label, text, some in rows if some]
@@ -248,11 +261,16 @@ _MEASURE = (
 _ORDERS_SHOWN = 3
 
 
-def _orders(findings: Sequence[Finding]) -> str:
-    """What the caller has to do for them, each order once."""
-    orders = list(dict.fromkeys(marked(finding.fixes[0]) for finding in findings))
-    more = len(orders) - _ORDERS_SHOWN
-    return "; ".join(orders[:_ORDERS_SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
+def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
+    """What the caller has to do for them, each order once, with the code of its first finding."""
+    orders: dict[str, str] = {}
+    for finding in findings:
+        fix = finding.fixes[0]
+        above = fix.command and not commands
+        orders.setdefault(f"{fix.description} (the command above)" if above else marked(fix), finding.code)
+    lines = [f"{code}: {order}" for order, code in orders.items()]
+    more = len(lines) - _ORDERS_SHOWN
+    return [*lines[:_ORDERS_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
 
 
 def script_steps(report: Record) -> list[tuple[str, str]]:
@@ -281,15 +299,21 @@ def repairable(fix: Fix) -> bool:
 
 
 def lines(
-    report: Record, width: int = WIDTH, in_script: bool = False, command_width: int | None = None
+    report: Record,
+    width: int = WIDTH,
+    in_script: bool = False,
+    command_width: int | None = None,
+    whole: bool = True,
 ) -> list[Line]:
-    """The whole report as styled lines of at most `width` columns, where names and words allow it.
+    """The report as styled lines of at most `width` columns, where names and words allow it: the verdict, the findings,
+    what to do, and the step in numbers.
 
     Args:
         report: of `check`.
         width: columns.
         in_script: whether the step is one of a script that `isotype run` runs.
         command_width: columns of a command; None: one line, as for a file.
+        whole: with all that findings have to say, and with how memory and time come about.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     text: list[Line] = [
@@ -298,42 +322,68 @@ def lines(
             f"{report.trace.model or 'model'} on {device_words(setup)}",
             width,
         ),
-        *_hang(((" " * 3, ""),), setup_words(setup), width, "dim"),
+        *_hang(((" " * 3, ""),), setup_words(setup, whole), width, "dim"),
         (),
+        *_hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status]),
     ]
+    if words := step_words(report):
+        text += _hang((), words, width)
+    text.append(())
     for finding in report.findings:
-        text += [*_finding(finding, setup.profile.title, layers, width, command_width), ()]
-    data = [("data", setup.data)] if setup.data else []
-    measured = [("ranges", words)] if (words := ranges_words(report)) else []
-    rows = [
-        *data,
-        *measured,
+        text += [*_finding(finding, setup.profile.title, layers, width, command_width, whole), ()]
+    if steps := script_steps(report) if in_script else next_steps(report, commands=False):
+        text += [*_rows(steps, width), ()]
+    return text + _rows(_numbers(report, whole), width)
+
+
+def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
+    """(label, words) of what the step takes, and of what the verdict rests on."""
+    setup = report.trace.setup
+    weights = [("weights", words) for words in unquantized_experts(report.trace)]
+    if not whole:
+        return [
+            ("memory", parts_words(report)),
+            *weights,
+            ("FLOPs", flops_words(report)),
+            *(row for row in trust(report) if row[0] != "note"),
+            ("-v", f"prints how memory and time come about{_left_out(report)}"),
+        ]
+    return [
+        *([("data", setup.data)] if setup.data else []),
+        *([("ranges", words)] if (words := ranges_words(report)) else []),
         ("memory", memory_words(report)),
-        *(("weights", words) for words in unquantized_experts(report.trace)),
+        *weights,
         ("FLOPs", flops_words(report)),
         *((label, words) for label, words in time_rows(report) if words),
         ("contracts", judged_by(setup.profile)),
         *trust(report),
     ]
-    text += _rows(rows, width)
-    text.append(())
-    text += _hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status])
-    text += _rows(script_steps(report) if in_script else next_steps(report), width)
-    return text
+
+
+def _left_out(report: Record) -> str:
+    """How many notes and fixes of findings a report that is not whole goes without."""
+    notes = sum(len(finding.notes[_NOTES_SHOWN:]) for finding in report.findings)
+    fixes = sum(len(finding.fixes[_FIXES_SHOWN:]) for finding in report.findings)
+    counted = [*([f"notes ({notes:,})"] if notes else []), *([f"fixes ({fixes:,})"] if fixes else [])]
+    return f", and more {' and '.join(counted)}" if counted else ""
 
 
 def to_text(report: Record, width: int = WIDTH) -> str:
-    """The report without colour, ending in a line break."""
+    """The whole report without colour, ending in a line break."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
 
 
-def render(report: Record, console: Console, *, width: int | None = None, in_script: bool = False) -> None:
-    """Print the report; `width` is the console's unless it is given, `in_script` as `lines` takes it."""
+def render(report: Record, console: Console, *, in_script: bool = False, whole: bool = False) -> None:
+    """Print the report; `in_script` and `whole` as `lines` takes them."""
     from rich.text import Text
 
-    for line in lines(report, width or console.width, in_script, width_of(console)):
+    for line in lines(report, console.width, in_script, width_of(console), whole):
         # Wrapped already: rich must neither wrap again nor read markup out of a module's name.
         console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
+
+
+_NOTES_SHOWN, _FIXES_SHOWN = 2, 3
+"""Notes and fixes of a finding, where not all of them are shown."""
 
 
 def _finding(
@@ -342,6 +392,7 @@ def _finding(
     layers: Mapping[tuple[str, int], int],
     width: int,
     command_width: int | None,
+    whole: bool,
 ) -> list[Line]:
     style = _STYLES[finding.severity]
     head = f"{finding.severity}[{finding.code}]"
@@ -349,14 +400,14 @@ def _finding(
     text += _place(finding, width)
     text += _operands(finding.operands)
     text += _field("cause", finding.cause, width)
-    for number, step in enumerate(finding.evidence):
+    for number, step in enumerate(finding.evidence if whole else ()):
         text += _field("path" if number == 0 else "", step, width)
     text += _field("where", _places(finding.places, layers), width)
-    for note in finding.notes:
+    for note in finding.notes if whole else finding.notes[:_NOTES_SHOWN]:
         text += _field("note", note, width)
     if finding.cost is not None:
         text += _field("cost", "; ".join(cost_clauses(finding.cost, title)), width)
-    for fix in finding.fixes:
+    for fix in finding.fixes if whole else finding.fixes[:_FIXES_SHOWN]:
         text += _field("help", f"{fix.description}   ({fix_standing(fix)})", width)
         text += _command(fix.command, command_width)
     return text
@@ -419,8 +470,12 @@ def _field(label: str, text: str, width: int) -> list[Line]:
 
 
 def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
-    wide = max((len(label) for label, _ in rows), default=0)
-    return [line for label, text in rows for line in _hang(((f"{label:<{wide}}  ", "bold"),), text, width)]
+    """Labels, each once, and what stands beside them."""
+    text: list[Line] = []
+    for before, (label, words) in zip(("", *(label for label, _ in rows)), rows, strict=False):
+        shown = "" if label == before else label
+        text += _hang(((f"{shown:<9}  ", "bold"),), words, width)
+    return text
 
 
 def _hang(head: Line, text: str, width: int, style: str = "") -> list[Line]:

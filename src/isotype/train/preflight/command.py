@@ -54,7 +54,7 @@ def repaired_command(
             tokens = set_flag(tokens, name, value)
     lines = [f"repaired:\n{printed_command(tokens, indent=4)}"] if tokens != list(command) else []
     lines += [f"by hand:   {text}" for text in by_hand]
-    lines += [f"left:      {finding.code}: {finding.message}: {reason}" for finding, reason in left]
+    lines += [f"left:      {finding.code}: {reason}" for finding, reason in left]
     return Repaired("\n".join(lines) or "nothing to repair", fixes, left, tokens)
 
 

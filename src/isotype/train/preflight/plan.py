@@ -27,6 +27,7 @@ class Options:
         json, sarif, html: outputs; of sarif `-` is standard output.
         fix: whether the repaired command is shown.
         fail_on: the severity from which the exit status is 1.
+        verbose: whether the text says how memory and time come about.
     """
 
     model: str | None
@@ -40,6 +41,7 @@ class Options:
     html: Path | None
     fix: bool
     fail_on: str
+    verbose: bool = False
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="devices that train together: each with all weights (DDP), or with --fsdp 2 (--fsdp full_shard) each with a share",
     )
     add("--generate", action="store_true", help="trace generation too")
+    add("-v", "--verbose", action="store_true", help="print how memory and time come about, too")
     add("--json", action="store_true", help="print JSON")
     add("--sarif", metavar="PATH", default=None, help="write SARIF, for code scanning; - prints it")
     add("--html", type=Path, metavar="PATH", default=None, help="write the report as one HTML file")
