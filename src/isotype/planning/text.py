@@ -192,8 +192,7 @@ def heads_of(rows: Sequence[Row]) -> list[str]:
 
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
     """A row in words, by the heads of the table."""
-    time = row.time if row.fits else None
-    work = row.work
+    time, work = row.time if row.fits else None, row.work
     return {
         "": "→" if chosen else "",
         "storage": row.storage,
@@ -259,6 +258,7 @@ def lines_of(plan: Record, device: Device) -> Iterator[str]:
     """What there is to say of a device and its chosen row, a label before each."""
     yield from _notes(device)
     yield f"room       a step may take {device.room}"
+    yield f"rates      {device.rates or 'unknown, and so is the time'}"
     row = device.chosen
     if row is None:
         return
