@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
@@ -164,6 +165,8 @@ def parsed(parser: argparse.ArgumentParser, *parts: str) -> argparse.Namespace:
     changed = [name for name in parts if getattr(options, name) not in (parser.get_default(name), [])]
     if options.record and changed:
         parser.error(f"--record is of all figures: leave out {' and '.join(changed)}")
+    if options.record:
+        commit()  # a commit that comes while this runs is not what is measured
     return options
 
 
@@ -219,8 +222,9 @@ def _version(package: str) -> str:
         return "none"
 
 
+@functools.cache
 def commit() -> str:
-    """The commit of the repository, with `+` where what is measured or measures was changed since."""
+    """The commit of the repository where this was first asked, with `+` where what is measured or measures was changed since."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tools.figures import MARKER, PAGES, ROOT, SPECS, UnknownFigureError, filled
 
-from results import Book, Machine, Measure, Record, append, parsed, written  # isort: skip - its folder is on the path by now
+from results import Book, Machine, Measure, Record, append, commit, parsed, written  # isort: skip - its folder is on the path by now
 
 TABLES = tomllib.loads(SPECS.read_text(encoding="utf-8"))
 BOOK = Book.read()
@@ -216,3 +216,11 @@ def test_a_part_of_the_figures_is_not_recorded(capsys):
         with pytest.raises(SystemExit):
             _parsed("--record", *typed)
         assert "leave out" in capsys.readouterr().err
+
+
+def test_the_commit_is_that_of_the_beginning():
+    commit.cache_clear()
+    _parsed()
+    assert commit.cache_info().currsize == 0
+    _parsed("--record")
+    assert commit.cache_info().currsize == 1
