@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -35,8 +33,7 @@ from isotype.train.options.arguments import IsotypeArguments
 from isotype.train.options.settings import Settings
 from isotype.train.recompute_choice import Choice
 from isotype.train.rows.examples import data_summary
-from isotype.train.rows.lengths import Lengths
-from isotype.train.run import Run
+from isotype.train.run import Built, Run
 
 _SETTINGS = (
     "learning_rate",
@@ -230,45 +227,23 @@ def _text(value: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What of a run its record is made from.
-
-    Attributes:
-        run: what was asked and decided.
-        trainer, recorder: what trains, and what has measured it.
-        started: when the command began.
-        notes: what its user should know besides.
-        lengths: of the training rows, where they are known.
-        choice: of the layers that are computed again in the backward.
-        fusion: what computes in functions of ours; None where nothing was fused.
-    """
-
-    run: Run
-    trainer: Any
-    recorder: RunRecorder
-    started: datetime
-    notes: Sequence[str] = ()
-    lengths: Lengths | None = None
-    choice: Choice | None = None
-    fusion: FusionReport | None = None
-
-
 def record(
-    facts: RunFacts,
+    run: Run,
+    built: Built,
+    recorder: RunRecorder,
+    started: datetime,
     sample: Sample | None,
     status: Literal["running", "finished", "interrupted", "failed"],
     error: str | None = None,
 ) -> RunRecord:
-    """The run as data."""
-    run, trainer, recorder = facts.run, facts.trainer, facts.recorder
-    settings, policy = run.settings, run.policy
+    """The run as data, as `recorder` has measured it since `started`."""
+    settings, policy, trainer = run.settings, run.policy, built.trainer
     total, trainable = parameter_counts(trainer.model)
     dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
     return RunRecord(
         method=settings.method.name,
         command=printed_command(["isotype", settings.method.name, *settings.argv]),
-        started=facts.started.isoformat(timespec="seconds"),
+        started=started.isoformat(timespec="seconds"),
         finished=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,
         error=error,
@@ -278,7 +253,7 @@ def record(
         device=run.profile.title,
         policy=tuple(
             PolicyRow(*row)
-            for row in (*policy_rows(policy, settings.training.optim), *_choice_rows(facts.choice))
+            for row in (*policy_rows(policy, settings.training.optim), *_choice_rows(built.choice))
         ),
         warnings=(*policy.warnings, *reward_warnings(recorder.steps)),
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
@@ -288,15 +263,15 @@ def record(
         settings=(
             *_hyperparameters(settings),
             *_allocator(run.profile),
-            *_kernels(facts.fusion),
+            *_kernels(built.fusion),
             *head_rows(trainer),
         ),
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=(sample,) if sample else (),
-        notes=(*model_notes(trainer.model), *facts.notes, *lost_output()),
+        notes=(*model_notes(trainer.model), *built.notes, *lost_output()),
         resumed_from=recorder.resumed_from,
-        data=data_summary(trainer, facts.lengths),
+        data=data_summary(trainer, built.lengths),
         headroom=recorder.headroom(),
         earlier_seconds=0.0 if run.earlier is None else summarize(run.earlier).seconds,
     )

@@ -1,4 +1,4 @@
-"""A training run as one value: all that is decided before a weight is read, passed to every stage that follows."""
+"""A training run as two values: all that is decided before a weight is read, and what is built by it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.opened import Checkpoint
+from isotype.lora.fuse import FusionReport
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
-from isotype.report.run.record import RunRecord
+from isotype.report.run.record import RunRecord, Sample
+from isotype.train.generate import Prompt
 from isotype.train.options.settings import Settings
+from isotype.train.recompute_choice import Choice
+from isotype.train.rows.lengths import Lengths
 
 
 @dataclass(frozen=True)
@@ -47,3 +51,24 @@ class Run:
     identity: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     ranges: Ranges | None = None
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a run has built to train.
+
+    Attributes:
+        trainer: under the policy.
+        asked: the question that it is asked before and after.
+        choice: of the layers that are computed again in the backward.
+        fusion: what computes in functions of ours; None where nothing was fused.
+        notes: what its user should know besides.
+        lengths: of the training rows, where they are known.
+    """
+
+    trainer: Any
+    asked: tuple[Sample, Prompt] | None
+    choice: Choice
+    fusion: FusionReport | None = None
+    notes: tuple[str, ...] = ()
+    lengths: Lengths | None = None

@@ -27,7 +27,7 @@ from isotype.core.commands import printed_command
 from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
 from isotype.core.files import recover
 from isotype.core.lock import only_writer
-from isotype.lora.fuse import FusionReport, fuse
+from isotype.lora.fuse import fuse
 from isotype.lora.reductions import float32_reductions
 from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
@@ -60,13 +60,12 @@ from isotype.train.output.run_report import earlier_report, files_of_checkpoint,
 from isotype.train.output.saving import Hooks
 from isotype.train.policy import policy_of_run
 from isotype.train.preflight.step import SAVED_AS, take_choice
-from isotype.train.recompute_choice import Choice
 from isotype.train.rows.assistant import labelled_rows, labels_kept
 from isotype.train.rows.contents import pictures_named, plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_in
 from isotype.train.rows.packed import keep_rows
-from isotype.train.run import Run
+from isotype.train.run import Built, Run
 from isotype.train.signals import early_stopping, graceful_stop, not_the_best
 from isotype.train.trainer import policy_trainer
 from isotype.train.validate import (
@@ -225,19 +224,7 @@ def _make_outputs(root: Path) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Built:
-    """A trainer under the policy, the question it is asked before and after, and what there is to note."""
-
-    trainer: Any
-    asked: tuple[Sample, Prompt] | None
-    choice: Choice
-    fusion: FusionReport | None = None
-    notes: tuple[str, ...] = ()
-    lengths: Lengths | None = None
-
-
-def _build(run: Run, console: Console) -> _Built:
+def _build(run: Run, console: Console) -> Built:
     """The trainer under the policy, and the sample question with the answer before training."""
     from transformers import set_seed
 
@@ -304,7 +291,7 @@ def _build(run: Run, console: Console) -> _Built:
     notes = tuple(note for note in (*said, twice, cut, dropped, packing, not_the_best(settings)) if note)
     for note in notes:
         console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
-    built = _Built(trainer=trainer, asked=sample, choice=choice, fusion=fusion, notes=notes, lengths=lengths)
+    built = Built(trainer=trainer, asked=sample, choice=choice, fusion=fusion, notes=notes, lengths=lengths)
     if run.resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
@@ -393,7 +380,7 @@ def _first_answer(run: Run, model: Any, tokenizer: Any, console: Console) -> tup
     return replace(sample, before=text), prompt
 
 
-def _train(run: Run, built: _Built, console: Console) -> Outcome:
+def _train(run: Run, built: Built, console: Console) -> Outcome:
     from transformers import PrinterCallback, ProgressCallback
 
     from isotype.train.callback import PrecisionCallback
@@ -406,7 +393,7 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
     say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view, run.earlier)
-        record_of = partial(describe.record, _facts(run, built, recorder, started))
+        record_of = partial(describe.record, run, built, recorder, started)
         so_far = partial(record_of, sample, "running")
         hooks = Hooks(
             before=recorder.settle,
@@ -453,19 +440,6 @@ def _train(run: Run, built: _Built, console: Console) -> Outcome:
     if early:
         console.print(wrapped(early, console), highlight=False, markup=False, soft_wrap=True)
     return ended(record_of(sample, "finished"), early, adapter=root)
-
-
-def _facts(run: Run, built: _Built, recorder: RunRecorder, started: datetime) -> describe.RunFacts:
-    return describe.RunFacts(
-        run=run,
-        trainer=built.trainer,
-        recorder=recorder,
-        started=started,
-        notes=built.notes,
-        lengths=built.lengths,
-        choice=built.choice,
-        fusion=built.fusion,
-    )
 
 
 def _train_and_save(
