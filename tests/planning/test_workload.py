@@ -7,9 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from isotype.planning.record import Time
+from isotype.planning.record import Device, Record, Time
 from isotype.planning.request import parse_request
 from isotype.planning.search import longest_of_batches, work_of
+from isotype.planning.text import lines_of
 from isotype.train.rows.lengths import Lengths
 from tests.planning.rows import row
 
@@ -33,6 +34,23 @@ def test_what_a_data_set_takes() -> None:
     assert work.seconds == pytest.approx(34 * 3 * 2 * 63 / 100)
     assert work.padding == pytest.approx(1 - 40 / (380 / 6))
     assert work.packed_seconds == pytest.approx(2 * 4000 * 6.0 / 600)
+
+
+def test_packed_rows_are_counted_as_rows_and_packs() -> None:
+    request, _ = parse_request(["m", "--device", "t4", "--rows", "2"])
+    step = replace(request.step, data_rows=100, lengths=Lengths((10, 20, 30, 200), 100), packed=True)
+    request = replace(request, step=step, epochs=2)
+    some = row(rows=2, length=100, accumulation=3, time=Time(6.0, 3.0, "products", 10))
+    work = work_of(request, some, lambda rows, tokens: None)
+    assert work is not None
+    # 4,000 tokens are 40 packs, 6 of which are a step.
+    assert (work.rows, work.packs, work.steps, work.seconds) == (100, 40, 14, 14 * 6.0)
+    assert (work.tokens, work.cut, work.padding, work.packed_seconds) == (4000, 0.25, 0, None)
+    device = Device("t4", "NVIDIA T4", None, "", "", (), replace(some, work=work))
+    lines = list(lines_of(Record("m", "sft", "", "balanced", (device,), ()), device))
+    assert lines[-1].startswith(
+        "data       100 rows in about 40 packs, 2 epochs: 14 steps, 1 min 24 s of steps; "
+    )
 
 
 def test_rows_of_unknown_length_count_as_full() -> None:

@@ -653,6 +653,12 @@ def test_data_is_said_and_settings_break_between_words_only() -> None:
     assert "gradient_<wbr>accumulation_<wbr>steps" in to_html(record)
 
 
+def test_packed_rows_are_counted_as_rows_and_packs() -> None:
+    said = Page(to_html(realistic(data=DataSummary(219, 0, 1, 1.0, packs=31)))).text()
+    assert "rows219 in 31 packs" in said
+    assert "effective batch1 pack a step" in said
+
+
 def test_a_running_run_says_so() -> None:
     record = realistic(status="running", finished=None)
     assert "▶ running" in Page(to_html(record)).text()

@@ -105,6 +105,17 @@ def test_a_map_loses_no_other_column(row):
 # --- lengths and padding ----------------------------------------------------------------------------------
 
 
+def test_packed_data_is_counted_as_rows_and_packs(model, tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"text": "w1 w2 w1 w2"}\n' * 12)
+    flags = ("--packing", "True", "--max_length", 16, "--per_device_train_batch_size", 2, "--max_steps", 1)
+    outcome, text = train("sft", model, data, tmp_path / "out", *flags)
+    found = outcome.record.data
+    assert (found.rows, found.effective_batch) == (12, 2)
+    assert 3 <= found.packs <= 6
+    assert f"data: 12 rows in {found.packs} packs; 2 packs a step, " in text
+
+
 def test_the_data_is_summed_up_before_training(model, tmp_path):
     data = tmp_path / "train.jsonl"
     lines = [{"prompt": "w1 " * 5, "completion": "w2"}] * 15 + [

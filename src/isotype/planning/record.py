@@ -63,7 +63,8 @@ class Workload:
         longest: tokens of the longest row; None likewise.
         cut: rows that are longer than the row's length, as a share; None likewise.
         padding: the share of a step's tokens that is padding; None likewise.
-        packed_seconds: of all epochs, where rows are packed into full ones (`--packing`); None where it is unknown.
+        packed_seconds: of all epochs, where rows are packed into full ones (`--packing`); None where it is unknown, or they are packed.
+        packs: of an epoch, at least, where rows are packed; None where they are not.
     """
 
     rows: int
@@ -75,6 +76,7 @@ class Workload:
     cut: float | None = None
     padding: float | None = None
     packed_seconds: float | None = None
+    packs: int | None = None
 
 
 @dataclass(frozen=True)

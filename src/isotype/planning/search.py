@@ -65,6 +65,15 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     lengths = step.lengths.tokens
     some = [min(tokens, row.length) for tokens in lengths]
     tokens = round(sum(some) * step.data_rows / len(some))
+    cut = sum(length > row.length for length in lengths) / len(lengths)
+    if step.packed:
+        packs = -(-tokens // row.length)
+        steps = math.ceil(-(-packs // at_once) * request.epochs)
+        whole = None if row.time is None else steps * row.time.seconds
+        padding = 1 - tokens / (packs * row.length)
+        return Workload(
+            step.data_rows, request.epochs, steps, whole, tokens, max(lengths), cut, padding, packs=packs
+        )
     mean = longest_of_batches(some, row.rows)
     each = seconds(row.rows, max(1, round(mean)))
     full = None if row.time is None else row.time.seconds / row.tokens
@@ -75,7 +84,7 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
         None if each is None else steps * row.accumulation * each,
         tokens,
         max(lengths),
-        sum(length > row.length for length in lengths) / len(lengths),
+        cut,
         1 - sum(some) / len(some) / mean,
         None if full is None else tokens * request.epochs * full,
     )

@@ -288,7 +288,8 @@ def _unlike_asked(plan: Record, row: Row) -> str:
 
 def _work(row: Row, work: Workload) -> str:
     epochs = f"{work.epochs:g} {'epoch' if work.epochs == 1 else 'epochs'}"
-    text = f"{plural(work.rows, 'row')}, {epochs}: {plural(work.steps, 'step')}"
+    packs = "" if work.packs is None else f" in about {plural(work.packs, 'pack')}"
+    text = f"{plural(work.rows, 'row')}{packs}, {epochs}: {plural(work.steps, 'step')}"
     if work.tokens is None:
         most = "" if work.seconds is None else f", {_hours(row, work.seconds)} at most"
         return f"{text}{most}; row lengths are unknown: {row.length:,} tokens assumed"

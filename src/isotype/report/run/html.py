@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.report.charts import Part, format_number, stacked_bar
 from isotype.report.html import package_file, render
@@ -151,9 +152,11 @@ def _data(data: DataSummary | None) -> list[tuple[str, str]]:
     """What was trained on, as name and value."""
     if data is None:
         return []
-    rows = [("rows", f"{data.rows:,}" + (f", {data.held_back:,} held back" if data.held_back else ""))]
+    packs = "" if data.packs is None else f" in {plural(data.packs, 'pack')}"
+    held_back = f", {data.held_back:,} held back" if data.held_back else ""
+    rows = [("rows", f"{data.rows:,}{packs}{held_back}")]
     rows += [
-        ("effective batch", f"{data.effective_batch:,} rows a step"),
+        ("effective batch", f"{data.step_words} a step"),
         ("epochs", format_number(data.epochs, 3)),
     ]
     if data.lengths is not None:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from isotype.core.errors import IsotypeError, Problem
 from isotype.core.json_records import record_of, text_of
+from isotype.core.names import plural
 from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
@@ -94,12 +95,13 @@ class DataSummary:
     Attributes:
         rows: training rows.
         held_back: rows that the held-back loss is measured on.
-        effective_batch: rows in an optimizer step, over gradient accumulation and all processes.
+        effective_batch: rows, or packs, in an optimizer step, over gradient accumulation and all processes.
         epochs: passes over the rows until the end of the run.
         lengths: tokens a row at 50, 90 and 99 % of the rows, before any is cut; None where they are not known.
         cut_rows: rows longer than the length limit.
         cut_share: of all tokens, those beyond the limit, 0 to 1.
         padding_share: of the tokens in a batch, those that are padding, 0 to 1; None where it is not known.
+        packs: of the rows, as many of which as fill `--max_length` are one (`--packing`); None where they are not packed.
     """
 
     rows: int
@@ -110,6 +112,12 @@ class DataSummary:
     cut_rows: int = 0
     cut_share: float = 0.0
     padding_share: float | None = None
+    packs: int | None = None
+
+    @property
+    def step_words(self) -> str:
+        """What a step takes: `8 rows`, `1 pack`."""
+        return plural(self.effective_batch, "row" if self.packs is None else "pack")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isotype.core.names import plural
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share
@@ -32,8 +33,9 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
     limit = getattr(args, "max_length", None)
     packed = getattr(args, "packing", False) or getattr(args, "padding_free", False)
     beyond = [] if limit is None or packed else [length - limit for length in tokens if length > limit]
+    packs = len(rows) if getattr(args, "packing", False) and lengths is not None else None
     return DataSummary(
-        rows=len(rows),
+        rows=len(rows) if packs is None or lengths is None else lengths.rows,
         held_back=0 if held is None else sum(map(len, held.values())) if isinstance(held, dict) else len(held),
         effective_batch=batch,
         epochs=float(state.epoch) if state.epoch else planned_epochs(args, len(rows), batch),
@@ -41,6 +43,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
         cut_rows=round(len(beyond) * lengths.rows / len(tokens)) if lengths is not None and beyond else 0,
         cut_share=sum(beyond) / sum(tokens) if beyond else 0.0,
         padding_share=None if not tokens else 0.0 if packed else padding_share(tokens, limit, args.per_device_train_batch_size),
+        packs=packs,
     )  # fmt: skip
 
 
@@ -110,8 +113,9 @@ def show_data(console: Console, summary: DataSummary | None, example: list[tuple
 
 def _sentences(data: DataSummary) -> list[str]:
     held = f", {data.held_back:,} held back" if data.held_back else ""
+    packs = "" if data.packs is None else f" in {plural(data.packs, 'pack')}"
     lines = [
-        f"data: {data.rows:,} rows{held}; {data.effective_batch:,} rows a step, {data.epochs:.3g} epochs"
+        f"data: {plural(data.rows, 'row')}{packs}{held}; {data.step_words} a step, {data.epochs:.3g} epochs"
     ]
     if data.lengths is not None:
         middle, long, longest = data.lengths
