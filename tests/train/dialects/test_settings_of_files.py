@@ -121,6 +121,7 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
         "  tf32: no effect: products are in the compute dtype (--tf32 True where that is float32)\n"
         "  datasets[0].type: not done: words around an instruction and its input; they are the prompt, with an empty line "
         "between them\n"
+        "  sequence_len: not done: rows that are longer are dropped; here they are cut\n"
         "  model_type: no effect: the checkpoint's files name its classes and its tokenizer\n"
         "  flash_attention: no effect: isotype takes torch's FlashAttention where the card has it (--attn_implementation asks "
         "for another)\n"

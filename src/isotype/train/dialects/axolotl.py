@@ -6,6 +6,7 @@ from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import Reader, tables
 from isotype.train.dialects.rows import FRAME, Rows, speaks, use_rows
 
+_CUT = "not done: rows that are longer are dropped; here they are cut"
 _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")
 
 
@@ -83,6 +84,9 @@ def _rows(reader: Reader) -> None:
             rows += _data_set(inner)
             reader.absorb(inner, f"{key}[{at}].")
     use_rows(reader, "datasets pretraining_dataset", rows, "train_on_inputs")
+    drops = reader.get("excess_length_strategy", "drop") != "truncate"
+    if drops and "sequence_len" in reader.given and any(each.kind != "text" for each in rows):
+        reader.notes[_CUT] = ["sequence_len"]
     packs, endless = reader.get("sample_packing"), reader.get("pretraining_dataset")
     if {each.kind for each in rows} == {"text"} and (packs or endless):
         reader.use("sample_packing", packing=True, packing_strategy="bfd_split" if packs else "wrapped")
