@@ -415,7 +415,7 @@ def command_results() -> list[dict[str, Any]]:
         for row in [row for row in plan.rows if row.fits][:2]:
             with tempfile.TemporaryDirectory() as folder:
                 ends = ["--max_steps", "1", "--save_strategy", "no", "--output_dir", folder, "-q"]
-                results.append(_run([*row.command, *ends], f"cpu, {goal} {shlex.join(arguments)}"))
+                results.append(_run([*row.command.tokens(), *ends], f"cpu, {goal} {shlex.join(arguments)}"))
     return results
 
 
@@ -431,7 +431,7 @@ def check_results() -> list[dict[str, Any]]:
             memory: dict[str, Any] = {} if device_profile(name).memory_bytes else {"max_memory": "4GiB"}
             plan = isotype.plan(str(config), name, quantization="nf4", length=512, **memory)
             assert plan.chosen is not None
-            command = list(plan.chosen.command)
+            command = list(plan.chosen.command.tokens())
             results.append(_run([command[0], "check", *command[1:], "--device", name], f"check {name}"))
     return results
 

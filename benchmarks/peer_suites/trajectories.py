@@ -195,7 +195,7 @@ def _ours(method: str, argv: list[str]) -> Course:
     from rich.console import Console
 
     from isotype.data.methods import METHODS
-    from isotype.train.options.settings import parse_settings
+    from isotype.train.command.settings import parse_settings
     from isotype.train.training import run
 
     rewards = ["--reward_funcs", "tests.train.tiny.reward_by_words"] if method in ("grpo", "rloo") else []

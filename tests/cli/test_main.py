@@ -17,7 +17,7 @@ from isotype.cli.output import quiet_libraries
 from isotype.cli.training import DEMO
 from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
-from isotype.train.options.settings import parse_settings
+from isotype.train.command.settings import parse_settings
 from tests.pairwise import few
 from tests.processes import run_code
 from tests.train.tiny import rows, save_chat_model

@@ -7,12 +7,13 @@ import pytest
 from isotype.core.errors import UsageError
 from isotype.core.renamed import REMOVED, RENAMED
 from isotype.data.methods import METHODS
-from isotype.train.options.settings import parse_settings, training_parser
+from isotype.train.command.parse import training_parser
+from isotype.train.command.settings import parse_settings
 
 
 @pytest.fixture(scope="module")
 def names() -> set[str]:
-    parsers = [training_parser(METHODS[name]) for name in ("sft", "dpo", "grpo")]
+    parsers = [training_parser(name) for name in ("sft", "dpo", "grpo")]
     return {action.dest for parser in parsers for action in parser._actions}
 
 

@@ -8,6 +8,7 @@ import torch
 
 from isotype.planning.record import Row, Time
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.command.command import Command
 
 
 def row(**values: Any) -> Row:
@@ -29,6 +30,6 @@ def row(**values: Any) -> Row:
         "kinds": {"weights": 2**30, "activations": 2**31},
         "time": Time(2.0, 1.0, "products", 1000),
         "policy": PrecisionPolicy(torch.float16, "nf4"),
-        "command": ("isotype", "sft"),
+        "command": Command("sft", {}),
     }
     return Row(**{**known, **values})

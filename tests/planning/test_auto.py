@@ -11,9 +11,12 @@ from rich.console import Console
 from isotype.cli import training
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
-from isotype.planning.auto import asks, filled, words_of
+from isotype.planning.auto import resolve_auto, words_of
 from isotype.planning.nearest import advice, ran_out, with_nearest
+from isotype.planning.record import Row
 from isotype.records.finding import Finding
+from isotype.train.command.command import Command
+from isotype.train.command.parse import parse_command
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.recompute_choice import Room
 
@@ -31,6 +34,16 @@ def arguments(config: Path, text: str) -> list[str]:
     return ["--model_name_or_path", str(config), "--device", "cpu", "--dtype", "float32", *text.split()]
 
 
+def command(argv: list[str]) -> Command:
+    return parse_command("sft", argv)[0]
+
+
+def filled(argv: list[str]) -> tuple[tuple[str, ...], Row]:
+    """The command line with the plan's values, and their row."""
+    resolved, row = resolve_auto(command(argv))
+    return resolved.tokens(), row
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -43,7 +56,7 @@ def arguments(config: Path, text: str) -> list[str]:
     ],
 )
 def test_what_asks_for_a_plan(text: str, answer: bool) -> None:
-    assert asks(text.split()) is answer
+    assert bool(command(text.split()).planned) is answer
 
 
 def test_rows_and_their_number_of_micro_batches(config: Path, room: None) -> None:
@@ -51,7 +64,7 @@ def test_rows_and_their_number_of_micro_batches(config: Path, room: None) -> Non
     argv = arguments(
         config, "--max_length 256 --per_device_train_batch_size auto --gradient_checkpointing False"
     )
-    tokens, row = filled("sft", argv)
+    tokens, row = filled(argv)
     assert (row.rows, row.accumulation, row.storage) == (2, 4, "float32")
     assert tokens[tokens.index("--per_device_train_batch_size") + 1] == "2"
     assert tokens[tokens.index("--gradient_accumulation_steps") + 1] == "4"
@@ -63,13 +76,13 @@ def test_rows_and_their_number_of_micro_batches(config: Path, room: None) -> Non
 
 def test_a_step_of_so_many_tokens(config: Path, room: None) -> None:
     argv = arguments(config, "--max_length 128 --per_device_train_batch_size auto --tokens_per_step 2048")
-    tokens, row = filled("sft", argv)
+    tokens, row = filled(argv)
     assert row.tokens == 2048
     assert "--tokens_per_step" not in tokens
 
 
 def test_the_length_and_the_storage(config: Path, room: None) -> None:
-    tokens, row = filled("sft", arguments(config, "--max_length auto --quantization auto"))
+    tokens, row = filled(arguments(config, "--max_length auto --quantization auto"))
     assert row.length == 512  # the model's positions: there is no data
     assert tokens[tokens.index("--max_length") + 1] == "512"
     assert ("--quantization" in tokens) is row.policy.quantized
@@ -77,7 +90,7 @@ def test_the_length_and_the_storage(config: Path, room: None) -> None:
 
 
 def test_rows_that_were_typed_are_pinned(config: Path, room: None) -> None:
-    tokens, row = filled("sft", arguments(config, "--max_length auto --per_device_train_batch_size 4"))
+    tokens, row = filled(arguments(config, "--max_length auto --per_device_train_batch_size 4"))
     assert row.rows == 4
     assert "--gradient_accumulation_steps" not in tokens
 
@@ -85,7 +98,7 @@ def test_rows_that_were_typed_are_pinned(config: Path, room: None) -> None:
 def test_nothing_fits(config: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**19, "512 KiB"))
     with pytest.raises(UsageError, match="nothing fits"):
-        filled("sft", arguments(config, "--per_device_train_batch_size auto"))
+        filled(arguments(config, "--per_device_train_batch_size auto"))
 
 
 def test_processes_that_are_launched_together_do_not_plan(
@@ -93,7 +106,7 @@ def test_processes_that_are_launched_together_do_not_plan(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="--devices 2 prints the command"):
-        filled("sft", arguments(config, "--per_device_train_batch_size auto"))
+        filled(arguments(config, "--per_device_train_batch_size auto"))
 
 
 def test_a_training_takes_the_plans_values_and_says_so(
@@ -148,20 +161,20 @@ def test_a_training_that_ran_out_of_memory_says_what_fits(
 
 def test_where_nothing_smaller_fits(config: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**19, "512 KiB"))
-    assert "nothing smaller of this model fits" in advice("sft", arguments(config, "--max_length 256"))
+    assert "nothing smaller of this model fits" in advice(command(arguments(config, "--max_length 256")))
 
 
 def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) -> None:
     """Of a model whose weights alone are too large, which no smaller batch brings in."""
-    step, command = plan_of(
-        *parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
-    )
+    options, command = parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
+    step = plan_of(options, command)
     findings = with_nearest((FINDING,), step, command)
     fixes = findings[0].fixes
     assert fixes[0].verified
     assert fixes[0].text == (
-        f"this fits: isotype sft --model_name_or_path {config.parent} --dtype float16 --dataset_name embedded:precision_qa "
-        "--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --max_length 256 --gradient_checkpointing True"
+        f"this fits: isotype sft --model_name_or_path {config.parent} --dtype float16 --max_length 256 "
+        "--per_device_train_batch_size 1 --dataset_name embedded:precision_qa --gradient_checkpointing True "
+        "--gradient_accumulation_steps 1"
     )
     assert with_nearest(findings, step, command) is findings  # it names one already
     other = (Finding("IST201", "warning", "a cast"),)

@@ -39,8 +39,8 @@ def planned(config: Path, memory: str, device: str = "rtx4090", **more: object) 
 
 
 def same_as_a_check(row: Row) -> None:
-    step, command = plan_of(*parse_options([*row.command[1:], "--device", "rtx4090"]))
-    report = check_plan(step, command, ("forward", "backward", "unscale", "optimizer"))
+    step = plan_of(*parse_options([*row.command.tokens()[1:], "--device", "rtx4090"]))
+    report = check_plan(step, ("forward", "backward", "unscale", "optimizer"))
     assert report.complete
     assert report.trace.memory.peak == row.peak
     assert report.trace.setup.batch["input_ids"] == (row.rows, row.length)
@@ -55,7 +55,7 @@ def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_w
         ("every layer", 1, True),
         ("every 3rd layer", 1, True),
     ]
-    command = plan.rows[-1].command
+    command = plan.rows[-1].command.tokens()
     assert '"every_n_layers": 3' in command[command.index("--gradient_checkpointing_kwargs") + 1]
     same_as_a_check(plan.rows[-1])
 
@@ -65,8 +65,8 @@ def test_check_and_plan_have_one_peak_and_one_room(config: Path, accumulation: i
     """Of full training, whose optimizer's states are the larger part from the second step on."""
     words = f"--use_peft False --dtype bfloat16 --gradient_checkpointing False --gradient_accumulation_steps {accumulation}"
     words += " --per_device_train_batch_size 4 --max_length 64 --device rtx4090"
-    step, command = plan_of(*parse_options([str(config), *words.split()]))
-    report = check_plan(step, command, ("forward", "backward", "unscale", "optimizer"))
+    step = plan_of(*parse_options([str(config), *words.split()]))
+    report = check_plan(step, ("forward", "backward", "unscale", "optimizer"))
     request, _ = parse_request([str(config), *words.split(), "--rows", "4"])
     (row,) = plan_of_request(request).rows
     assert (row.rows, row.accumulation) == (4, accumulation)
@@ -216,8 +216,8 @@ def test_several_of_a_device_hold_all_or_share(config: Path, formula: object) ->
     plan = planned(config, "6MiB", devices=2, quantization="nf4")
     assert {row.sharding for row in plan.rows} == {"DDP", "FSDP2"}
     for row in plan.rows:
-        assert row.command[:5] == ("torchrun", "--standalone", "--nproc_per_node", "2", "-m")
-        assert ("--fsdp" in row.command) is (row.sharding == "FSDP2")
+        assert row.command.tokens()[:5] == ("torchrun", "--standalone", "--nproc_per_node", "2", "-m")
+        assert ("--fsdp" in row.command.tokens()) is (row.sharding == "FSDP2")
 
 
 def test_json_keeps_to_its_schema(plan: Plan) -> None:
@@ -226,7 +226,7 @@ def test_json_keeps_to_its_schema(plan: Plan) -> None:
     Draft202012Validator.check_schema(SCHEMA.schema)
     device = content["devices"][0]
     assert shlex.split(device["rows"][device["chosen"]]["command"]) == list(
-        plan.chosen.command if plan.chosen else ()
+        plan.chosen.command.tokens() if plan.chosen else ()
     )
 
 

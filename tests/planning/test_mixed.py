@@ -13,13 +13,14 @@ import isotype
 from isotype.checkpoint.kept import keep
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.formats import FITTED
-from isotype.planning.auto import filled
+from isotype.planning.auto import resolve_auto
 from isotype.planning.from_request import Plan
 from isotype.precision.by_damage import base_bytes
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
 from isotype.records.memory import Memory
 from isotype.records.request import StepRequest
 from isotype.records.trace import Trace
+from isotype.train.command.parse import parse_command
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.checkpoint.test_damage import linear
@@ -77,9 +78,9 @@ def test_what_is_left_goes_to_the_layers_that_4_bits_cost_most(path: str) -> Non
     stored = [mixed.policy.storage_of(layer) for layer in linear(tiny_model("llama"))]
     assert stored[0] == "int8"
     assert stored[-1] in FITTED
-    at = mixed.command.index("--quantization")
-    assert mixed.command[at + 1] == "mixed"
-    assert mixed.command[mixed.command.index("--base_memory") + 1] == str(mixed.base_memory)
+    at = mixed.command.tokens().index("--quantization")
+    assert mixed.command.tokens()[at + 1] == "mixed"
+    assert mixed.command.tokens()[mixed.command.tokens().index("--base_memory") + 1] == str(mixed.base_memory)
 
 
 def test_mixed_alone_takes_what_the_device_leaves(path: str) -> None:
@@ -96,10 +97,9 @@ def test_mixed_alone_takes_what_the_device_leaves(path: str) -> None:
 def test_auto_takes_the_mixture(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(path, 2**30, quantization="mixed", base_memory="150KiB")
     monkeypatch.setattr("isotype.planning.auto.plan_of_request", lambda request: plan)
-    command, _ = filled(
-        "sft", ["--model_name_or_path", path, "--dataset_name", "x", "--quantization", "auto"]
-    )
-    assert "--quantization mixed --base_memory 153600" in " ".join(command)
+    argv = ["--model_name_or_path", path, "--dataset_name", "x", "--quantization", "auto"]
+    command, _ = resolve_auto(parse_command("sft", argv)[0])
+    assert (command["quantization"], command["base_memory"]) == ("mixed", 153600)
 
 
 @pytest.mark.exhaustive
@@ -111,7 +111,7 @@ def test_a_check_of_the_command_foresees_the_same(
     peaks = {row.storage: row.peak for row in planned(str(saved("llama")), 2**30).rows}
     room = (peaks["nf4"] + 9 * peaks["int8"]) // 10
     mixed = {row.storage: row for row in planned(str(saved("llama")), room).rows}["mixed"]
-    step, command = plan_of(*parse_options([*mixed.command[1:], "--device", "rtx4090"]))
-    report = check_plan(step, command, ("forward", "backward", "unscale", "optimizer"))
+    step = plan_of(*parse_options([*mixed.command.tokens()[1:], "--device", "rtx4090"]))
+    report = check_plan(step, ("forward", "backward", "unscale", "optimizer"))
     assert report.trace.memory.peak == mixed.peak
     assert report.trace.setup.policy.layers == mixed.policy.layers

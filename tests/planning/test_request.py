@@ -38,7 +38,7 @@ def test_the_command_is_the_training_command_without_the_arguments_of_the_plan()
     request, outputs = parse_request(
         ["m", "--device", "t4", "--lora_r", "8", "--goal", "best", "--json", "--max-memory", "2GiB"]
     )
-    assert request.command == ("isotype", "sft", "--model_name_or_path", "m", "--lora_r", "8")
+    assert request.command.tokens() == ("isotype", "sft", "--model_name_or_path", "m", "--lora_r", "8")
     assert (request.goal, request.memory, outputs.json) == ("best", 2 * 2**30, True)
     assert request.step.lora["r"] == 8
 

@@ -28,7 +28,7 @@ def test_the_commands_name_the_model_on_the_hub(sizes: None) -> None:
     for plan in (first, second):
         assert plan.command is not None
         assert plan.command.startswith(f"isotype sft --model_name_or_path {plan.model} ")
-        assert {row.command[3] for row in plan.rows} == {plan.model}
+        assert {row.command.tokens()[3] for row in plan.rows} == {plan.model}
 
 
 def test_no_more_are_planned_than_are_enough(sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ class Evil:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     from isotype.data.methods import METHODS
-    from isotype.train.options.settings import parse_settings
+    from isotype.train.command.settings import parse_settings
     from isotype.train.training import run
 
     root = tmp_path_factory.mktemp("run")

@@ -21,8 +21,8 @@ from torch._dynamo.utils import counters
 import isotype
 from isotype.data.methods import METHODS
 from isotype.train import training
+from isotype.train.command.settings import parse_settings
 from isotype.train.compilation import CompiledBlock, compile_blocks
-from isotype.train.options.settings import parse_settings
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.trainer import policy_trainer
 from isotype.train.validate import check_settings

@@ -6,7 +6,7 @@ import pytest
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.train.options.settings import cure_by_name, parse_settings
+from isotype.train.command.settings import cure_by_name, parse_settings
 from isotype.train.validate import check_settings
 
 MODEL = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "True"]

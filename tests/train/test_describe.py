@@ -11,8 +11,8 @@ from rich.console import Console
 
 import isotype
 from isotype.lora.fuse import FusionReport
+from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.describe import show_fusion
-from isotype.train.options.arguments import IsotypeArguments
 from tests.models import quiet, tiny_model
 
 

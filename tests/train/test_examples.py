@@ -22,7 +22,7 @@ from isotype.data.methods import METHODS
 from isotype.data.reading import ColumnMap, parse_columns
 from isotype.report.run.record import DataSummary
 from isotype.train import training
-from isotype.train.options.settings import parse_settings
+from isotype.train.command.settings import parse_settings
 from isotype.train.rows.examples import data_summary, padding_share, percentiles, planned_epochs, show_data
 from isotype.train.rows.lengths import Lengths
 from tests.pairwise import few

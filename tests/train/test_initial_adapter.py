@@ -18,7 +18,7 @@ from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
 from isotype.train import training
-from isotype.train.options.settings import parse_settings
+from isotype.train.command.settings import parse_settings
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.adapters import save_adapter
 from tests.pairwise import few

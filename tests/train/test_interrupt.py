@@ -18,8 +18,8 @@ from rich.console import Console
 
 from isotype.compat.interrupt import stop_signals, terminate
 from isotype.data.methods import METHODS
-from isotype.train.options.arguments import IsotypeArguments
-from isotype.train.options.settings import Settings
+from isotype.train.command.arguments import IsotypeArguments
+from isotype.train.command.settings import Settings
 from isotype.train.output.resume import resume_command
 from isotype.train.signals import graceful_stop
 from tests.pairwise import few

@@ -52,7 +52,7 @@ def test_as_many_tokens_are_asked_as_in_the_shortest_prompt(model):
 def test_a_step_learns_no_prompt_unless_asked_to(model, tmp_path, argv, prompt):
     data = save_rows(tmp_path / "rows.jsonl", [{"prompt": "w1 w2 ", "completion": "w3"}] * 4)
     command = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--device", "cpu", *argv]
-    assert plan_of(*parse_options([*map(str, command)]))[0].prompt == prompt
+    assert plan_of(*parse_options([*map(str, command)])).prompt == prompt
 
 
 def test_what_is_cut():
@@ -100,7 +100,7 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
         "no gradient checkpointing",
     ]
     argv = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--max_length", 16]
-    plan, _ = plan_of(*parse_options([str(each) for each in argv]))
+    plan = plan_of(*parse_options([str(each) for each in argv]))
     assert plan.length == 16
     assert "are longer than max_length 16: " in plan.data
 
@@ -114,7 +114,7 @@ def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
         '{"prompt": "Which dtype has 8 bits of exponent?", "completion": "bfloat16"}\n', encoding="utf-8"
     )
     argv = ["sft", "--model_name_or_path", "embedded:smollm2", "--dataset_name", str(data)]
-    plan, _ = plan_of(*parse_options(argv))
+    plan = plan_of(*parse_options(argv))
     assert plan.length is not None
     assert 8 < plan.length < 40
     assert "of embedded:smollm2 (a vocabulary of 385)" in plan.data
@@ -126,7 +126,7 @@ def test_what_the_rows_are_read_as_is_said_of_the_data(model, tmp_path):
     turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
     data = save_rows(tmp_path / "chats.jsonl", [{"conversations": turns}] * 2)
     argv = ["sft", "--model_name_or_path", str(model), "--dataset_name", str(data)]
-    plan, _ = plan_of(*parse_options(argv))
+    plan = plan_of(*parse_options(argv))
     assert plan.data.startswith("the longest of 2 rows has ")
     assert "2 of 'human' as user" in plan.data
     assert plan.notes == ()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from isotype.data.methods import METHODS
 from isotype.train import training
-from isotype.train.options.settings import parse_settings
+from isotype.train.command.settings import parse_settings
 from tests.pairwise import few
 from tests.policy import assert_policy_holds
 from tests.train.tiny import rows, save_chat_model, save_rows

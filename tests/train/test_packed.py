@@ -21,7 +21,7 @@ from isotype.data.methods import METHODS
 from isotype.lora.loss.trl_head import may_go_by_lengths
 from isotype.lora.unpadded import mixes_documents
 from isotype.precision.devices.profile import device_profile
-from isotype.train.options.settings import parse_settings
+from isotype.train.command.settings import parse_settings
 from isotype.train.preflight.step import MIXED
 from isotype.train.rows.lengths import Lengths, one_a_row, packed_rows
 from isotype.train.rows.packed import Rows, keep_rows

@@ -23,8 +23,8 @@ from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import Room, room_of
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import launched, recompute_choice, training
+from isotype.train.command.settings import Settings, parse_settings
 from isotype.train.models import processing_class
-from isotype.train.options.settings import Settings, parse_settings
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.preflight import step
 from isotype.train.preflight.plan import StepPlan
@@ -187,8 +187,7 @@ def test_a_word_that_is_none_is_refused(model: Path, data: Path) -> None:
 
 
 def of_check(model: Path, data: Path) -> StepPlan:
-    plan, _ = plan_of(*parse_options(["sft", *arguments(model, data)]))
-    return plan
+    return plan_of(*parse_options(["sft", *arguments(model, data)]))
 
 
 def of_training(settings: Settings) -> StepPlan:
@@ -230,7 +229,7 @@ def test_a_check_takes_the_choice_and_leaves_the_plan_as_it_is(
 
     monkeypatch.setattr(step, "choose", choice)
     plan = of_check(model, data)
-    trace = step.check_plan(plan, ("isotype", "sft"), DEFAULT_PHASES).trace
+    trace = step.check_plan(plan, DEFAULT_PHASES).trace
     assert "gradient checkpointing every 2nd layer (auto): it suffices" in trace.notes
     assert peaks[0] < trace.memory.peak <= peaks[1]
     # PEFT writes the modules of one folded model into a config that an adapter is made by.
@@ -238,10 +237,10 @@ def test_a_check_takes_the_choice_and_leaves_the_plan_as_it_is(
 
 
 def test_a_check_says_what_the_other_choice_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, command = plan_of(*parse_options([str(model), "--device", "l4", "--dtype", "bfloat16"]))
+    plan = plan_of(*parse_options([str(model), "--device", "l4", "--dtype", "bfloat16"]))
 
     def note() -> str:
-        notes = step.check_plan(plan, command, ("forward", "backward")).trace.notes
+        notes = step.check_plan(plan, ("forward", "backward")).trace.notes
         return next(note for note in notes if note.startswith("gradient checkpointing"))
 
     assert "at least" not in note(), "a step of a few MiB asks no question of memory"

@@ -17,7 +17,7 @@ from isotype.core.errors import CheckpointError
 from isotype.data.methods import METHODS
 from isotype.report.run.record import from_json, to_json
 from isotype.train import training
-from isotype.train.options.settings import parse_settings
+from isotype.train.command.settings import parse_settings
 from isotype.train.output.resume import RUN_FILE
 from tests.train.tiny import rows, save_chat_model, save_rows
 

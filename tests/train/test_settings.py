@@ -7,7 +7,7 @@ import pytest
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
-from isotype.train.options.settings import parse_settings
+from isotype.train.command.settings import parse_settings
 
 BASE = ("--model_name_or_path", "m", "--dataset_name", "d")
 
@@ -30,7 +30,7 @@ def test_every_method_takes_trl_arguments_and_defaults_to_lora_in_auto(method):
     assert settings.model.lora_r == 4
     assert settings.model.lora_target_modules == "all-linear"
     assert settings.model.lora_task_type == ("SEQ_CLS" if method == "reward" else "CAUSAL_LM")
-    assert settings.explicit == {"model_name_or_path", "dataset_name", "learning_rate", "lora_r"}
+    assert set(settings.command.values) == {"model_name_or_path", "dataset_name", "learning_rate", "lora_r"}
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def traced(config: Path, checkpointing: dict[str, Any] | None, *more: str) -> An
     argv += ["--gradient_checkpointing", str(checkpointing is not None)]
     if checkpointing:
         argv += ["--gradient_checkpointing_kwargs", json.dumps(checkpointing)]
-    plan, command = plan_of(*parse_options([*argv, *more]))
-    return step.check_plan(plan, command, DEFAULT_PHASES).trace
+    plan = plan_of(*parse_options([*argv, *more]))
+    return step.check_plan(plan, DEFAULT_PHASES).trace
 
 
 def peak(config: Path, checkpointing: dict[str, Any] | None) -> int:
@@ -82,8 +82,8 @@ def test_a_reference_model_lies_beside_one_that_is_trained_whole(config: Path) -
     def weights(*more: str) -> int:
         argv = ["dpo", "--model_name_or_path", str(config), "--device", "t4", "--dtype", "float16"]
         argv += ["--max_length", "32", "--gradient_checkpointing", "False", *more]
-        plan, command = plan_of(*parse_options(argv))
-        trace = step.check_plan(plan, command, DEFAULT_PHASES).trace
+        plan = plan_of(*parse_options(argv))
+        trace = step.check_plan(plan, DEFAULT_PHASES).trace
         assert trace.failure is None
         assert len({kinds["weights"] for kinds in trace.memory.phases.values()}) == 1
         bare = sum(each.bytes * each.repeats for each in trace.weights if not each.adapter)
@@ -101,8 +101,8 @@ def test_a_training_of_all_weights_is_fused_as_it_is_trained(config: Path) -> No
     def kept(fuse: str) -> int:
         argv = ["sft", "--model_name_or_path", str(config), "--device", "cpu", "--dtype", "float32"]
         argv += ["--use_peft", "False", "--max_length", "32", "--gradient_checkpointing", "False"]
-        plan, command = plan_of(*parse_options([*argv, "--fuse", fuse]))
-        trace = step.check_plan(plan, command, DEFAULT_PHASES).trace
+        plan = plan_of(*parse_options([*argv, "--fuse", fuse]))
+        trace = step.check_plan(plan, DEFAULT_PHASES).trace
         assert trace.failure is None
         return int(trace.memory.phases["forward"]["activations"])
 

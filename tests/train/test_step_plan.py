@@ -9,12 +9,13 @@ import pytest
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.train.options.settings import parse_settings
-from isotype.train.preflight.step_plan import light_parser, parse_options, plan_of
+from isotype.train.command.settings import parse_settings
+from isotype.train.command.spec import specs
+from isotype.train.preflight.step_plan import parse_options, plan_of
 
 
 def plan(*argv):
-    return plan_of(*parse_options(argv))[0]
+    return plan_of(*parse_options(argv))
 
 
 def test_a_bare_model_needs_no_trainer(monkeypatch):
@@ -27,13 +28,16 @@ def test_a_bare_model_needs_no_trainer(monkeypatch):
 
 
 def test_the_defaults_of_a_bare_model_are_those_of_sft():
-    light = light_parser().parse_args([])
+    light = specs("sft")
     settings = parse_settings(METHODS["sft"], ["--model_name_or_path", "m"])
     for name in ("lora_r", "lora_alpha", "lora_dropout"):
-        assert getattr(light, name) == getattr(settings.model, name)
-    assert light.learning_rate == settings.training.learning_rate
-    assert light.optim == settings.training.optim
-    assert (light.dtype, light.device) == (settings.precision.dtype, settings.extra.device)
+        assert light[name].default == getattr(settings.model, name)
+    assert light["learning_rate"].default == settings.training.learning_rate
+    assert light["optim"].default == settings.training.optim
+    assert (light["dtype"].default, light["device"].default) == (
+        settings.precision.dtype,
+        settings.extra.device,
+    )
     bare, full = plan("m"), plan("--model_name_or_path", "m")
     assert full.lora.target_modules == "all-linear"
     for name in ("r", "lora_alpha", "lora_dropout"):
@@ -45,21 +49,20 @@ def test_the_defaults_of_a_bare_model_are_those_of_sft():
 
 
 def test_a_training_command_with_check_before_it(tmp_path):
-    found, command = plan_of(
-        *parse_options(
+    options, command = parse_options(
             [
                 "dpo", "--model_name_or_path", "m", "--dataset_name", "no/such", "--output_dir", str(tmp_path / "no"),
                 "--fp16", "--load_in_4bit", "--per_device_train_batch_size", "3", "--max_length", "77",
                 "--lora_target_modules", "q_proj", "--gradient_checkpointing", "False", "--precompute_ref_log_probs",
             ]
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    found = plan_of(options, command)
     assert (found.method, found.rows, found.length) == ("dpo", 3, 77)
     assert (found.precision.dtype, found.precision.quantization) == ("float16", "nf4")
     assert found.lora.target_modules == {"q_proj"}
     assert found.checkpointing is None
     assert not found.reference
-    assert command[:3] == ("isotype", "dpo", "--model_name_or_path")
+    assert command.tokens()[:3] == ("isotype", "dpo", "--model_name_or_path")
     assert not (tmp_path / "no").exists()
 
 

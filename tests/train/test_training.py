@@ -24,9 +24,9 @@ from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train import describe, training
+from isotype.train.command.settings import parse_settings
 from isotype.train.generate import encode
 from isotype.train.models import check_module_names, processing_class
-from isotype.train.options.settings import parse_settings
 from tests.caches import own_cache
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows

@@ -13,15 +13,15 @@ from rich.console import Console
 from isotype.cli.main import main
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.command.arguments import IsotypeArguments, common_arguments, short_help
+from isotype.train.command.parse import training_parser
 from isotype.train.describe import show_policy
-from isotype.train.options.arguments import IsotypeArguments, common_arguments, short_help
-from isotype.train.options.settings import training_parser
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_short_help_is_one_screen_of_real_arguments(method):
     known = {"--config"} | {
-        name for action in training_parser(METHODS[method])._actions for name in action.option_strings
+        name for action in training_parser(method)._actions for name in action.option_strings
     }
     named = {f"--{each.name}" for group in common_arguments(method).values() for each in group}
     assert named <= known

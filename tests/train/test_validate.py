@@ -14,8 +14,8 @@ from isotype.core import patterns
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.command.settings import Settings, parse_settings
 from isotype.train.models import processing_class
-from isotype.train.options.settings import Settings, parse_settings
 from isotype.train.validate import (
     check_policy,
     check_settings,

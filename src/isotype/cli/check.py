@@ -14,13 +14,12 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.compat.interrupt import interrupts_kept
-from isotype.core.arguments import Parser
-from isotype.core.errors import UsageError
 from isotype.preflight.from_function import function_arguments
 from isotype.report.narrow import wrapped
+from isotype.train.command.command import Command
 from isotype.train.preflight.command import Repaired, repaired_command
 from isotype.train.preflight.plan import Options, StepPlan
-from isotype.train.preflight.step_plan import parse_options, plan_of
+from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
 
 if TYPE_CHECKING:
     from isotype.report.check.report import Report
@@ -40,12 +39,12 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 
 def _run(argv: Sequence[str], console: Console) -> int:
-    options, rest = parse_options(argv)
-    if options.model is not None and _names_function(options.model):
-        report, repaired = _check_function(options, rest)
+    if argv and _names_function(argv[0]):
+        options, function, device = function_options(argv)
+        report, repaired = _check_function(options, function, device)
     else:
-        plan, command = plan_of(options, rest)
-        report, repaired = _check_plan(plan, options, command)
+        options, command = parse_options(argv)
+        report, repaired = _check_plan(plan_of(options, command), options, command)
     _show(report, options, console, repaired)
     if repaired is not None and not options.json and options.sarif != "-":
         console.print(wrapped(repaired.text, console), highlight=False, markup=False, soft_wrap=True)
@@ -58,19 +57,22 @@ def exit_status(report: Report, fail_on: str) -> int:
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 
 
-def _check_plan(plan: StepPlan, options: Options, command: Sequence[str]) -> tuple[Report, Repaired | None]:
+def _check_plan(plan: StepPlan, options: Options, command: Command) -> tuple[Report, Repaired | None]:
     """The report on a plan, and the repaired command where it is asked for."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     from isotype.preflight.repair import plan as planned
     from isotype.train.preflight.step import check_plan
 
-    report = check_plan(plan, command, _phases(options))
+    report = check_plan(plan, _phases(options))
     if report.fits is False:
         from isotype.planning.nearest import with_nearest
 
         report = replace(report, findings=with_nearest(report.findings, plan, command))
-    return report, repaired_command(command, *planned(report, command=True)) if options.fix else None
+    if not options.fix:
+        return report, None
+    present = report.trace.setup.profile.present
+    return report, repaired_command(command, *planned(report, command=True), present=present)
 
 
 def _phases(options: Options) -> tuple[str, ...]:
@@ -84,35 +86,20 @@ def _names_function(text: str) -> bool:
     return bool(re.fullmatch(r"\w+(\.\w+)*:\w+", text)) and not text.startswith("embedded:")
 
 
-def _check_function(options: Options, rest: Sequence[str]) -> tuple[Report, Repaired | None]:
+def _check_function(options: Options, function: str, device: str | None) -> tuple[Report, Repaired | None]:
     from isotype.compat.torch_device import written_for
     from isotype.precision.devices.profile import device_profile
     from isotype.preflight.check import check
 
-    assert options.model is not None
-    parser = Parser(prog="isotype check", add_help=False)
-    parser.add_argument("--device", default=None)
-    known, unknown = parser.parse_known_args(list(rest))
-    parser.refuse(parser.problems)
-    if unknown or options.batch or options.length:
-        flags = " ".join(
-            [*unknown, *(("--batch",) if options.batch else ()), *(("--length",) if options.length else ())]
-        )
-        raise UsageError.of(
-            f"arguments that do not go with {options.model}",
-            flags,
-            "--device, --devices, --fsdp, --generate and the outputs",
-            "let the function decide it",
-        )
-    profile = device_profile(known.device if known.device is not None else "cpu")
+    profile = device_profile(device if device is not None else "cpu")
     if profile.kind != "cpu":
         import_uncompiled(
             "bitsandbytes"
         )  # where a GPU is found, it would look for kernels that are not there
     with written_for(profile):
-        arguments = function_arguments(options.model)
-    if known.device is not None:
-        arguments["device"] = known.device
+        arguments = function_arguments(function)
+    if device is not None:
+        arguments["device"] = device
     if options.fsdp is not None:
         arguments["fsdp"] = options.fsdp
     if options.devices is not None:

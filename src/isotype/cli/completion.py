@@ -40,10 +40,10 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command that has flags."""
     from isotype.data.methods import METHODS
     from isotype.planning.request import parser as plan_parser
-    from isotype.train.options.settings import training_parser
+    from isotype.train.command.parse import training_parser
     from isotype.train.preflight.step_plan import help_parser
 
-    training = {name: training_parser(METHODS[name]) for name in METHODS}
+    training = {name: training_parser(name) for name in METHODS}
     others = {"demo": training["sft"], "plan": plan_parser(), "check": help_parser()}
     for name in ("inspect", "quality", "explain", "chat", "merge", "doctor"):
         others[name] = getattr(import_module(f"isotype.cli.{name}"), f"{name}_parser")()

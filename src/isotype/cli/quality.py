@@ -11,7 +11,7 @@ from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.terminal import shown
 from isotype.precision.damages import MEASURED
-from isotype.train.options.arguments import count_problems
+from isotype.train.command.arguments import count_problems
 
 
 def quality_parser() -> Parser:

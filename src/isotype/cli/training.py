@@ -18,7 +18,8 @@ from isotype.core.commands import printed_command
 from isotype.report.narrow import wrapped
 
 if TYPE_CHECKING:
-    from isotype.train.options.settings import Settings
+    from isotype.train.command.command import Command
+    from isotype.train.command.settings import Settings
     from isotype.train.training import Outcome
 
 
@@ -36,33 +37,36 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     """Run one training command and return its exit status."""
     rest = list(argv)
     if any(each in ("-h", "--help") for each in rest):
-        from isotype.train.options.arguments import short_help
+        from isotype.train.command.arguments import short_help
 
         text = wrapped(short_help(command), console)
         console.print(text, highlight=False, markup=False, soft_wrap=True, end="")
         return 0
     if "--print-config" in rest:
-        from isotype.data.methods import METHODS
-        from isotype.train.options.settings import config_text
+        from isotype.train.command.parse import parse_command
 
         quiet_libraries()
         rest.remove("--print-config")
-        print(config_text(METHODS[command], rest), end="")
+        print(parse_command(command, rest)[0].to_yaml(), end="")
         return 0
-    rest = ["--help" if each == "--help-all" else each for each in rest]
+    if "--help-all" in rest:
+        from isotype.train.command.spec import help_parser
+
+        help_parser(command).print_help()
+        raise SystemExit(0)
     let_segments_expand(rest)
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
     with interrupts_kept():  # libraries that are imported may catch everything, too
-        from isotype.data.methods import METHODS
-        from isotype.train.options.settings import parse_settings
+        from isotype.train.command.parse import parse_command
+        from isotype.train.command.settings import settings_of
         from isotype.train.training import run
 
-        rest = _planned(command, rest, console)
-        settings = parse_settings(METHODS[command], rest)
+        asked = _planned(parse_command(command, rest)[0], console)
+        settings = settings_of(asked)
     try:
         outcome = run(settings, console)
     except (MemoryError, RuntimeError) as error:
-        _say_what_fits(command, rest, error)
+        _say_what_fits(asked, error)
         raise
     show_outcome(console, outcome, settings)
     if outcome.record.status == "failed":
@@ -72,27 +76,25 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     return 1 if outcome.record.status == "failed" else 0
 
 
-def _say_what_fits(command: str, argv: list[str], error: Exception) -> None:
+def _say_what_fits(command: Command, error: Exception) -> None:
     """After a training that ran out of memory: which settings fit."""
     from isotype.planning.nearest import advice, ran_out
 
     if ran_out(error):
         console = console_of_failure()
-        console.print(wrapped(advice(command, argv), console), highlight=False, markup=False, soft_wrap=True)
+        console.print(wrapped(advice(command), console), highlight=False, markup=False, soft_wrap=True)
 
 
-def _planned(command: str, argv: list[str], console: Console) -> list[str]:
-    """The arguments with what a plan of this machine picks in the place of `auto`."""
-    if "auto" not in argv and not any(each.endswith("=auto") for each in argv):
-        return argv
-    from isotype.planning.auto import asks, filled, words_of
+def _planned(command: Command, console: Console) -> Command:
+    """The command with what a plan of this machine picks in the place of `auto`."""
+    if not command.planned:
+        return command
+    from isotype.planning.auto import resolve_auto, words_of
 
-    if not asks(argv):
-        return argv
     with console.status("tracing what fits …"):
-        tokens, row = filled(command, argv)
+        planned, row = resolve_auto(command)
     console.print(wrapped(words_of(row), console), highlight=False, markup=False, soft_wrap=True)
-    return tokens
+    return planned
 
 
 def demo(argv: Sequence[str], console: Console) -> int:

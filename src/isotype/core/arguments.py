@@ -101,6 +101,10 @@ class Parser(ValueParser):
         fix = "leave it out, or write the name of its argument before it"
         return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
 
+    def dests(self) -> list[str]:
+        """The names under which values are kept."""
+        return [action.dest for action in actions_of(self)]
+
     def known_names(self) -> list[str]:
         """The long names, one a meaning."""
         named = [action.option_strings for action in actions_of(self) if action.option_strings]

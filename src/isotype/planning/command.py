@@ -1,29 +1,24 @@
-"""The command that trains by a row."""
+"""The command that trains by a row, and what a command says other than another one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from isotype.core.formats import MIXED, QUANTIZATIONS
-from isotype.data.methods import METHODS
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.train.preflight.command import set_flag, value_of, without_flag
+from isotype.train.command.command import Command, model_path, with_storage
 
-MODEL = "--model_name_or_path"
-CHECKPOINTING, EVERY = "--gradient_checkpointing", "every_n_layers"
-MEMORY = "--base_memory"
+EVERY = "every_n_layers"
 EXAMPLE_DATA = "embedded:precision_qa"
 """The data set of a command whose user has named none: it runs as it is printed."""
 
 
 def command_of(
     request: PlanRequest, row: Row, profile: DeviceProfile, checkpointing: Mapping[str, Any] | None
-) -> tuple[str, ...]:
+) -> Command:
     """The training command of a row; a device that is not in this machine is not named in it, for it means nothing there.
 
     Args:
@@ -32,36 +27,45 @@ def command_of(
         profile: of the row's device.
         checkpointing: arguments of the model's `gradient_checkpointing_enable`; None for no layer.
     """
-    tokens = without_flag(list(request.command), "--device")
-    model = Path(value_of(tokens, MODEL) or "")
-    if model.name == "config.json" and model.is_file():
-        tokens = set_flag(tokens, MODEL, str(model.parent))  # where its weights are, or will be
-    if value_of(tokens, "--dataset_name") is None and value_of(tokens, "--config") is None:
-        tokens = [*tokens, "--dataset_name", EXAMPLE_DATA]
-    if row.storage in QUANTIZATIONS:
-        tokens = set_flag(tokens, "--quantization", row.storage)
+    command = request.command.but(device=None)
+    path = model_path(command)
+    if path.name == "config.json" and path.is_file():
+        command = command.but(model_name_or_path=str(path.parent))  # where its weights are, or will be
+    if not {"dataset_name", "datasets"} & set(command.values):
+        command = command.but(dataset_name=EXAMPLE_DATA)
     if row.base_memory is not None:
-        tokens = set_flag(set_flag(tokens, "--quantization", MIXED), MEMORY, str(row.base_memory))
-    for name, value in (
-        ("--per_device_train_batch_size", row.rows),
-        ("--gradient_accumulation_steps", row.accumulation),
-        (_length_flag(request), row.length),
-        (CHECKPOINTING, row.checkpointing_flag or "True"),
-    ):
-        tokens = set_flag(tokens, name, str(value))
+        command = with_storage(command, MIXED, row.base_memory)
+    elif row.storage in QUANTIZATIONS and request.step.precision.quantization != row.storage:
+        command = with_storage(command, row.storage)
+    command = command.but(
+        gradient_checkpointing={"off": False}.get(row.checkpointing, True), **_batch(request, row)
+    )
+    if _needs_length(request, row):
+        command = command.but(max_length=row.length)
     number = (checkpointing or {}).get(EVERY, 1)
     if number > 1:
-        tokens = set_flag(tokens, f"{CHECKPOINTING}_kwargs", json.dumps({EVERY: number}))
-    if row.sharding == "FSDP2" and value_of(tokens, "--fsdp") is None:
-        tokens += ["--fsdp", "full_shard"]
+        command = command.but(gradient_checkpointing_kwargs={EVERY: number})
+    if row.sharding == "FSDP2" and command["fsdp"] in (None, ""):
+        command = command.but(fsdp="full_shard")
     if profile.present and request.devices != ("auto",):
-        tokens += ["--device", profile.name]
-    if request.count > 1:
-        launcher = ("torchrun", "--standalone", "--nproc_per_node", str(request.count), "-m")
-        return (*launcher, *tokens)
-    return tuple(tokens)
+        command = command.but(device=profile.name)
+    return command.with_processes(request.count)
 
 
-def _length_flag(request: PlanRequest) -> str:
-    """The argument that says how long rows are: of methods whose prompts are answered, that of the answer."""
-    return "--max_completion_length" if METHODS[request.step.method].loss == "policy" else "--max_length"
+def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
+    """Rows at once and micro-batches; as many rows a step as were asked for, where the data set has fewer of them too."""
+    rows, accumulation = row.rows, row.accumulation
+    if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
+        if accumulation == 1:
+            return {}
+        accumulation = -(-request.step_rows // (rows * request.count))
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+
+
+def _needs_length(request: PlanRequest, row: Row) -> bool:
+    """Whether the training would cut rows elsewhere, or pack them to another length, than the row says."""
+    limit, longest = request.command["max_length"], request.step.longest
+    if "max_length" not in request.command.specs or row.length == limit:
+        return False
+    uncut = longest is not None and row.length >= longest and (limit is None or limit >= row.length)
+    return not uncut or bool(request.command["packing"])

@@ -22,7 +22,7 @@ from isotype.planning.command import EXAMPLE_DATA
 from isotype.planning.html import to_html
 from isotype.planning.rates import with_rates
 from isotype.planning.record import Device, Record, Row, Time, front, picked
-from isotype.planning.request import PlanRequest, parse_request, require_known_goal
+from isotype.planning.request import OWN, PlanRequest, parse_request, require_known_goal
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import to_text
 from isotype.precision.damages import MEASURED, Damages
@@ -101,7 +101,7 @@ def _device(device: Device, rows: tuple[Row, ...]) -> PlannedDevice:
     best = front(rows)
     chosen = None if device.chosen is None else rows.index(device.chosen)
     return PlannedDevice(
-        device, chosen, tuple(PlannedRow(row, shlex.join(row.command), row in best) for row in rows)
+        device, chosen, tuple(PlannedRow(row, shlex.join(row.command.tokens()), row in best) for row in rows)
     )
 
 
@@ -154,11 +154,12 @@ def plan(
     names = [device] if isinstance(device, str) else list(device)
     tokens = [str(model), "--device", ",".join(names), "--goal", goal]
     tokens += ["--data", data] if data is not None else []
-    for name, value in arguments.items():
-        tokens += [f"--{name}", str(value)]
+    for name in OWN:
+        if (value := arguments.pop(name, None)) is not None:
+            tokens += [f"--{name}", str(value)]
     with random_states_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the libraries about each other's names
-        request, _ = parse_request(tokens)
+        request, _ = parse_request(tokens, arguments)
         return plan_of_request(replace(request, damages=damages or {}))
 
 

@@ -64,7 +64,7 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
             for row in rows
         ],
         "lines": list(lines_of(plan, device)),
-        "command": "" if chosen is None else shlex.join(chosen.command),
+        "command": "" if chosen is None else shlex.join(chosen.command.tokens()),
     }
 
 

@@ -11,6 +11,7 @@ from isotype.core.dtypes import parse_dtype
 from isotype.core.formats import MIXED
 from isotype.core.json_records import Signed
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.command.command import Command
 
 GOALS: Mapping[str, str] = {
     "balanced": "the most precise storage of those at most a quarter slower than the fastest",
@@ -125,7 +126,7 @@ class Row:
     kinds: Mapping[str, int]
     time: Time | None
     policy: PrecisionPolicy
-    command: tuple[str, ...]
+    command: Command
     longest: int | None = None
     longest_is_all: bool = False
     work: Workload | None = None
@@ -163,9 +164,9 @@ class Row:
         return self.tokens_per_second or 0.0
 
     @property
-    def checkpointing_flag(self) -> str | None:
+    def checkpointing_value(self) -> bool | None:
         """What `--gradient_checkpointing` says of it; None of every n-th layer, which takes a number besides."""
-        return {"off": "False", "every layer": "True"}.get(self.checkpointing)
+        return {"off": False, "every layer": True}.get(self.checkpointing)
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Record:
     @property
     def command(self) -> str | None:
         """The chosen row's command, quoted for a shell; None where nothing fits."""
-        return None if self.chosen is None else shlex.join(self.chosen.command)
+        return None if self.chosen is None else shlex.join(self.chosen.command.tokens())
 
     def of(self, device: str) -> tuple[Row, ...]:
         """The rows of one device, by the name of its profile."""

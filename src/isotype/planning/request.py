@@ -14,7 +14,9 @@ from isotype.core.units import parse_size
 from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS
 from isotype.precision.damages import Damages
-from isotype.train.options.arguments import count_problems
+from isotype.train.command.arguments import count_problems
+from isotype.train.command.command import Command
+from isotype.train.command.parse import parse_command
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import plan_of
 
@@ -28,8 +30,8 @@ weights, a GPU or a data set.
 
 Every flag of `isotype sft` (dpo, …) works, and is in the command that is printed; these are the ones of a plan alone:"""
 
-ROWS_OF_A_STEP = 8
-"""Rows of a step where nothing says another number: TRL's default of `--per_device_train_batch_size`."""
+OWN = ("method", "devices", "max_memory", "rows", "length")
+"""The arguments of a plan alone that `isotype.plan` takes by name, beside those it names itself."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,14 @@ class PlanRequest:
     """
 
     step: StepPlan
-    command: tuple[str, ...]
+    command: Command
     devices: tuple[str, ...]
     goal: str = "balanced"
     count: int = 1
     memory: int | None = None
     rows: int | None = None
     length: int | None = None
-    step_rows: int | None = ROWS_OF_A_STEP
+    step_rows: int | None = 8
     step_tokens: int | None = None
     epochs: float = 3.0
     quantize: bool = True
@@ -89,6 +91,11 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
+    _add_own(arguments)
+    return arguments
+
+
+def _add_own(arguments: argparse.ArgumentParser) -> None:
     add = arguments.add_argument
     add(
         "--device",
@@ -108,12 +115,6 @@ def parser() -> Parser:
     add("--max-memory", "--max_memory", metavar="SIZE", help="what a step may take, such as 20GiB")
     add("--rows", type=int, help="rows of a micro-batch; chosen by the memory where not given")
     add("--length", type=int, help="tokens of a row; --max_length, the data's longest row, or 1024")
-    add(
-        "--tokens-per-step",
-        "--tokens_per_step",
-        type=int,
-        help=f"tokens of an optimizer step; without it {ROWS_OF_A_STEP} rows",
-    )
     add("-v", "--verbose", action="store_true", help="print what memory and time are made of, too")
     add("--json", action="store_true", help="print JSON")
     add(
@@ -122,90 +123,100 @@ def parser() -> Parser:
         metavar="PATH",
         help="write a page with a picture of memory against tokens a second",
     )
-    return arguments
 
 
-def parse_request(argv: Sequence[str]) -> tuple[PlanRequest, Outputs]:
+def parse_request(
+    argv: Sequence[str], keywords: Mapping[str, Any] | None = None
+) -> tuple[PlanRequest, Outputs]:
     """The request that arguments make, and where its answer goes.
+
+    Args:
+        argv: of `isotype plan`.
+        keywords: arguments of a training command by name.
 
     Raises:
         UsageError: arguments that are unknown or cannot be.
         DataError: a data set that cannot be trained on.
     """
     tokens = list(argv)
-    flags = parser()
     if "-h" in tokens or "--help" in tokens:
-        flags.print_help()
+        parser().print_help()
         raise SystemExit(0)
-    model = tokens.pop(0) if tokens and not tokens[0].startswith("-") and tokens[0] not in METHODS else None
-    known, rest = flags.parse_known_args(tokens)
-    if model is None and rest and not rest[0].startswith("-") and rest[0] not in METHODS:
-        model, *rest = rest
-    problems = [
-        *flags.problems,
-        *count_problems(
-            {name: getattr(known, name) for name in ("devices", "rows", "length", "tokens_per_step")}
-        ),
-    ]
-    if model is None and not rest:
-        fix = "isotype plan MODEL --device t4"
-        problems.append(Problem("no model", "a model, or a training command with its arguments", fix))
-    memory = None if known.max_memory is None else parse_size(known.max_memory)
-    if known.max_memory is not None and memory is None:
-        problems.append(
-            Problem(f"--max-memory {known.max_memory}", "an amount of memory", "write it like 20GiB")
-        )
-    flags.refuse(problems)
-    if known.method and not (rest and rest[0] in METHODS):
-        rest = [known.method, *rest]
-    if known.data:
-        rest = [*rest, "--dataset_name", known.data]
-    devices = tuple(name for each in known.device or ["auto"] for name in each.split(",") if name)
-    devices = devices or ("",)  # which is refused as any other name that is none
-    options = Options(
+    method = tokens.pop(0) if tokens and tokens[0] in METHODS else None
+    model = tokens.pop(0) if tokens and method is None and not tokens[0].startswith("-") else None
+    asked = parser().parse_known_args(tokens)[0].method
+    command, own = parse_command(
+        method or asked or "sft",
+        tokens,
+        keywords,
+        own=_add_own,
         model=model,
-        batch=None,
-        length=known.length,
-        generate=False,
-        fsdp=None,
-        devices=known.devices,
-        json=False,
-        sarif=None,
-        html=None,
-        fix=False,
-        fail_on="error",
+        positional=method is None,
+        judge=_problems,
+        prog="isotype plan",
     )
-    step, command = plan_of(options, [*rest, "--device", devices[0]])
-    command = tuple(command[:-2])
-    numbers = _numbers(rest)
-    rows = numbers.per_device_train_batch_size
-    step_rows = (rows or ROWS_OF_A_STEP) * numbers.gradient_accumulation_steps * known.devices
-    request = PlanRequest(
+    memory = None if own.max_memory is None else parse_size(own.max_memory)
+    if own.data:
+        command = command.but(dataset_name=own.data)
+    devices = tuple(name for each in own.device or ["auto"] for name in each.split(",") if name)
+    devices = devices or ("",)  # which is refused as any other name that is none
+    request = request_of(
+        command, devices, goal=own.goal, count=own.devices, memory=memory, rows=own.rows, length=own.length
+    )
+    return request, Outputs(own.json, own.html, own.verbose)
+
+
+def _problems(own: argparse.Namespace) -> list[Problem]:
+    problems = count_problems({name: getattr(own, name) for name in ("devices", "rows", "length")})
+    if own.max_memory is not None and parse_size(own.max_memory) is None:
+        fix = "write it like 20GiB"
+        problems.append(Problem(f"--max-memory {own.max_memory}", "an amount of memory", fix))
+    return problems
+
+
+def request_of(
+    command: Command,
+    devices: tuple[str, ...],
+    *,
+    goal: str = "balanced",
+    count: int = 1,
+    memory: int | None = None,
+    rows: int | None = None,
+    length: int | None = None,
+) -> PlanRequest:
+    """What a training command asks of devices; `auto` rows, lengths and storages of it are chosen.
+
+    Args:
+        command: the training.
+        devices: names of devices or profiles.
+        goal, count, memory, rows, length: see `PlanRequest`.
+
+    Raises:
+        UsageError, PrecisionError, DataError: what the training itself would refuse.
+    """
+    auto = command.planned
+    tokens = command["tokens_per_step"]
+    command = command.but(tokens_per_step=None, **dict.fromkeys(auto))
+    options = Options(bare="per_device_train_batch_size" not in command, length=length, devices=count)
+    step = plan_of(options, command.but(device=devices[0]))
+    of_step = command.rows * count
+    if rows is not None and "per_device_train_batch_size" not in command:
+        of_step = max(of_step, rows * command["gradient_accumulation_steps"] * count)
+    if length is None and ("max_length" in command or command["packing"]) and "max_length" not in auto:
+        length = command["max_length"]
+    return PlanRequest(
         step,
         command,
         devices,
-        known.goal,
-        known.devices,
+        goal,
+        count,
         memory,
-        known.rows,
-        known.length or numbers.max_length,
-        None if known.tokens_per_step else step_rows if rows else max(step_rows, known.rows or 1),
-        known.tokens_per_step,
-        numbers.num_train_epochs,
+        rows,
+        length,
+        step_rows=None if tokens else of_step,
+        step_tokens=tokens,
+        epochs=command["num_train_epochs"],
     )
-    return request, Outputs(known.json, known.html, known.verbose)
-
-
-def _numbers(rest: Sequence[str]) -> Any:
-    """The numbers of a training command that a plan goes on from."""
-    arguments = Parser(prog="isotype plan", add_help=False)
-    arguments.add_argument("--per_device_train_batch_size", "--per-device-train-batch-size", type=int)
-    arguments.add_argument(
-        "--gradient_accumulation_steps", "--gradient-accumulation-steps", type=int, default=1
-    )
-    arguments.add_argument("--max_length", "--max-length", type=int)
-    arguments.add_argument("--num_train_epochs", "--num-train-epochs", type=float, default=3.0)
-    return arguments.parse_known_args(list(rest))[0]
 
 
 def require_known_goal(goal: str) -> None:

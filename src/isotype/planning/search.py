@@ -17,6 +17,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, UsageError
 from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.command import command_of
+from isotype.planning.largest import largest
 from isotype.planning.record import Row, Time, Workload
 from isotype.planning.request import PlanRequest
 from isotype.planning.steps import Steps, Traced
@@ -26,7 +27,6 @@ from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime
 from isotype.train.policy import policy_by_ranges
-from isotype.train.preflight.fit import largest
 from isotype.train.preflight.step import PlannedStep, row_length
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 
@@ -288,7 +288,7 @@ class Search:
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
         """Of each row with 4 bits that fits, one whose base takes the memory that is left."""
         for row in rows:
-            if row.storage != "nf4" or not row.fits or row.checkpointing_flag is None:
+            if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
             option, _ = self._known[row.storage, row.checkpointing, row.sharding]
             mixed = self._fitted(option, row, profile)
@@ -372,7 +372,7 @@ class Search:
             kinds=traced.kinds,
             time=_time(traced, profile, accumulation),
             policy=policy,
-            command=(),
+            command=self.request.command,
             longest=longest,
             longest_is_all=is_all,
             damage=self._damage(policy),
@@ -389,19 +389,25 @@ class Search:
         return layers.estimate({each.module: policy.storage_of(each.module) for each in layers.layers}, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """(rows, whether they fit): of as few micro-batches as fit, each as large as the others."""
+        """(rows, whether they fit): of as few micro-batches as fit, all together as many rows as a step has."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
             lambda rows: steps.peak(rows, self.length),
             self.micro,
             size,
-            enough=lambda low, high: -(-self.micro // low) == -(-self.micro // (high - 1)),
+            enough=lambda low, high: self._at_once(low) == self._at_once(high - 1),
             high_first=steps.arguments is not None,
         )
         if most is None:
             return 1, False
-        return -(-self.micro // -(-self.micro // most)), True
+        return self._at_once(most), True
+
+    def _at_once(self, most: int) -> int:
+        """Rows of a micro-batch of at most so many; where a step is counted in rows, it keeps their number."""
+        if self.request.step_rows is None:
+            return -(-self.micro // -(-self.micro // most))
+        return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
     def _wants_longest(self, option: Option) -> bool:
         """Only of the checkpointing that takes the least: a trace of long rows takes longest."""

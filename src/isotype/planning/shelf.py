@@ -15,7 +15,6 @@ from typing import Any
 from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.record import Device, Row
 from isotype.planning.request import parse_request, parser
-from isotype.train.preflight.command import set_flag, value_of
 
 ENOUGH = 3
 """Models that fit, the largest first: smaller ones fit as well."""
@@ -54,10 +53,8 @@ SHELF: Mapping[str, Mapping[str, Any]] = {
 def names_a_model(argv: Sequence[str]) -> bool:
     """Whether the arguments of `isotype plan` name a model, or ask for something else than a plan."""
     rest = parser().parse_known_args(list(argv))[1]
-    first = bool(rest) and not rest[0].startswith("-")
-    return (
-        first or value_of(argv, "--model_name_or_path") is not None or value_of(argv, "--config") is not None
-    )
+    names = {token.partition("=")[0].replace("-", "_") for token in rest if token.startswith("--")}
+    return bool(rest and not rest[0].startswith("-")) or bool(names & {"__model_name_or_path", "__config"})
 
 
 def plans(argv: Sequence[str]) -> Iterator[Plan]:
@@ -83,7 +80,7 @@ def _named(plan: Plan, name: str) -> Plan:
     """The plan under the model's name on the hub, in its commands as well."""
 
     def row_of(row: Row) -> Row:
-        return replace(row, command=tuple(set_flag(list(row.command), "--model_name_or_path", name)))
+        return replace(row, command=row.command.but(model_name_or_path=name))
 
     def device_of(device: Device) -> Device:
         return replace(device, chosen=None if device.chosen is None else row_of(device.chosen))

@@ -119,7 +119,7 @@ def _print_answer(console: Console, title: str, row: Row | None, rows: Sequence[
     )
     if row.work is not None:
         _say(console, f"   {_work(row, row.work)}")
-    text = printed_command(row.command, width_of(console), 0 if width_of(console) is None else 4)
+    text = printed_command(row.command.tokens(), width_of(console), 0 if width_of(console) is None else 4)
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

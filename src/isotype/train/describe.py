@@ -27,10 +27,10 @@ from isotype.precision.versions import installed
 from isotype.report.narrow import NARROW, fitting, wrapped
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
 from isotype.report.text import format_share
+from isotype.train.command.arguments import IsotypeArguments
+from isotype.train.command.settings import Settings
 from isotype.train.generate import Prompt
 from isotype.train.monitor.recorder import RunRecorder
-from isotype.train.options.arguments import IsotypeArguments
-from isotype.train.options.settings import Settings
 from isotype.train.recompute_choice import Choice
 from isotype.train.rows.examples import data_summary
 from isotype.train.run import Built, Run
@@ -242,7 +242,7 @@ def record(
     dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
     return RunRecord(
         method=settings.method.name,
-        command=printed_command(["isotype", settings.method.name, *settings.argv]),
+        command=printed_command(settings.command.tokens()),
         started=started.isoformat(timespec="seconds"),
         finished=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,

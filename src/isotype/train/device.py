@@ -13,7 +13,7 @@ from isotype.core.errors import UsageError
 from isotype.precision.devices.attention import has_faulty_cudnn
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.report.narrow import wrapped
-from isotype.train.options.settings import Settings
+from isotype.train.command.settings import Settings
 
 
 def training_device(settings: Settings) -> DeviceProfile:
@@ -57,7 +57,7 @@ def wait_less(settings: Settings, profile: DeviceProfile) -> None:
     Every micro-batch the Trainer would ask whether its loss is finite, to leave it out of what it logs; isotype ends a run before
     the update that such a loss would make. Batches go to an NVIDIA or AMD GPU out of pinned memory, without waiting for them.
     """
-    training, explicit = settings.training, settings.explicit
+    training, explicit = settings.training, settings.command
     if "logging_nan_inf_filter" not in explicit:
         training.logging_nan_inf_filter = False
     pinned = profile.kind in ("cuda", "rocm") and training.dataloader_pin_memory

@@ -14,7 +14,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageE
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.model.heads import task_of
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.options.settings import Settings
+from isotype.train.command.settings import Settings
 
 MADE_BY = {
     "lora_r": "r",
@@ -55,7 +55,7 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
         raise UsageError(f"the run cannot start from the adapter {name}", problems)
     model = copy.copy(settings.model)
     model.model_name_or_path = adapter.base
-    if "model_revision" not in settings.explicit:
+    if "model_revision" not in settings.command:
         model.model_revision = adapter.revision or model.model_revision
     saved, request = adapter.policy, settings.precision
     if saved is not None:
@@ -97,7 +97,7 @@ def _other_adapter(settings: Settings, adapter: Adapter) -> list[Problem]:
             Problem("--use_peft False", "an adapter to be trained further", "leave it out, or merge the adapter first")
         )  # fmt: skip
     for name, key in MADE_BY.items():
-        if name not in settings.explicit:
+        if name not in settings.command:
             continue
         asked: Any = getattr(settings.model, name, getattr(settings.extra, name, None))
         has = getattr(adapter.config, key, None)

@@ -6,7 +6,7 @@ import atexit
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -145,27 +145,6 @@ def _problems(asked: Mapping[str, Any], training: Any, arguments: Any) -> list[P
             )
         )
     return problems
-
-
-def under_launcher(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """(what stands before a command, its arguments) to start it again as this process and its others were started.
-
-    Args:
-        argv: the arguments, without those that a launcher's config has stood for.
-    """
-    machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    machines = int(os.environ.get("WORLD_SIZE", "1")) // max(machine, 1)
-    more = list(argv)
-    if "FSDP_VERSION" in os.environ and not any(token.startswith("--fsdp") for token in argv):
-        more += ["--fsdp", "full_shard"]
-    if machine * machines <= 1:
-        return "", list(argv)
-    where = (
-        f"--nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
-        if machines > 1
-        else "--standalone"
-    )
-    return f"torchrun {where} --nproc_per_node {machine} -m ", more
 
 
 @contextmanager

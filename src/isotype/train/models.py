@@ -32,9 +32,9 @@ from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.fold import fold as fold_layers
 from isotype.model.heads import save_drawn, task_type_of
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import LOFTQ, brings_tokens, is_its_own_reference
 from isotype.train.launched import Sharding
-from isotype.train.options.settings import Settings
 from isotype.train.policy import moments_of_run
 
 # What the policy decides; `read_precision_request` has heard what the arguments say about it.

@@ -14,8 +14,8 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.report.run.record import RunRecord, Sample
+from isotype.train.command.settings import Settings
 from isotype.train.generate import Prompt
-from isotype.train.options.settings import Settings
 from isotype.train.recompute_choice import Choice
 from isotype.train.rows.lengths import Lengths
 

@@ -18,7 +18,7 @@ from transformers import EarlyStoppingCallback
 from isotype.compat.interrupt import HANGUP, stop_signals, terminate
 from isotype.core.errors import Problem
 from isotype.core.names import plural
-from isotype.train.options.settings import Settings
+from isotype.train.command.settings import Settings
 
 _ECHO_SECONDS = 2.0
 """Time after a signal in which a launcher may hand on the one that the terminal has sent to its processes already."""
@@ -139,7 +139,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
     """Whether there is an evaluation that it can go by."""
     extra, training = settings.extra, settings.training
     if extra.early_stopping_patience is None:
-        if "early_stopping_threshold" in settings.explicit:
+        if "early_stopping_threshold" in settings.command:
             setting = f"--early_stopping_threshold {extra.early_stopping_threshold:g}"
             yield Problem(setting, "--early_stopping_patience beside it", "--early_stopping_patience 3")
         return

@@ -37,6 +37,7 @@ from isotype.report.narrow import wrapped
 from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
+from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import sound_attention, take_one_gpu, training_device, wait_less
 from isotype.train.enforce import apply_to_arguments, enforce_trainer, masters_of
@@ -46,7 +47,6 @@ from isotype.train.launched import leave_group_at_exit, lost_process_named, take
 from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, one_reference, processing_class
 from isotype.train.monitor.recorder import Kept, RunRecorder
-from isotype.train.options.settings import Settings, cure_by_name
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
     check_resume,
@@ -179,7 +179,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
     if not settings.training.should_save:
         yield
         return
-    command = printed_command(["isotype", settings.method.name, *settings.argv])
+    command = printed_command(settings.command.tokens())
     with only_writer(Path(settings.training.output_dir), command) as unlocked:
         if unlocked is not None:
             console.print(wrapped(f"note: {unlocked}", console), highlight=False, markup=False)
@@ -202,7 +202,7 @@ def _output_directory(settings: Settings) -> Iterator[None]:
 
 
 def _name_outputs(settings: Settings) -> None:
-    if "output_dir" not in settings.explicit or not settings.training.output_dir:
+    if "output_dir" not in settings.command or not settings.training.output_dir:
         # Not the stem: "Qwen3-0.6B" has no suffix.
         name = Path(str(settings.model.model_name_or_path)).resolve().name
         name = name.removeprefix("embedded:").removesuffix(".gguf") or "model"
@@ -313,7 +313,7 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
     except (ValueError, ImportError, NotImplementedError) as error:
         trainer, message = settings.method.trainer, one_line(error)
         values = {**vars(settings.model), **vars(settings.training)}
-        fix = cure_by_name(message, settings.explicit, values, f"isotype {settings.method.name}")
+        fix = cure_by_name(message, settings.command.values, values, f"isotype {settings.method.name}")
         raise UsageError.of(
             f"{trainer} does not take these arguments",
             message,

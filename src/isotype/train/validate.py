@@ -35,10 +35,10 @@ from isotype.data.locate import data_error
 from isotype.data.methods import METHODS
 from isotype.data.tokens import token_faults
 from isotype.precision.policy import PrecisionPolicy
+from isotype.train.command.arguments import name_problems, number_problems
+from isotype.train.command.settings import Settings
 from isotype.train.compilation import compiler_problems
 from isotype.train.initial_adapter import check_initial, initial_problems
-from isotype.train.options.arguments import name_problems, number_problems
-from isotype.train.options.settings import Settings
 from isotype.train.rows.contents import check_pictures
 from isotype.train.signals import early_stopping_problems
 
@@ -86,7 +86,7 @@ def _read(settings: Settings, name: str) -> Any:
 def _task(settings: Settings) -> Iterator[Problem]:
     """PEFT makes a head of it and writes it into the adapter: what is trained is the method's."""
     task, method = settings.model.lora_task_type, settings.method
-    if "lora_task_type" in settings.explicit and task != method.task_type:
+    if "lora_task_type" in settings.command and task != method.task_type:
         fits = [each.name for each in METHODS.values() if each.task_type == task]
         yield Problem(
             f"--lora_task_type {task} with {method.name}",
@@ -321,7 +321,7 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
     training, given = settings.training, settings.training.model_init_kwargs or {}
     for name, flag in (("attn_implementation", "attn_implementation"), ("revision", "model_revision")):
         value = getattr(settings.model, flag)
-        if name in given and flag in settings.explicit and given[name] != value:
+        if name in given and flag in settings.command and given[name] != value:
             yield Problem(
                 f"--{flag} {value} and --model_init_kwargs {name}={given[name]}",
                 f"one {name}",

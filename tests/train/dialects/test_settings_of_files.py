@@ -16,7 +16,7 @@ from rich.console import Console
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.train.options.settings import Settings, parse_settings
+from isotype.train.command.settings import Settings, parse_settings
 from isotype.train.training import run
 from tests.train.tiny import save_chat_model
 

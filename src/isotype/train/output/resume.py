@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
+import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,10 @@ from isotype.data.build import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.narrow import wrapped
 from isotype.report.run.record import JSON_NAME
+from isotype.train.command.command import Command
+from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import LOFTQ, MADE_BY
-from isotype.train.launched import under_launcher
-from isotype.train.options.settings import Settings
+from isotype.train.launched import processes
 from isotype.train.output.checkpoints import (
     RESULT_FILES,
     all_checkpoints,
@@ -123,23 +124,26 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
             say(wrapped(f"note: {changed}", console))
 
 
+def _under_launcher(command: Command) -> tuple[str, ...]:
+    """The tokens that start a command again as this process and its others were started."""
+    if processes() == 1:
+        return command.tokens()
+    if "FSDP_VERSION" in os.environ and command["fsdp"] in (None, ""):
+        command = command.but(fsdp="full_shard")  # a launcher's config has said so
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    machines = processes() // max(machine, 1)
+    where: tuple[str, ...] = ("--standalone",)
+    if machines > 1:
+        where = ("--nnodes", str(machines), "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:29500")
+    return ("torchrun", *where, "--nproc_per_node", str(machine), "-m", *command.tokens())
+
+
 def resume_command(settings: Settings, checkpoint: Path) -> str:
     """The command that goes on from `checkpoint`."""
-    argv: list[str] = []
-    flag = re.compile(r"--resume[_-]from[_-]checkpoint(=.*)?")
-    tokens = iter(settings.argv)
-    for token in tokens:
-        match = flag.fullmatch(token)
-        if match is None:
-            argv.append(token)
-        elif match[1] is None:
-            next(tokens, None)
-    if "output_dir" not in settings.explicit:
-        argv += ["--output_dir", settings.training.output_dir]
-    launcher, argv = under_launcher(argv)
-    return launcher + printed_command(
-        ["isotype", settings.method.name, *argv, "--resume_from_checkpoint", str(checkpoint)]
-    )
+    command = settings.command.but(resume_from_checkpoint=None)
+    if "output_dir" not in command:
+        command = command.but(output_dir=settings.training.output_dir)
+    return printed_command(_under_launcher(command.but(resume_from_checkpoint=str(checkpoint))))
 
 
 # ------------------------------------------------------------------------------------------------------ the same run

@@ -1,4 +1,4 @@
-"""A training command as words: arguments set in it, and the command that a check has repaired."""
+"""The command that a check has repaired."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from typing import Any
 
 from isotype.core.commands import printed_command
 from isotype.records.finding import Action, Finding, Fix
-
-_FLAGS = {
-    "autocast": "--dtype",
-    "optimizer": "--optim",
-    "learning_rate": "--learning_rate",
-    "compute": "--dtype",
-}
+from isotype.train.command.command import Command, here, with_dtype
 
 
 @dataclass(frozen=True)
@@ -31,72 +25,57 @@ class Repaired:
     text: str
     fixes: Sequence[Fix]
     left: Sequence[tuple[Finding, str]]
-    command: Sequence[str] | None = None
+    command: Command | None = None
 
     def content(self) -> dict[str, Any]:
         """As JSON; a fix that changes nothing but the model has the scope `model`, for the others see `SCOPES`."""
         fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
         left = [{"code": each.code, "cause": each.cause, "reason": reason} for each, reason in self.left]
-        command = None if self.command is None else printed_command(self.command)
+        command = None if self.command is None else printed_command(self.command.tokens())
         return {"fixes": fixes, "left": left, "command": command}
 
 
 def repaired_command(
-    command: Sequence[str], fixes: Sequence[Fix], left: Sequence[tuple[Finding, str]] = ()
+    command: Command,
+    fixes: Sequence[Fix],
+    left: Sequence[tuple[Finding, str]] = (),
+    *,
+    present: bool = True,
 ) -> Repaired:
-    """The training command with the arguments that the fixes change, what no argument can change, and what is left."""
-    tokens, by_hand = list(command), []
+    """The training command with the arguments that the fixes change, what no argument can change, and what is left.
+
+    Args:
+        command: that was checked.
+        fixes, left: of the check.
+        present: whether the device is in this machine.
+    """
+    repaired, by_hand = command, []
     for fix in fixes:
-        flags = [flag for action in fix.actions if (flag := _flag(action)) is not None]
-        if not flags:
+        for action in fix.actions:
+            repaired = _acted(repaired, action)
+        if not any(_argument(action) for action in fix.actions):
             by_hand.append(fix.description)
-        for name, value in flags:
-            tokens = set_flag(tokens, name, value)
-    lines = [f"repaired:\n{printed_command(tokens, indent=4)}"] if tokens != list(command) else []
+    printed = printed_command(here(repaired, present).tokens(), indent=4)
+    lines = [] if repaired.same_settings(command) else [f"repaired:\n{printed}"]
     lines += [f"by hand:   {text}" for text in by_hand]
     lines += [f"left:      {finding.code}: {reason}" for finding, reason in left]
-    return Repaired("\n".join(lines) or "nothing to repair", fixes, left, tokens)
+    return Repaired("\n".join(lines) or "nothing to repair", fixes, left, here(repaired, present))
 
 
-def _flag(action: Action) -> tuple[str, str] | None:
-    name = _FLAGS.get(action.target if action.kind == "setting" else action.kind)
-    return None if name is None or action.value in ("", "None") else (name, action.value)
+_ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
+"""A setting or a kind of action -> the argument that does it."""
 
 
-def set_flag(tokens: list[str], name: str, value: str) -> list[str]:
-    """`tokens` with the argument `name` set to `value`, in place of a former value or at the end."""
-    for at, token in enumerate(tokens):
-        written, equals, _ = token.partition("=")
-        if _same(written, name):
-            return [
-                *tokens[:at],
-                *([f"{name}={value}"] if equals else [name, value]),
-                *tokens[at + 1 + (not equals) :],
-            ]
-    return [*tokens, name, value]
+def _argument(action: Action) -> str | None:
+    name = _ARGUMENTS.get(action.target if action.kind == "setting" else action.kind)
+    return None if action.value in ("", "None") else name
 
 
-def value_of(command: Sequence[str], name: str) -> str | None:
-    """The value of the argument `name` in `command`, however it is written (`--a-b v`, `--a_b=v`), the last one; None without."""
-    value = None
-    for at, token in enumerate(command):
-        written, equals, behind = token.partition("=")
-        if _same(written, name):
-            value = behind if equals else command[at + 1] if at + 1 < len(command) else None
-    return value
-
-
-def _same(written: str, name: str) -> bool:
-    return written.startswith("--") and written.replace("-", "_") == name.replace("-", "_")
-
-
-def without_flag(command: Sequence[str], name: str) -> list[str]:
-    """`command` without the argument `name` and its value."""
-    kept, skip = [], False
-    for token in command:
-        written, equals, _ = token.partition("=")
-        named = not skip and _same(written, name)
-        if not skip and not named:
-            kept.append(token)
-        skip = named and not equals
-    return kept
+def _acted(command: Command, action: Action) -> Command:
+    """The command with what one action changes, where an argument does that."""
+    name = _argument(action)
+    if name is None:
+        return command
+    if name == "dtype":
+        return command if command["dtype"] == action.value else with_dtype(command, action.value)
+    return command.but(**{name: float(action.value) if name == "learning_rate" else action.value})

@@ -19,7 +19,7 @@ class Options:
     """The arguments that a check has of its own.
 
     Attributes:
-        model: the positional argument, or None.
+        bare: whether a model was named without a training method.
         batch, length: rows and tokens of the step, None if the training's arguments decide.
         generate: whether generation is traced too.
         fsdp: 0, 1 or 2; None where the training's arguments decide.
@@ -30,17 +30,17 @@ class Options:
         verbose: whether the text says how memory and time come about.
     """
 
-    model: str | None
-    batch: int | None
-    length: int | None
-    generate: bool
-    fsdp: int | None
-    devices: int | None
-    json: bool
-    sarif: str | None
-    html: Path | None
-    fix: bool
-    fail_on: str
+    bare: bool = False
+    batch: int | None = None
+    length: int | None = None
+    generate: bool = False
+    fsdp: int | None = None
+    devices: int | None = None
+    json: bool = False
+    sarif: str | None = None
+    html: Path | None = None
+    fix: bool = False
+    fail_on: str = "error"
     verbose: bool = False
 
 

@@ -14,7 +14,7 @@ from isotype.train.rows.lengths import COUNTED_ROWS, Lengths, lengths_in, longes
 from isotype.train.validate import check_tokenizer, plain_turns
 
 if TYPE_CHECKING:
-    from isotype.train.options.settings import Settings
+    from isotype.train.command.settings import Settings
     from isotype.train.preflight.plan import Options, StepPlan
 
 

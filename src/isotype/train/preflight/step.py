@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from isotype.train.models import weightless_model
 from isotype.train.output.checkpoints import read_json
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.policy import policy_by_ranges
-from isotype.train.preflight.fit import fitting
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step_plan import DEFAULT_LENGTH, training_plan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
@@ -220,8 +219,8 @@ def choice_of(plan: StepPlan, checkpoint: Checkpoint, policy: PrecisionPolicy) -
     return PlannedStep(plan, config, policy).choice()
 
 
-def check_plan(plan: StepPlan, command: Sequence[str], phases: Sequence[str]) -> Report:
-    """The report on the step of a plan; what does not fit into memory gets a `command` that fits as its first fix.
+def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
+    """The report on the step of a plan.
 
     Raises:
         PrecisionError: a policy that the device or the model refuses.
@@ -238,8 +237,7 @@ def check_plan(plan: StepPlan, command: Sequence[str], phases: Sequence[str]) ->
             plan = replace(plan, checkpointing=chosen.arguments)
         model, fusion = step.model(plan.checkpointing)
         length = row_length(plan, config)
-        peak = partial(step.peak, plan.checkpointing)
-        report = fitting(step.report(plan.checkpointing, plan.rows, length), plan, length, command, peak)
+        report = step.report(plan.checkpointing, plan.rows, length)
     trace = replace(
         report.trace,
         setup=replace(

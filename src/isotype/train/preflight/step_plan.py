@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
-from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING, checkpointing
-from isotype.precision.decide import PrecisionRequest
+from isotype.train.command.arguments import count_problems, number_problems
+from isotype.train.command.command import Command
+from isotype.train.command.parse import parse_command
+from isotype.train.command.precision import read_precision_request
+from isotype.train.command.spec import specs
 from isotype.train.launched import processes, requested_sharding
-from isotype.train.options.arguments import count_problems, number_problems
 from isotype.train.preflight.plan import Options, StepPlan
 
 if TYPE_CHECKING:
     from isotype.checkpoint.adapter import Adapter
     from isotype.records.memory import MemoryKind
-    from isotype.train.options.settings import Settings
+    from isotype.train.command.settings import Settings
     from isotype.train.rows.lengths import Lengths
 
 DEFAULT_LENGTH = 1024
@@ -42,56 +43,61 @@ Every flag of `isotype sft` (dpo, …) works; these are the ones of a check alon
 _STATUS = "exit status: 0 nothing found, 1 something at or above --fail-on, 2 bad arguments"
 
 
-def parse_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """The check's own arguments, and the rest, which are a training command's.
+def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
+    """The check's own arguments, and the training command.
 
     Raises:
-        UsageError: a value that is not one of an argument's.
+        UsageError: a value that is not one of an argument's, an unknown argument, no model.
     """
     tokens = list(argv)
-    parser = _own_parser()
     if "-h" in tokens or "--help" in tokens:
         help_parser().print_help()
         raise SystemExit(0)
-    model = None
-    if tokens and not tokens[0].startswith("-") and tokens[0] not in METHODS:
-        model = tokens.pop(0)
-    # `--fsdp full_shard` is TRL's own argument of that name.
-    tokens, fsdp = _take_fsdp(tokens)
-    known, rest = parser.parse_known_args(tokens)
-    problems = list(parser.problems)
-    problems += count_problems({name: getattr(known, name) for name in ("batch", "length", "devices")})
-    if model is None and not rest:
-        problems.append(
-            Problem(
-                "no model",
-                "a model, a training command with its arguments, or package.module:function",
-                "isotype check MODEL --device t4, or isotype check sft --model_name_or_path MODEL …",
-            )
-        )
-    parser.refuse(problems)
-    return Options(model=model, fsdp=fsdp, **vars(known)), rest
+    named = bool(tokens) and tokens[0] in METHODS
+    bare = bool(tokens) and not named and not tokens[0].startswith("-")
+    method, model = tokens.pop(0) if named else "sft", tokens.pop(0) if bare else None
+    command, own = parse_command(
+        method, tokens, own=_add_own, model=model, judge=_problems, prog="isotype check"
+    )
+    fsdp = None
+    if command.given("fsdp") in ("0", "1", "2"):  # a version; `--fsdp full_shard` is TRL's own argument
+        fsdp = int(command["fsdp"])
+        command = command.but(fsdp="full_shard" if fsdp == 2 else None)
+    if (
+        METHODS[method].loss != "policy"
+    ):  # there a step is of prompts, and of whole groups of their completions
+        asked = {"per_device_train_batch_size": own.batch, "max_length": own.length}
+        command = command.but(**{name: value for name, value in asked.items() if value is not None})
+    return Options(bare=bare, fsdp=fsdp, **vars(own)), command
 
 
-def _take_fsdp(tokens: list[str]) -> tuple[list[str], int | None]:
-    rest, version = [], None
-    pending = iter(range(len(tokens)))
-    for at in pending:
-        name, _, value = tokens[at].partition("=")
-        following = tokens[at + 1] if at + 1 < len(tokens) else ""
-        if name == "--fsdp" and (value or following) in ("0", "1", "2"):
-            version = int(value or following)
-            if not value:
-                next(pending)
-        else:
-            rest.append(tokens[at])
-    return rest, version
+def _problems(own: argparse.Namespace) -> list[Problem]:
+    return count_problems({name: getattr(own, name) for name in ("batch", "length", "devices")})
 
 
-def _own_parser() -> Parser:
+def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
+    """(the check's own arguments, the user's function, the device) of a check whose first word is `package.module:function`.
+
+    Raises:
+        UsageError: arguments that are the function's to decide.
+    """
+    function, *rest = argv
     parser = Parser(prog="isotype check", add_help=False)
     _add_own(parser)
-    return parser
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--fsdp", choices=("0", "1", "2"), default=None)
+    own, unknown = parser.parse_known_args(rest)
+    parser.refuse(parser.problems)
+    flags = [*unknown, *(f"--{name}" for name in ("batch", "length") if getattr(own, name) is not None)]
+    if flags:
+        raise UsageError.of(
+            f"arguments that do not go with {function}",
+            " ".join(flags),
+            "--device, --devices, --fsdp, --generate and the outputs",
+            "let the function decide it",
+        )
+    device, fsdp = vars(own).pop("device"), vars(own).pop("fsdp")
+    return Options(fsdp=None if fsdp is None else int(fsdp), **vars(own)), function, device
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -114,31 +120,18 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--fail-on", choices=levels, default="error", help="severity that fails (default: error)")
 
 
-def light_parser() -> Parser:
-    """The training arguments used most; their defaults are those of `isotype sft`, as the tests hold them to."""
-    parser = Parser(prog="isotype check", add_help=False)
-    add = parser.add_argument
-    add("--dtype", default="auto", help="compute dtype; auto: the checkpoint's, where the device runs it")
-    add("--quantization", choices=(*QUANTIZATIONS, MIXED), default=None, help="storage of the frozen weights")
-    add(
-        "--device",
-        default="auto",
-        help="a device here (cpu, cuda) or any profile (t4, a100, h100, mi300x, …)",
-    )
-    add(
-        "--ranges",
-        choices=("measure", "known"),
-        default="measure",
-        help="for float16: measure the checkpoint's value ranges, or decide by what is known already",
-    )
-    add("--lora_r", type=int, default=16, help="rank of the adapters (default: 16)")
-    add("--lora_alpha", type=int, default=32, help="scale of the adapters, over their rank (default: 32)")
-    add("--lora_dropout", type=float, default=0.05, help="in front of the adapters (default: 0.05)")
-    add("--learning_rate", type=float, default=2e-5, help="of the optimizer (default: 2e-5)")
-    add(
-        "--optim", default="adamw_torch_fused", help="optimizer, by transformers' name (default: %(default)s)"
-    )
-    return parser
+_USED_MOST: Mapping[str, str] = {
+    "dtype": "compute dtype; auto: the checkpoint's, where the device runs it",
+    "quantization": "storage of the frozen weights",
+    "device": "a device here (cpu, cuda) or any profile (t4, a100, h100, mi300x, …)",
+    "ranges": "for float16: measure the checkpoint's value ranges, or decide by what is known already",
+    "lora_r": "rank of the adapters",
+    "lora_alpha": "scale of the adapters, over their rank",
+    "lora_dropout": "in front of the adapters",
+    "learning_rate": "of the optimizer",
+    "optim": "optimizer, by transformers' name",
+}
+"""Arguments of `isotype sft` with which a bare model is checked without its trainer, whose import takes seconds."""
 
 
 def help_parser() -> argparse.ArgumentParser:
@@ -148,71 +141,59 @@ def help_parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[light_parser()],
         allow_abbrev=False,
     )
+    known = specs("sft")
+    for name, text in _USED_MOST.items():
+        default = "" if known[name].default is None else f" (default: {known[name].default})"
+        choices = known[name].choices if name != "optim" else ()
+        parser.add_argument(f"--{name}", choices=choices or None, help=f"{text}{default}")
     parser.add_argument("--fsdp", choices=("0", "1", "2"), help="version of FSDP that shards the run")
     _add_own(parser)
     return parser
 
 
-def plan_of(options: Options, rest: Sequence[str]) -> tuple[StepPlan, tuple[str, ...]]:
-    """The step that the arguments describe, and the training command it belongs to.
-
-    Only arguments beyond the few of `light_parser` need the trainers' own parser, whose import takes seconds.
+def plan_of(options: Options, command: Command) -> StepPlan:
+    """The step that a command describes.
 
     Raises:
-        UsageError: no model, or an argument that no one knows.
+        UsageError, PrecisionError, DataError: what the training itself would refuse.
     """
-    if options.model is not None:
-        parser = light_parser()
-        light, unknown = parser.parse_known_args(list(rest))
-        if not unknown:
-            parser.refuse([*parser.problems, *number_problems(lambda name: getattr(light, name, None))])
-            command = ("isotype", "sft", "--model_name_or_path", options.model, *rest)
-            return _light_plan(options, light), command
-    method, arguments = "sft", list(rest)
-    if arguments and arguments[0] in METHODS:
-        method, arguments = arguments[0], arguments[1:]
-    if options.model is not None:
-        _refuse_second_model(options.model, arguments)
-        arguments = ["--model_name_or_path", options.model, *arguments]
+    if options.bare and command.method == "sft" and command.file is None and _is_light(command):
+        problems = list(number_problems(command.given))
+        if problems:
+            raise UsageError("arguments that cannot work", problems)
+        return _light_plan(options, command)
+    from isotype.train.command.settings import settings_of
     from isotype.train.initial_adapter import start_of
-    from isotype.train.options.settings import parse_settings
     from isotype.train.preflight.plan_rows import with_data
     from isotype.train.validate import argument_problems
 
-    settings, start = start_of(parse_settings(METHODS[method], arguments))
+    settings, start = start_of(settings_of(command))
     problems = argument_problems(settings)
     if problems:
         raise UsageError("arguments that cannot work", problems)
-    plan = _full_plan(options, settings, start)
-    return with_data(plan, settings, options), ("isotype", method, *arguments)
+    return with_data(_full_plan(options, settings, start), settings, options)
 
 
-def _refuse_second_model(first: str, arguments: Sequence[str]) -> None:
-    named = [each for each in arguments if each.replace("-", "_").startswith("__model_name_or_path")]
-    if not named:
-        return
-    near = difflib.get_close_matches(first.lower(), METHODS, n=1)
-    fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
-    raise UsageError.of("two models", f"{first} and --model_name_or_path", "one model", fix)
+def _is_light(command: Command) -> bool:
+    light = {"model_name_or_path", "per_device_train_batch_size", "max_length", *_USED_MOST}
+    return light.issuperset(command.values)
 
 
-def _light_plan(options: Options, light: argparse.Namespace) -> StepPlan:
-    assert options.model is not None
-    lora = {"r": light.lora_r, "lora_alpha": light.lora_alpha, "lora_dropout": light.lora_dropout}
+def _light_plan(options: Options, command: Command) -> StepPlan:
+    lora = {"r": command["lora_r"], **{name: command[name] for name in ("lora_alpha", "lora_dropout")}}
     return StepPlan(
-        source=options.model,
+        source=str(command["model_name_or_path"]),
         method="sft",
-        precision=PrecisionRequest(light.dtype, light.quantization),
-        device=light.device,
-        rows=options.batch or 1,
-        length=options.length,
+        precision=read_precision_request(command),
+        device=command["device"],
+        rows=command.given("per_device_train_batch_size") or 1,
+        length=command.given("max_length"),
         lora=lora,
-        learning_rate=light.learning_rate,
-        ranges=light.ranges,
-        optimizer=light.optim,
+        learning_rate=command["learning_rate"],
+        ranges=command["ranges"],
+        optimizer=command["optim"],
         checkpointing=CHECKPOINTING,
         auto=True,
         fsdp=options.fsdp or 0,
@@ -223,7 +204,7 @@ def _light_plan(options: Options, light: argparse.Namespace) -> StepPlan:
 def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> StepPlan:
     training, model = settings.training, settings.model
     method = settings.method.name
-    asked = "per_device_train_batch_size" in settings.explicit or options.model is None
+    asked = "per_device_train_batch_size" in settings.command or not options.bare
     rows = options.batch or (training.per_device_train_batch_size if asked else 1)
     length = options.length or getattr(training, "max_length", None)
     completion = getattr(training, "max_completion_length", 0) or 0
@@ -290,7 +271,7 @@ def _copied(settings: Settings, start: Adapter | None) -> MemoryKind | None:
 def _evaluation(settings: Settings) -> int | None:
     if settings.training.eval_strategy == "no" and settings.extra.eval_split is None:
         return None
-    explicit = "per_device_eval_batch_size" in settings.explicit or settings.method.loss == "policy"
+    explicit = "per_device_eval_batch_size" in settings.command or settings.method.loss == "policy"
     return int(settings.training.per_device_eval_batch_size) if explicit else 0
 
 
@@ -325,8 +306,7 @@ def training_plan(
     from isotype.train.preflight.plan_rows import bounded, with_held_back
     from isotype.train.rows.lengths import lengths_in
 
-    plain = Options(None, None, None, False, None, None, False, None, None, False, "error")
-    plan = _full_plan(plain, settings, start)
+    plan = _full_plan(Options(), settings, start)
     rows = data[settings.script.dataset_train_split]
     plan = with_held_back(plan, settings, tokenizer, data)
     return bounded(plan, settings, rows, lengths or lengths_in(settings, tokenizer, rows))

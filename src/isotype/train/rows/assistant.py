@@ -23,7 +23,7 @@ from isotype.core.errors import DataError, UsageError
 from isotype.core.names import plural
 from isotype.core.pretrained import pretrained
 from isotype.data.parts import MARKS, left_out
-from isotype.train.options.settings import Settings
+from isotype.train.command.settings import Settings
 from isotype.train.rows.contents import lists_in
 
 Message = Mapping[str, Any]

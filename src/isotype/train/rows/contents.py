@@ -15,7 +15,7 @@ from isotype.core.names import listed
 from isotype.data.cells import CHATS
 from isotype.data.locate import data_error
 from isotype.data.parts import picture_problem
-from isotype.train.options.settings import Settings
+from isotype.train.command.settings import Settings
 
 _TRIED = 64
 """Rows with pictures that go through the processor before the model is loaded."""

@@ -11,7 +11,7 @@ from transformers.trainer_utils import IntervalStrategy
 from isotype.core.errors import UsageError
 from isotype.data.load import load_training_data
 from isotype.data.locate import find_local
-from isotype.train.options.settings import Settings
+from isotype.train.command.settings import Settings
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -70,8 +70,8 @@ def hold_back(settings: Settings, data: Any) -> Any:
         fix = "--eval_split 0.05 holds back a twentieth"
         raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
     parts = rows.train_test_split(test_size=held, seed=training.seed)
-    if "eval_strategy" not in settings.explicit:
+    if "eval_strategy" not in settings.command:
         training.eval_strategy, training.do_eval = IntervalStrategy.STEPS, True
-        if "eval_steps" not in settings.explicit:
+        if "eval_steps" not in settings.command:
             training.eval_steps = 0.2
     return type(data)({script.dataset_train_split: parts["train"], script.dataset_test_split: parts["test"]})

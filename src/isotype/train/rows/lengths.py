@@ -16,7 +16,7 @@ from isotype.core.errors import DataError, one_line
 from isotype.data.methods import METHODS
 
 if TYPE_CHECKING:
-    from isotype.train.options.settings import Settings
+    from isotype.train.command.settings import Settings
 
 UNBOUNDED = "nothing says how long rows can be (--max_length does)"
 

@@ -21,8 +21,8 @@ from isotype.data.load import load_training_data
 from isotype.data.methods import METHODS
 from isotype.ranges.batches import Rows, positions
 from isotype.report.run.record import JSON_NAME, RunRecord, from_json
+from isotype.train.command.settings import Settings, parse_settings
 from isotype.train.models import tokenizer_here
-from isotype.train.options.settings import Settings, parse_settings
 from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
 

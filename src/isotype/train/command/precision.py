@@ -11,35 +11,24 @@ from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.units import parse_size
 from isotype.precision.decide import PrecisionRequest
-from isotype.train.options.arguments import IsotypeArguments
+from isotype.train.command.command import Command
 
 FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 
 
-def read_precision_request(
-    training: Any,
-    model: Any,
-    extra: IsotypeArguments,
-    explicit: frozenset[str],
-    flags: Mapping[str, bool | None],
-) -> PrecisionRequest:
+def read_precision_request(command: Command) -> PrecisionRequest:
     """What the arguments ask of the policy; every contradiction among them in one error.
-
-    Args:
-        training, model, extra: the parsed dataclasses.
-        explicit: the names of the arguments that were really given.
-        flags: `fp16` and `bf16` as given, None where they were not.
 
     Raises:
         PrecisionError: two flags disagree; each problem names both.
     """
     problems: list[Problem] = []
-    init = _init_kwargs(training)
-    dtype = _asked_dtype(training, model, flags, problems)
-    quantization = _asked_quantization(model, extra, explicit, init, problems)
-    nested = model.use_bnb_nested_quant or _saved_quantization(init).get("bnb_4bit_use_double_quant")
+    init = _init_kwargs(command)
+    dtype = _asked_dtype(command, init, problems)
+    quantization = _asked_quantization(command, init, problems)
+    nested = command["use_bnb_nested_quant"] or _saved_quantization(init).get("bnb_4bit_use_double_quant")
     for flag in ("fp16_full_eval", "bf16_full_eval"):
-        if getattr(training, flag):
+        if command[flag]:
             problems.append(
                 Problem(
                     f"--{flag}",
@@ -47,28 +36,28 @@ def read_precision_request(
                     "leave it out: it would cast the masters too, and evaluation runs in the compute dtype anyway",
                 )
             )
-    memory = _base_memory(extra, problems)
+    memory = _base_memory(command, problems)
     if problems:
         raise PrecisionError("the arguments disagree about precision", problems)
     return PrecisionRequest(
         dtype=dtype,
         quantization=quantization,
-        trainable="lora" if model.use_peft else "full",
+        trainable="lora" if command["use_peft"] else "full",
         double_quant=bool(nested) or None,
-        quant_storage=model.bnb_4bit_quant_storage,
+        quant_storage=command["bnb_4bit_quant_storage"],
         base_memory=memory,
     )
 
 
-def _base_memory(extra: IsotypeArguments, problems: list[Problem]) -> int | None:
+def _base_memory(command: Command, problems: list[Problem]) -> int | None:
     """Bytes that `--base_memory` says."""
-    text = extra.base_memory
+    text = command["base_memory"]
     if text is None:
         return None
-    amount = parse_size(text)
+    amount = parse_size(str(text))
     if amount is None:
         problems.append(Problem(f"--base_memory {text}", "an amount of memory", "write it like 6GiB"))
-    if extra.quantization != MIXED:
+    if command["quantization"] != MIXED:
         flag = f"--base_memory {text} without --quantization mixed"
         problems.append(
             Problem(flag, "layers whose format it decides", "add --quantization mixed, or leave it out")
@@ -76,13 +65,14 @@ def _base_memory(extra: IsotypeArguments, problems: list[Problem]) -> int | None
     return amount
 
 
-def _asked_dtype(training: Any, model: Any, flags: Mapping[str, bool | None], problems: list[Problem]) -> str:
+def _asked_dtype(command: Command, init: Mapping[str, Any], problems: list[Problem]) -> str:
     """The compute dtype that all flags agree on, or "auto"."""
     claims: list[tuple[str, str]] = []
-    if model.dtype not in (None, "auto"):
-        claims.append((f"--dtype {model.dtype}", dtype_name(parse_dtype(model.dtype))))
+    asked = command["dtype"]
+    if asked not in (None, "auto"):
+        claims.append((f"--dtype {asked}", dtype_name(parse_dtype(asked))))
     for flag, name in FLAGS:
-        if flags[flag]:
+        if command.given(flag):
             claims.append((f"--{flag}", name))
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched in ("fp16", "bf16"):
@@ -92,7 +82,6 @@ def _asked_dtype(training: Any, model: Any, flags: Mapping[str, bool | None], pr
                 {"fp16": "float16", "bf16": "bfloat16"}[launched],
             )
         )
-    init = _init_kwargs(training)
     for key in ("dtype", "torch_dtype"):
         if init.get(key) not in (None, "auto"):
             claims.append((f"--model_init_kwargs {key}={init[key]}", dtype_name(parse_dtype(init[key]))))
@@ -115,7 +104,7 @@ def _asked_dtype(training: Any, model: Any, flags: Mapping[str, bool | None], pr
                 )
             )
     for flag, name in FLAGS:
-        if first and flags[flag] is False and first[1] == name:
+        if first and command.given(flag) is False and first[1] == name:
             problems.append(
                 Problem(
                     f"{first[0]} and --{flag} False",
@@ -126,8 +115,9 @@ def _asked_dtype(training: Any, model: Any, flags: Mapping[str, bool | None], pr
     return first[1] if first else "auto"
 
 
-def _init_kwargs(training: Any) -> dict[str, Any]:
-    return training.model_init_kwargs if isinstance(training.model_init_kwargs, dict) else {}
+def _init_kwargs(command: Command) -> Mapping[str, Any]:
+    init = command.given("model_init_kwargs")
+    return init if isinstance(init, Mapping) else {}
 
 
 def _saved_quantization(init: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,26 +147,20 @@ def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list
     return []
 
 
-def _asked_quantization(
-    model: Any,
-    extra: IsotypeArguments,
-    explicit: frozenset[str],
-    init: Mapping[str, Any],
-    problems: list[Problem],
-) -> str | None:
+def _asked_quantization(command: Command, init: Mapping[str, Any], problems: list[Problem]) -> str | None:
     """The quantization that all flags agree on."""
     claims: list[tuple[str, str]] = []
-    if extra.quantization:
-        claims.append((f"--quantization {extra.quantization}", extra.quantization))
-    if model.load_in_8bit:
+    asked, kind = command["quantization"], command["bnb_4bit_quant_type"]
+    if asked:
+        claims.append((f"--quantization {asked}", asked))
+    if command["load_in_8bit"]:
         claims.append(("--load_in_8bit", "int8"))
-    chosen_type = "bnb_4bit_quant_type" in explicit
-    if model.load_in_4bit:
-        four_bit = extra.quantization if extra.quantization in FOUR_BITS else None
-        name = model.bnb_4bit_quant_type if chosen_type else (four_bit or model.bnb_4bit_quant_type)
+    chosen_type = "bnb_4bit_quant_type" in command
+    if command["load_in_4bit"]:
+        name = kind if chosen_type or asked not in FOUR_BITS else asked
         claims.append(("--load_in_4bit" + (f" --bnb_4bit_quant_type {name}" if chosen_type else ""), name))
     elif chosen_type:
-        claims.append((f"--bnb_4bit_quant_type {model.bnb_4bit_quant_type}", model.bnb_4bit_quant_type))
+        claims.append((f"--bnb_4bit_quant_type {kind}", kind))
     claims += _init_quantization(init, problems)
     for claim, name in claims[1:]:
         if name != claims[0][1]:

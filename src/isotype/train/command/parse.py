@@ -1,0 +1,254 @@
+"""A training command from a command line, a file of `--config` or keywords, each value judged once wherever it is from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isotype.core.arguments import Parser, closest
+from isotype.core.errors import Problem, UsageError, one_line
+from isotype.core.renamed import renamed
+from isotype.train.command.arguments import ARGUMENTS, Argument
+from isotype.train.command.command import Command, ConfigFile, Value
+from isotype.train.command.spec import specs
+
+_JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
+_FILES = ("accelerator_config", "fsdp_config")
+"""Arguments whose JSON may stand in a file."""
+_BARE, _NEGATED = object(), object()
+
+
+def parse_command(
+    method: str,
+    argv: Sequence[str] = (),
+    keywords: Mapping[str, Any] | None = None,
+    *,
+    own: Callable[[argparse.ArgumentParser], None] | None = None,
+    model: str | None = None,
+    positional: bool = False,
+    judge: Callable[[argparse.Namespace], list[Problem]] = lambda own: [],
+    prog: str | None = None,
+) -> tuple[Command, argparse.Namespace]:
+    """(the command, the values of a caller's own arguments) that a command line, its file and keywords make together.
+
+    A flag wins over a keyword, a keyword over the file.
+
+    Args:
+        method: name of the training method.
+        argv: what stands behind the command's name.
+        keywords: values by the names of arguments; None counts as not given.
+        own: adds the arguments of the caller (`check`, `plan`), which win over a training's of the same name.
+        model: a model that was named without a flag, in front of all others.
+        positional: whether a model may be named so behind them.
+        judge: what is wrong with the caller's own arguments, to be told with all the rest.
+        prog: the command that errors name.
+
+    Raises:
+        UsageError: an unknown argument, a wrong value, an unreadable file: every problem at once.
+    """
+    parser, mine = _parser(method, prog or f"isotype {method}", own)
+    given, stray = parser.parse_known_args(list(argv))
+    typed = vars(given)
+    problems = list(parser.problems)
+    if model is None and positional and len(stray) == 1 and not stray[0].startswith("-"):
+        model = stray.pop()
+    file = None if typed.get("config") is None else read_config(typed["config"], method)
+    values: dict[str, Value] = {}
+    if model is not None:
+        if "model_name_or_path" in typed:
+            problems.append(_two_models(model))
+        values["model_name_or_path"] = Value(model, (model,), "command line")
+    values |= {} if file is None else file.values
+    for name, value in (keywords or {}).items():
+        if value is not None and name not in mine:
+            problems += _add(values, method, name, value, "keyword", None)
+    for name, words in typed.items():
+        if name not in mine and name != "config":
+            problems += _add(values, method, name, *_typed(words))
+    problems += parser.unknown(stray)
+    ours = argparse.Namespace(**{name: typed[name] for name in mine if name in typed})
+    problems += judge(ours)
+    if own is not None and "model_name_or_path" not in values:
+        expected = "a model, a training command with its arguments, or package.module:function"
+        problems.append(Problem("no model", expected, f"{parser.prog} MODEL --device t4"))
+    parser.refuse(problems)
+    _require_json(values)
+    return Command(method, values, file), ours
+
+
+def _typed(words: Any) -> tuple[Any, str, tuple[str, ...]]:
+    """(what a parser found behind a name, where it is from, the words)."""
+    if words is _BARE:
+        return True, "command line", ()
+    if words is _NEGATED:
+        return False, "command line", ("False",)
+    many = isinstance(words, list)
+    return words, "command line", tuple(words) if many else (words,)
+
+
+def _add(
+    values: dict[str, Value], method: str, name: str, given: Any, origin: str, words: tuple[str, ...] | None
+) -> list[Problem]:
+    known = specs(method)
+    if name not in known:
+        return [unknown_name(name, list(known))]
+    value, problem = known[name].read(given)
+    if problem is not None:
+        return [problem]
+    values.pop(name, None)  # what is given again stands where it was given last
+    values[name] = Value(_object(name, value), words, origin)
+    return []
+
+
+def _object(name: str, value: Any) -> Any:
+    """The object that a text of JSON says; another text as it is, for it is judged with all the others."""
+    if name not in _JSON or not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _parser(
+    method: str, prog: str, own: Callable[[argparse.ArgumentParser], None] | None
+) -> tuple[Parser, frozenset[str]]:
+    """(a parser whose training arguments stay texts and are there only where they were typed, the names of the caller's own)."""
+    parser = Parser(prog=prog, add_help=False)
+    if own is not None:
+        own(parser)
+    mine = frozenset(parser.dests())
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS}
+    parser.add_argument("--config", **hidden)
+    for spec in specs(method).values():
+        if spec.name in mine:
+            continue
+        nargs = "+" if spec.many else "?" if spec.bare else None
+        parser.add_argument(
+            *spec.flags, dest=spec.name, nargs=nargs, const=_BARE if spec.bare else None, **hidden
+        )
+        if spec.negated:
+            names = (f"--no_{spec.name}", f"--no-{spec.name.replace('_', '-')}")
+            parser.add_argument(*names, dest=spec.name, action="store_const", const=_NEGATED, **hidden)
+    return parser, mine
+
+
+def training_parser(method: str) -> Parser:
+    """The arguments of a training command alone, as completion lists them."""
+    return _parser(method, f"isotype {method}", None)[0]
+
+
+def _two_models(model: str) -> Problem:
+    import difflib
+
+    from isotype.data.methods import METHODS
+
+    near = difflib.get_close_matches(model.lower(), METHODS, n=1)
+    fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
+    return Problem(f"{model} and --model_name_or_path", "one model", fix)
+
+
+def _require_json(values: Mapping[str, Value]) -> None:
+    for name, argument in _JSON.items():
+        if name in values:
+            _check_json(argument, values[name].value)
+
+
+def _check_json(argument: Argument, value: Any) -> None:
+    if isinstance(value, dict) or (argument.name in _FILES and not str(value).startswith("{")):
+        return
+    try:
+        json.loads(value)
+        wrong = "it is no object"
+    except (TypeError, ValueError, RecursionError) as error:
+        wrong = str(error)
+    raise UsageError.of(
+        "an argument is not JSON",
+        f"--{argument.name} {value}: {wrong}",
+        "a JSON object",
+        f"write it like '{argument.json}'",
+    )
+
+
+# --config FILE
+
+
+def read_config(path: str, method: str) -> ConfigFile:
+    """A file of `name: value` lines; sets the variables of its `env`.
+
+    Raises:
+        UsageError: it cannot be read, is no mapping, or has names and values that no argument has.
+    """
+    content, lines = _mapping(path)
+    env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
+    os.environ.update(env)
+    known = specs(method)
+    unknown = [str(key) for key in content if key not in known]
+    if unknown:
+        raise UsageError(f"unknown names in {path}", [unknown_name(key, sorted(known)) for key in unknown])
+    values: dict[str, Value] = {}
+    problems = []
+    for name, value in content.items():
+        if value is not None:
+            at = f"{path}:{lines[name]}"
+            problems += [
+                Problem(f"{each.given} ({at})", each.expected, each.fix)
+                for each in _add(values, method, name, value, at, None)
+            ]
+    if problems:
+        raise UsageError(f"values in {path} that cannot work", problems)
+    return ConfigFile(path, values, env)
+
+
+def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """(the mapping of a YAML file, the line of each of its names)."""
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UsageError.of(
+            "unreadable config file", f"--config {path}: {error.strerror}", "a YAML file", "check the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError.of(
+            "unreadable config file",
+            f"--config {path}: not UTF-8 at byte {error.start}",
+            "a YAML file",
+            "convert it to UTF-8",
+        ) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        message = getattr(error, "problem", None) or one_line(error)
+        raise UsageError.of(
+            "config file is not YAML",
+            f"--config {path}{at}: {message}",
+            "`name: value` lines",
+            "correct that line",
+        ) from error
+    if not isinstance(values, dict):
+        content = "nothing" if values is None else f"a {type(values).__name__}"
+        raise UsageError.of(
+            "config file is not a mapping",
+            f"--config {path} holds {content}",
+            "`name: value` lines",
+            "write learning_rate: 1e-4",
+        )
+    return values, {key.value: key.start_mark.line + 1 for key, _ in getattr(node, "value", ())}
+
+
+def unknown_name(name: str, known: Sequence[str]) -> Problem:
+    """The problem of a name that no argument has, with the nearest that one has."""
+    former = renamed(name, known)
+    if former is not None:
+        return former
+    meant = closest(name, known)
+    fix = f"did you mean {meant[0]}?" if meant else "isotype sft --help lists all"
+    return Problem(name, f"a known name: {', '.join(meant)}" if meant else "a known name", fix)

@@ -1,0 +1,210 @@
+"""The dataclasses of TRL that a training command makes, and what it says about precision."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from isotype.core.errors import Problem, UsageError, one_line
+from isotype.data.methods import Method
+from isotype.precision.decide import PrecisionRequest
+from isotype.train.command.arguments import IsotypeArguments, number_problems
+from isotype.train.command.command import Command
+from isotype.train.command.parse import parse_command
+from isotype.train.command.precision import FLAGS, read_precision_request
+from isotype.train.command.spec import AUTO, HOLDERS, RECOMPUTE
+from isotype.train.launched import Sharding
+from isotype.train.libraries import require_names
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One command and what its trainer takes.
+
+    Attributes:
+        command: as it was given.
+        script, training, model, dataset: TRL's dataclasses.
+        extra: isotype's own arguments.
+        precision: what the command says about precision, free of contradictions.
+        refused: the dtypes that `--bf16 False` and `--fp16 False` rule out.
+        sharding: how the model is sharded over processes; None where it is not.
+        auto_checkpointing: whether gradient checkpointing is to be chosen by the foreseen memory of the step; `training` says on then.
+    """
+
+    command: Command
+    script: Any
+    training: Any
+    model: Any
+    dataset: Any
+    extra: IsotypeArguments
+    precision: PrecisionRequest
+    refused: frozenset[str] = frozenset()
+    sharding: Sharding | None = None
+    auto_checkpointing: bool = False
+
+    @property
+    def method(self) -> Method:
+        """Which trainer."""
+        return self.command.of()
+
+
+def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
+    """The arguments of `isotype METHOD`, which are those of `trl METHOD` and isotype's own, as its trainer takes them.
+
+    Raises:
+        UsageError, PrecisionError: as `parse_command` and `settings_of`.
+    """
+    return settings_of(parse_command(method.name, argv)[0])
+
+
+def settings_of(command: Command) -> Settings:
+    """A command as its trainer takes it.
+
+    Raises:
+        UsageError: no model, numbers out of range, arguments that TRL or transformers refuse together.
+        PrecisionError: flags that contradict each other about dtypes; the error names all of them.
+    """
+    problems = list(_incomplete(command))
+    if problems:
+        hint = f"isotype {command.method} --help lists the arguments"
+        raise UsageError("arguments that cannot work", problems, hint)
+    require_names(command.of())
+    script, training, model, dataset, extra = _made(command)
+    given = command.given
+    model.load_in_8bit = bool(given("load_in_8bit"))
+    if "model_revision" not in command:
+        model.model_revision = (training.model_init_kwargs or {}).get("revision", model.model_revision)
+    model.lora_target_modules = target_modules(model.lora_target_modules)
+    if isinstance(training.gradient_checkpointing_kwargs, dict):
+        # torch takes the other kind where nothing is said, transformers this one where nothing else is given.
+        training.gradient_checkpointing_kwargs.setdefault("use_reentrant", False)
+    if "per_device_eval_batch_size" not in command:
+        # As many as are trained on, where transformers takes 8: of prompts (GRPO, RLOO), whole groups of completions.
+        group = (
+            getattr(training, "num_generations_eval", None) or getattr(training, "num_generations", None) or 1
+        )
+        rows = max(1, training.per_device_train_batch_size)  # a wrong number is told once
+        training.per_device_eval_batch_size = -(-rows // group) * group
+    if training.use_cpu and extra.device == "auto":
+        extra.device = "cpu"
+    refused = frozenset(name for flag, name in FLAGS if given(flag) is False)
+    precision = read_precision_request(command)
+    auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not _says_how(command)
+    return Settings(
+        command, script, training, model, dataset, extra, precision, refused, auto_checkpointing=auto
+    )
+
+
+def _incomplete(command: Command) -> Iterator[Problem]:
+    if command["model_name_or_path"] is None:
+        expected = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
+        yield Problem("no --model_name_or_path", expected, "--model_name_or_path MODEL")
+    if "tokens_per_step" in command:
+        given = f"--tokens_per_step {command['tokens_per_step']}"
+        yield Problem(
+            given, "rows that a plan chooses", "add --per_device_train_batch_size auto, or leave it out"
+        )
+
+
+def _says_how(command: Command) -> bool:
+    """Whether the arguments say how activations are to be saved: they ask for it then."""
+    kwargs = any(f"{name}_kwargs" in command for name in RECOMPUTE)
+    return kwargs or bool(command["activation_offloading"])
+
+
+def _made(command: Command) -> list[Any]:
+    """TRL's dataclasses and isotype's, of the values that were given and isotype's defaults."""
+    kinds = (*command.of().dataclass_types(), IsotypeArguments)
+    values: dict[str, Any] = {
+        name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
+    }
+    values |= {name: value.value for name, value in command.values.items()}
+    # transformers refuses bf16 on some machines while it parses; what the flags ask for is judged by the policy. TRL refuses 8 bits
+    # beside 4, alone; they are judged with all that is said about precision.
+    neutral: dict[str, Any] = {"bf16": False, "fp16": False, "load_in_8bit": False}
+    if values.get("device") == "cpu":
+        neutral["use_cpu"] = True
+    neutral |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
+    values |= neutral
+    specs = command.specs
+    try:
+        return [
+            kind(**{name: value for name, value in values.items() if specs[name].holder == holder})
+            for kind, holder in zip(kinds, HOLDERS, strict=True)
+        ]
+    except (ValueError, TypeError, OSError, OverflowError) as error:
+        wrong = list(number_problems(command.given))
+        message = one_line(error)
+        named = {name: command[name] for name in specs} | values
+        fix = cure_by_trial(command.values, partial(_works_without, kinds, values)) or cure_by_name(
+            message, command.values, named, f"isotype {command.method}"
+        )
+        conflict = Problem(message, f"arguments that trl {command.method} takes together", fix)
+        raise UsageError("arguments that cannot work", wrong or [conflict]) from error
+    except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
+        raise UsageError.of(
+            "an argument needs a package that is not installed",
+            _missing_package(error),
+            "the package",
+            "install it, or leave the argument out",
+        ) from error
+
+
+def _works_without(kinds: Iterable[Any], values: Mapping[str, Any], name: str) -> bool:
+    """Whether TRL's dataclasses take the values with one of them at its default."""
+    try:
+        for kind in kinds:
+            names = {each.name for each in fields(kind) if each.init}
+            kind(**{key: value for key, value in values.items() if key in names and key != name})
+    except (ValueError, TypeError, OSError, ImportError, OverflowError):
+        return False
+    return True
+
+
+def _missing_package(error: ImportError) -> str:
+    found = re.search(r"'([\w.-]+)[^']*' distribution was not found", str(error))
+    return f"no package {found[1]}" if found else str(error)
+
+
+def target_modules(value: Any) -> Any:
+    """`--lora_target_modules` as PEFT takes it: plain names as a list; `all-linear` and regexes as they are.
+
+    TRL makes a string of a list of one name, and PEFT reads a string as a regex of the whole module name.
+    """
+    if isinstance(value, str) and re.fullmatch(r"[\w.]+([\s,]+[\w.]+)*", value):
+        return re.split(r"[\s,]+", value)
+    return value
+
+
+def cure_by_trial(explicit: Iterable[str], works_without: Callable[[str], bool]) -> str | None:
+    """The arguments of which any one, left out, makes the rest work; None where no single one does.
+
+    Args:
+        explicit: the names that were given.
+        works_without: whether the command works with this argument at its default.
+    """
+    cures = [name for name in sorted(explicit) if works_without(name)]
+    return f"leave {' or '.join(f'--{name}' for name in cures)} out" if cures else None
+
+
+def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
+    """What to do by the arguments that a message names: those that were given go, the others are shown as they are.
+
+    Args:
+        message: of the library.
+        explicit: the names that were given.
+        values: every argument with its value.
+        help_of: the command, whose help is the last resort.
+    """
+    words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
+    named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
+    out = [f"--{name}" for name in named if name in explicit]
+    other = [f"--{name} (now {values[name]})" for name in named if name not in explicit]
+    parts = [f"leave {' or '.join(out)} out"] * bool(out)
+    parts += [f"{'or change' if out else 'change'} {' or '.join(other)}"] * bool(other)
+    given = [f"--{name}" for name in sorted(explicit) if name in values]
+    last = f"leave out one of {', '.join(given)}" if given else "see what each takes"
+    return ", ".join(parts) or f"{last}; {help_of} --help-all lists all"
