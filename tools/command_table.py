@@ -5,12 +5,96 @@ python -m tools.command_table
 
 from __future__ import annotations
 
-from isotype.train.command.spec import TABLE, table_text
+import json
+import re
+from dataclasses import MISSING, fields
+from importlib.metadata import version
+from typing import Any
+
+from isotype.compat.standard import actions_of
+from isotype.data.methods import METHODS
+from isotype.train.command.arguments import IsotypeArguments
+from isotype.train.command.spec import HOLDERS, RECOMPUTE, TABLE, Spec
+
+LIBRARIES = ("trl", "transformers")
+DEFAULTS = {"dtype": "auto", "use_peft": True, "lora_target_modules": "all-linear"}
+"""isotype's, where they are others than TRL's: the compute dtype is decided, and LoRA is what isotype is for."""
+_RECOMPUTE = (
+    "Compute activations again in the backward, for less memory and a slower step. auto (default): only in as many layers as the "
+    "device's memory asks for."
+)
+HELP = {
+    "dtype": "Compute dtype, auto, float32, bfloat16 or float16; the weights follow. auto: the dtype the checkpoint was trained in, "
+    "where the device runs it.",
+    "use_peft": "Train adapters on a frozen base (the default here); --use_peft False trains every weight.",
+    **dict.fromkeys(RECOMPUTE, _RECOMPUTE),
+}
+"""What arguments do that mean something else here than in TRL."""
 
 
-def main() -> None:
-    TABLE.write_text(table_text(), encoding="utf-8")
+def described(method: str) -> dict[str, Spec]:
+    """The arguments of a method as its dataclasses have them, with isotype's defaults."""
+    from trl import TrlParser
+
+    parser = TrlParser((*METHODS[method].dataclass_types(), IsotypeArguments))
+    held = [{each.name for each in fields(kind) if each.init} for kind in parser.dataclass_types]
+    holder_of = {name: holder for holder, names in zip(HOLDERS, held, strict=True) for name in names}
+    found: dict[str, Spec] = {}
+    for action in actions_of(parser):
+        name = action.dest
+        if name not in holder_of:
+            continue
+        if name in found:  # --no_name, which comes behind
+            found[name] = Spec(**{**vars(found[name]), "negated": True})
+            continue
+        default = (
+            METHODS[method].task_type if name == "lora_task_type" else DEFAULTS.get(name, action.default)
+        )
+        long = f"--{name.replace('_', '[-_]')}"
+        found[name] = Spec(
+            name=name,
+            holder=holder_of[name],
+            kind=_KINDS.get(getattr(action.type, "__name__", ""), "str"),
+            default=_plain(default),
+            bare=action.nargs == "?" or name == "bf16",  # as --fp16
+            many=action.nargs == "+",
+            none=getattr(action.type, "__qualname__", "").startswith("_accept_none"),
+            choices=() if name == "dtype" else tuple(map(_plain, action.choices or ())),
+            aliases=tuple(flag for flag in action.option_strings if not re.fullmatch(long, flag)),
+            help=" ".join(HELP.get(name, action.help or "").split()),
+        )
+    return found
+
+
+_KINDS = {"string_to_bool": "bool", "int": "int", "float": "float"}
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON has it."""
+    if value is MISSING:
+        return None
+    return getattr(value, "value", list(value) if isinstance(value, (list, tuple)) else value)
+
+
+def table_text() -> str:
+    """The table of every method: an argument a line; `methods` where not all have it, or have it alike."""
+    by_entry: dict[str, list[str]] = {}
+    for method in METHODS:
+        for spec in described(method).values():
+            blank = Spec(spec.name, spec.holder, spec.kind)
+            entry = {
+                key: value
+                for key, value in vars(spec).items()
+                if key in ("name", "holder", "kind") or value != getattr(blank, key)
+            }
+            by_entry.setdefault(json.dumps(entry, ensure_ascii=False), []).append(method)
+    lines = [
+        text if len(methods) == len(METHODS) else f'{text[:-1]}, "methods": {json.dumps(methods)}}}'
+        for text, methods in by_entry.items()
+    ]
+    libraries = json.dumps({name: version(name) for name in LIBRARIES})
+    return f'{{"libraries": {libraries}, "arguments": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 if __name__ == "__main__":
-    main()
+    TABLE.write_text(table_text(), encoding="utf-8")

@@ -199,7 +199,7 @@ def test_several_devices_have_a_row_and_a_command_each(config: Path, formula: ob
     at = next(number for number, line in enumerate(lines) if line.startswith("device "))
     assert [line.split()[0] for line in lines[at + 1 : at + 4]] == ["rtx4090", "l4", "t4"]
     assert [line for line in lines if line.startswith("isotype sft ")] == [
-        shlex.join(device.chosen.command) for device in plan.devices if device.chosen is not None
+        shlex.join(device.chosen.command.tokens()) for device in plan.devices if device.chosen is not None
     ]
     rows = {device.name: device.chosen for device in plan.devices}
     assert rows["rtx4090"] is not None

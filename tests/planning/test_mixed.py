@@ -99,7 +99,7 @@ def test_auto_takes_the_mixture(path: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("isotype.planning.auto.plan_of_request", lambda request: plan)
     argv = ["--model_name_or_path", path, "--dataset_name", "x", "--quantization", "auto"]
     command, _ = resolve_auto(parse_command("sft", argv)[0])
-    assert (command["quantization"], command["base_memory"]) == ("mixed", 153600)
+    assert (command["quantization"], command["base_memory"]) == ("mixed", "153600")
 
 
 @pytest.mark.exhaustive

@@ -195,7 +195,7 @@ def test_inductor_without_a_compiler_is_refused_before_anything_is_loaded(
 
 def test_a_check_judges_the_step_uncompiled(path: Path) -> None:
     options, rest = parse_options(["sft", "--model_name_or_path", str(path), *COMPILED])
-    plan, _ = plan_of(options, rest)
+    plan = plan_of(options, rest)
     assert any(
         note.startswith("torch.compile: judged is the step as it runs uncompiled") for note in plan.notes
     )

@@ -134,7 +134,7 @@ def test_no_second_adapter_takes_its_part_out_of_the_base_once_more(path: Path, 
 
 def test_a_check_takes_it(path: Path) -> None:
     options, rest = parse_options(["sft", "--model_name_or_path", str(path), "--init_lora_weights", "pissa"])
-    plan, _ = plan_of(options, rest)
+    plan = plan_of(options, rest)
     assert (
         plan.lora.init_lora_weights is True
     )  # a step's memory and dtypes are the same however adapters begin

@@ -41,8 +41,7 @@ def test_the_short_help_loads_neither_torch_nor_trl():
 
 
 def test_help_all_is_the_whole_list(capsys):
-    with pytest.raises(SystemExit):
-        main(["sft", "--help-all"])
+    assert main(["sft", "--help-all"]) == 0
     text = capsys.readouterr().out
     assert "--adam_beta1" in text
     assert "--eval_split" in text

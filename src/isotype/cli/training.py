@@ -50,18 +50,20 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         print(parse_command(command, rest)[0].to_yaml(), end="")
         return 0
     if "--help-all" in rest:
-        from isotype.train.command.spec import help_parser
+        from isotype.train.command.parse import training_parser
 
-        help_parser(command).print_help()
-        raise SystemExit(0)
+        training_parser(command).print_help()
+        return 0
     let_segments_expand(rest)
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
     with interrupts_kept():  # libraries that are imported may catch everything, too
         from isotype.train.command.parse import parse_command
+
+        asked = parse_command(command, rest)[0]
         from isotype.train.command.settings import settings_of
         from isotype.train.training import run
 
-        asked = _planned(parse_command(command, rest)[0], console)
+        asked = _planned(asked, console)
         settings = settings_of(asked)
     try:
         outcome = run(settings, console)

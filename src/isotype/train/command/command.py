@@ -153,9 +153,7 @@ class Command:
         """The defaults of what the file says and the command does not; None where one of them has no words."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
-        # Beside a dtype of its own, that of a flag which is off is ruled out already.
-        flags = ("bf16", "fp16") if "dtype" in self.values else ()
-        defaults = {name: False if name in flags else self.specs[name].default for name in missing}
+        defaults = {name: self.specs[name].default for name in missing}
         speakable = all(value is not None or self.specs[name].none for name, value in defaults.items())
         return {name: Value(value) for name, value in defaults.items()} if speakable else None
 
@@ -191,7 +189,12 @@ class Command:
 def with_dtype(command: Command, dtype: str | None) -> Command:
     """The command that computes in a dtype, by one argument alone; None: as the checkpoint was trained."""
     init = command.given("model_init_kwargs")
-    values: dict[str, Any] = {"dtype": dtype, "bf16": None, "fp16": None}
+    of_file = {} if command.file is None else command.file.values
+    # A flag of a file is switched off: beside the dtype, that rules out nothing else.
+    values: dict[str, Any] = {
+        name: False if name in of_file and dtype is not None else None for name in ("bf16", "fp16")
+    }
+    values["dtype"] = dtype
     if isinstance(init, Mapping):
         config = init.get("quantization_config")
         rest = {key: value for key, value in init.items() if key not in ("dtype", "torch_dtype")}
@@ -201,10 +204,11 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
     return command.but(**values)
 
 
-def with_storage(command: Command, storage: str | None, memory: int | str | None = None) -> Command:
+def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
     """The command whose base is stored so, by one argument alone; None: in the compute dtype."""
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
-    return command.but(quantization=storage, base_memory=memory, **dict.fromkeys(others))
+    size = None if memory is None else str(memory)
+    return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))
 
 
 def here(command: Command, present: bool) -> Command:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from isotype.compat.standard import actions_of
 from isotype.core.arguments import Parser, closest
 from isotype.core.errors import Problem, UsageError, one_line
 from isotype.core.renamed import renamed
+from isotype.data.methods import METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument
 from isotype.train.command.command import Command, ConfigFile, Value
 from isotype.train.command.spec import specs
@@ -20,6 +23,8 @@ _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
 """Arguments whose JSON may stand in a file."""
 _BARE, _NEGATED = object(), object()
+MODELS = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
+"""What `--model_name_or_path` takes."""
 
 
 def parse_command(
@@ -69,6 +74,9 @@ def parse_command(
     for name, words in typed.items():
         if name not in mine and name != "config":
             problems += _add(values, method, name, *_typed(words))
+    if own is None and "model_name_or_path" not in values and stray and not stray[0].startswith("-"):
+        # A path or hub id without a name is most likely the model.
+        problems.append(Problem("no --model_name_or_path", MODELS, f"--model_name_or_path {stray.pop(0)}"))
     problems += parser.unknown(stray)
     ours = argparse.Namespace(**{name: typed[name] for name in mine if name in typed})
     problems += judge(ours)
@@ -138,15 +146,24 @@ def _parser(
 
 
 def training_parser(method: str) -> Parser:
-    """The arguments of a training command alone, as completion lists them."""
-    return _parser(method, f"isotype {method}", None)[0]
+    """The arguments of a training command alone, as the long help and completion list them."""
+    parser = _parser(method, f"isotype {method}", None)[0]
+    parser.usage = f"isotype {method} --model_name_or_path MODEL --dataset_name DATA [flags]"
+    title = METHODS[method].title
+    parser.description = f"{title}, under one precision policy. Takes the arguments of `trl {method}`."
+    for action in actions_of(parser):
+        spec = specs(method).get(action.dest)
+        if spec is not None and action.const is not _NEGATED:
+            default = "" if spec.default in (None, "") else f" (default: {spec.default})"
+            action.choices = spec.choices or None
+            action.metavar = (
+                None if spec.choices else "true|false" if spec.kind == "bool" else spec.kind.upper()
+            )
+            action.help = f"{spec.help}{default}".replace("%", "%%")
+    return parser
 
 
 def _two_models(model: str) -> Problem:
-    import difflib
-
-    from isotype.data.methods import METHODS
-
     near = difflib.get_close_matches(model.lower(), METHODS, n=1)
     fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
     return Problem(f"{model} and --model_name_or_path", "one model", fix)

@@ -13,7 +13,7 @@ from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.command.arguments import IsotypeArguments, number_problems
 from isotype.train.command.command import Command
-from isotype.train.command.parse import parse_command
+from isotype.train.command.parse import MODELS, parse_command
 from isotype.train.command.precision import FLAGS, read_precision_request
 from isotype.train.command.spec import AUTO, HOLDERS, RECOMPUTE
 from isotype.train.launched import Sharding
@@ -100,8 +100,7 @@ def settings_of(command: Command) -> Settings:
 
 def _incomplete(command: Command) -> Iterator[Problem]:
     if command["model_name_or_path"] is None:
-        expected = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
-        yield Problem("no --model_name_or_path", expected, "--model_name_or_path MODEL")
+        yield Problem("no --model_name_or_path", MODELS, "--model_name_or_path MODEL")
     if "tokens_per_step" in command:
         given = f"--tokens_per_step {command['tokens_per_step']}"
         yield Problem(

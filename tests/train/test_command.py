@@ -1,0 +1,207 @@
+"""A training command as a value: every way to write it, read, changed and written again."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tools.command_table import LIBRARIES, table_text
+
+from isotype.core.commands import printed_command
+from isotype.core.errors import UsageError
+from isotype.data.methods import METHODS
+from isotype.train.command.command import Command, with_dtype, with_storage
+from isotype.train.command.parse import parse_command
+from isotype.train.command.spec import PLANNED, RECOMPUTE, TABLE, Spec, specs
+
+_TEXTS = (
+    "a",
+    "a path/with spaces",
+    "it's",
+    'say "so"',
+    "ünï",
+    "-x",
+    "--packing",
+    "a=b",
+    "*.py",
+    "$HOME",
+    "a\\b",
+    "auto",
+    "None",
+)
+_JSON = ('{"a": 1}', '{"a b": [1, "x"], "c": {"d": null}}')
+
+
+def values_of(spec: Spec, draw: random.Random) -> list[str]:
+    """Words that an argument takes."""
+    if spec.takes_auto and draw.random() < 0.3:
+        return ["auto"]
+    if spec.choices:
+        return [str(draw.choice(spec.choices))]
+    if spec.kind == "bool":
+        return [draw.choice(("True", "false", "yes", "0", "1", "No"))]
+    if spec.kind == "int":
+        return [str(draw.choice((1, 2, 7, 64, 1024, -1)))]
+    if spec.kind == "float":
+        return [draw.choice(("1e-4", "0.1", "3", "2.5e-05", "1", "-1", "0.30000000000000004"))]
+    if spec.name.endswith(("_kwargs", "_config")) and spec.name not in ("dataset_config", "fsdp_config"):
+        return [draw.choice(_JSON)]
+    count = draw.randint(1, 3) if spec.many else 1
+    # A word of several that begins with a dash is another argument's name, to whoever reads it.
+    return [
+        draw.choice([text for text in _TEXTS if count == 1 or not text.startswith("-")]) for _ in range(count)
+    ]
+
+
+def written(spec: Spec, words: list[str], draw: random.Random) -> list[str]:
+    """An argument as somebody might type it."""
+    name = draw.choice(spec.flags)
+    if spec.kind == "bool" and spec.bare and draw.random() < 0.4:
+        return [name]
+    if spec.negated and draw.random() < 0.3:
+        return [draw.choice((f"--no_{spec.name}", f"--no-{spec.name.replace('_', '-')}"))]
+    equals = name.startswith("--") and (words[0].startswith("-") or draw.random() < 0.3)
+    if words[0].startswith("-") and not name.startswith("--"):
+        name, equals = f"--{spec.name}", True
+    return [f"{name}={words[0]}"] if equals and len(words) == 1 else [name, *words]
+
+
+def in_yaml(spec: Spec, words: list[str]) -> Any:
+    """A value as a file has it: read by YAML where that gives the argument's kind."""
+    if spec.many:
+        return words
+    read = yaml.safe_load(words[0]) if spec.kind in ("int", "float", "bool") else words[0]
+    return json.loads(words[0]) if words[0].startswith("{") else read
+
+
+def typed(seed: int, folder: Path) -> tuple[str, list[str]]:
+    """(method, a command line) drawn at random: flags, a file of others, or both."""
+    draw = random.Random(seed)
+    method = draw.choice(tuple(METHODS))
+    known = [spec for spec in specs(method).values() if spec.name != "datasets"]
+    chosen = draw.sample(known, draw.randint(1, 14))
+    argv, content = [], {}
+    for spec in chosen:
+        words = values_of(spec, draw)
+        if draw.random() < 0.3:
+            content[spec.name] = in_yaml(spec, words)
+        if spec.name not in content or draw.random() < 0.2:
+            argv += written(spec, values_of(spec, draw), draw)
+    if content:
+        path = folder / draw.choice(("c.yaml", "with space.yaml"))
+        path.write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
+        argv = [*argv, "--config", str(path)] if draw.random() < 0.5 else [f"--config={path}", *argv]
+    return method, argv
+
+
+def changed(command: Command, draw: random.Random) -> Command:
+    """The command with changes such as a fix or a plan makes."""
+    for _ in range(draw.randint(1, 3)):
+        command = draw.choice(
+            (
+                lambda c: with_dtype(c, "float32"),
+                lambda c: with_storage(c, "nf4"),
+                lambda c: with_storage(c, "mixed", 2**30),
+                lambda c: c.but(per_device_train_batch_size=4, gradient_accumulation_steps=2),
+                lambda c: c.but(
+                    gradient_checkpointing=True, gradient_checkpointing_kwargs={"every_n_layers": 2}
+                ),
+                lambda c: c.but(device=None),
+                lambda c: c.but(output_dir="a folder", resume_from_checkpoint="a folder/checkpoint-1"),
+            )
+        )(command)
+    return command
+
+
+def round_trip(command: Command) -> Command:
+    """The command that is read from what another one prints in a terminal."""
+    printed = printed_command(command.tokens(), width=60)
+    tokens = shlex.split(printed.replace("\\\n", " "))
+    assert tuple(tokens) == command.tokens()
+    return parse_command(tokens[1], tokens[2:])[0]
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_a_command_that_is_printed_says_what_was_meant(first: int, tmp_path: Path) -> None:
+    """Random commands in every spelling, as they are and changed: parsed, printed, pasted, parsed again."""
+    for seed in range(first, first + (300 if first == 0 else 20_000)):
+        method, argv = typed(seed, tmp_path)
+        command = parse_command(method, argv)[0]
+        for each in (command, changed(command, random.Random(seed))):
+            again = round_trip(each)
+            assert each.same_settings(again), (seed, argv, each.difference(again))
+            (tmp_path / "out.yaml").write_text(each.to_yaml(), encoding="utf-8")
+            from_file = parse_command(method, ["--config", str(tmp_path / "out.yaml")])[0]
+            assert each.same_settings(from_file), (seed, argv, each.difference(from_file))
+
+
+def test_the_table_is_that_of_the_libraries() -> None:
+    content = json.loads(TABLE.read_text(encoding="utf-8"))
+    if any(version(name) != content["libraries"][name] for name in LIBRARIES):
+        pytest.skip("other versions are installed than the table is of")
+    assert TABLE.read_text(encoding="utf-8") == table_text(), "run python -m tools.command_table"
+
+
+def test_a_flag_wins_over_a_keyword_and_a_keyword_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("lora_r: 4\nlora_alpha: 4\nlora_dropout: 0.5\n")
+    command, _ = parse_command(
+        "sft", ["--config", str(path), "--lora_r", "8"], {"lora_r": 6, "lora_alpha": 6, "learning_rate": None}
+    )
+    assert [command[name] for name in ("lora_r", "lora_alpha", "lora_dropout")] == [8, 6, 0.5]
+    assert [command.values[name].origin for name in ("lora_r", "lora_alpha", "lora_dropout")] == [
+        "command line", "keyword", f"{path}:3",
+    ]  # fmt: skip
+    assert "learning_rate" not in command
+    assert command.arguments() == ("--config", str(path), "--lora_alpha", "6", "--lora_r", "8")
+
+
+@pytest.mark.parametrize("name", [*PLANNED, *RECOMPUTE[:1]])
+def test_auto_is_a_value_wherever_it_is_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"{name}: auto\n")
+    for command in (
+        parse_command("sft", [f"--{name}", "auto"])[0],
+        parse_command("sft", ["--config", str(path)])[0],
+        parse_command("sft", (), {name: "auto"})[0],
+    ):
+        assert command[name] == "auto"
+        assert command.planned == ((name,) if name in PLANNED else ())
+
+
+def test_a_wrong_value_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model_name_or_path: m\nlora_r: 3.5\npacking: perhaps\nlora_dropout: [1]\n")
+    with pytest.raises(UsageError) as error:
+        parse_command("sft", ["--config", str(path)])
+    assert [problem.given for problem in error.value.problems] == [
+        f"--lora_r 3.5 ({path}:2)", f"--packing perhaps ({path}:3)", f"--lora_dropout [1] ({path}:4)",
+    ]  # fmt: skip
+
+
+def test_a_dtype_that_is_set_is_the_only_one_that_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("bf16: true\nlora_r: 4\n")
+    command = with_dtype(parse_command("sft", ["--config", str(path)])[0], "float32")
+    assert command.arguments() == ("--config", str(path), "--bf16", "False", "--dtype", "float32")
+    init = '{"dtype": "bfloat16", "attn_implementation": "eager"}'
+    command = with_dtype(parse_command("sft", ["--bf16", "--model_init_kwargs", init])[0], "float32")
+    assert command.arguments() == (
+        "--model_init_kwargs",
+        '{"attn_implementation": "eager"}',
+        "--dtype",
+        "float32",
+    )
+
+
+def test_a_value_of_a_file_that_has_no_words_against_it_is_taken_out_of_all_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("quantization: nf4\nlora_r: 4\n")
+    command = parse_command("sft", ["--config", str(path), "--packing"])[0].but(quantization=None)
+    assert command.arguments() == ("--lora_r", "4", "--packing")
