@@ -14,10 +14,10 @@ import yaml
 
 from isotype.compat.standard import actions_of
 from isotype.data.methods import METHODS
+from isotype.train.command.settings import training_parser
 from isotype.train.dialects import axolotl, llama_factory
 from isotype.train.dialects.reader import Reader, tables
 from isotype.train.dialects.translate import Translation, dialect_of, translated
-from isotype.train.command.settings import training_parser
 
 HERE = Path(__file__).parent
 EXAMPLES: Mapping[str, Mapping[str, Any]] = yaml.safe_load(

@@ -11,6 +11,26 @@ from typing import Any
 from isotype.data.methods import METHODS, Method
 from isotype.train.command.spec import AUTO, PLANNED, Spec, specs
 
+_MEANT = frozenset(
+    [
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        "bf16",
+        "fp16",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "output_dir",
+        "eval_strategy",
+        "eval_steps",
+        "bnb_4bit_quant_type",
+        "model_revision",
+        "logging_nan_inf_filter",
+        "accelerator_config",
+        "lora_task_type",
+    ]
+)
+"""Arguments whose default, where it is given, is not the same as saying nothing."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -164,10 +184,14 @@ class Command:
         return (f"--{name}", *words)
 
     def to_yaml(self) -> str:
-        """The command as a file for `--config`, by topics."""
+        """The command as the shortest file for `--config` that means the same, by topics."""
         import yaml
 
-        ordered = [name for name in self.specs if name in self.values]
+        ordered = [
+            name
+            for name, spec in self.specs.items()
+            if name in self.values and (name in _MEANT or self.values[name].value != spec.default)
+        ]
         return str(
             yaml.safe_dump(
                 {name: self.values[name].value for name in ordered}, sort_keys=False, allow_unicode=True

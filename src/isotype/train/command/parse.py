@@ -18,6 +18,7 @@ from isotype.data.methods import METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument
 from isotype.train.command.command import Command, ConfigFile, Value
 from isotype.train.command.spec import specs
+from isotype.train.dialects.translate import in_own_names
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
@@ -195,23 +196,24 @@ def _check_json(argument: Argument, value: Any) -> None:
 
 
 def read_config(path: str, method: str) -> ConfigFile:
-    """A file of `name: value` lines; sets the variables of its `env`.
+    """A file of `name: value` lines, isotype's own or another trainer's; sets the variables of its `env`.
 
     Raises:
         UsageError: it cannot be read, is no mapping, or has names and values that no argument has.
     """
     content, lines = _mapping(path)
+    content, problems = in_own_names(content, method, path)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
     os.environ.update(env)
     known = specs(method)
-    unknown = [str(key) for key in content if key not in known]
-    if unknown:
-        raise UsageError(f"unknown names in {path}", [unknown_name(key, sorted(known)) for key in unknown])
+    headline = f"what {path} asks for is not done here" if problems else f"unknown names in {path}"
+    problems += [unknown_name(str(key), sorted(known)) for key in content if key not in known]
+    if problems:
+        raise UsageError(headline, problems)
     values: dict[str, Value] = {}
-    problems = []
     for name, value in content.items():
         if value is not None:
-            at = f"{path}:{lines[name]}"
+            at = f"{path}:{lines[name]}" if name in lines else path
             problems += [
                 Problem(f"{each.given} ({at})", each.expected, each.fix)
                 for each in _add(values, method, name, value, at, None)
