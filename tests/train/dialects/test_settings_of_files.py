@@ -100,7 +100,7 @@ def written(content: Any, name: str = "theirs.yaml") -> str:
 def compared(settings: Settings) -> dict[str, Any]:
     """What a training is made of, without how it was written."""
     plain = {each.name: getattr(settings, each.name) for each in fields(settings)}
-    del plain["explicit"], plain["argv"]
+    del plain["command"]
     parts = ("script", "training", "model", "dataset", "extra")
     plain |= {name: {**vars(plain[name])} for name in parts}
     plain["dataset"] = {

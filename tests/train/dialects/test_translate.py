@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isotype.compat.standard import actions_of
-from isotype.data.methods import METHODS
-from isotype.train.command.settings import training_parser
+from isotype.train.command.spec import specs
 from isotype.train.dialects import axolotl, llama_factory
 from isotype.train.dialects.reader import Reader, tables
 from isotype.train.dialects.translate import Translation, dialect_of, translated
@@ -70,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @cache
 def names_of(method: str) -> frozenset[str]:
     """The arguments of a training command."""
-    return frozenset(action.dest for action in actions_of(training_parser(METHODS[method])))
+    return frozenset(specs(method))
 
 
 def method_of(values: Mapping[str, Any]) -> str:

@@ -192,11 +192,10 @@ class Command:
             for name, spec in self.specs.items()
             if name in self.values and (name in _MEANT or self.values[name].value != spec.default)
         ]
-        return str(
-            yaml.safe_dump(
-                {name: self.values[name].value for name in ordered}, sort_keys=False, allow_unicode=True
-            )
-        )
+        content = {name: self.values[name].value for name in ordered}
+        if self.file is not None and self.file.env:
+            content["env"] = dict(self.file.env)
+        return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
     def same_settings(self, other: Command) -> bool:
         """Whether two commands train alike: the same method and values, however they were written."""
