@@ -38,7 +38,7 @@ from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
 from isotype.records.trace import Call, Setup, Trace
 from isotype.rules.kit import costs
-from isotype.rules.kit.step_time import fuses, least_flops, step_time
+from isotype.rules.kit.step_time import fuses, least_flops, step_time, traffic_of
 
 HERE = Path(__file__).parent
 PUBLISHED, STEPS, PAGE = (
@@ -190,7 +190,7 @@ def step_of(run: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         source.write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")
         request, _ = parse_request([str(source), *arguments_of(run)])
         (row,) = plan_of_request(replace(request, quantize=False, longest=False)).rows
-    return {**summary(traces[-1].calls), "peak": row.peak}
+    return {**summary(traces[-1]), "peak": row.peak}
 
 
 def arguments_of(run: dict[str, Any]) -> list[str]:
@@ -205,12 +205,12 @@ def arguments_of(run: dict[str, Any]) -> list[str]:
     return words.split()
 
 
-def summary(calls: Sequence[Call]) -> dict[str, Any]:
-    """Calls by what decides their time."""
+def summary(trace: Trace) -> dict[str, Any]:
+    """Its calls by what decides their time."""
     products: Counter[tuple[str, int, int]] = Counter()
     rest = {"between": [0, 0], "rest": [0, 0]}
-    for call in calls:
-        size, dtype = costs.bytes_moved(call), costs.run_dtype(call)
+    for call in trace.calls:
+        size, dtype = traffic_of(trace, call), costs.run_dtype(call)
         if dtype is not None:
             name = str(dtype).removeprefix("torch.")
             products[name, round(least_flops(call) / call.repeats), size // call.repeats] += call.repeats

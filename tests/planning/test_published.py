@@ -49,7 +49,7 @@ def test_no_number_of_the_model_fits_better_when_it_is_changed() -> None:
             assert rates.loss_of(other) > 0.99 * some, (name, factor)
 
 
-@pytest.mark.parametrize("device", ["rtx4090", "h100"])
+@pytest.mark.parametrize("device", [pytest.param("rtx4090", marks=pytest.mark.slow), "h100"])
 def test_the_step_of_a_run_is_traced_again(device: str) -> None:
     """One run of a card: the peak and what decides the time are those in the file."""
     run = next(run for run in rates.runs() if run.published["device"] == device)

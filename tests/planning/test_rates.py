@@ -14,9 +14,10 @@ from isotype.planning.text import cells_of, speed_of
 from isotype.precision.devices.profile import device_profile
 from isotype.records.step_time import StepTime
 from isotype.records.trace import Call
-from isotype.rules.kit.step_time import step_time
+from isotype.rules.kit.costs import bytes_moved
+from isotype.rules.kit.step_time import step_time, traffic_of
 from tests.planning.rows import row
-from tests.rules.samples import call, operand, trace
+from tests.rules.samples import call, operand, trace, weight
 from tests.rules.traces import on
 
 WAITED, LAUNCHED, RAN = 15e-6, 5e-6, 160e-6
@@ -53,8 +54,7 @@ def test_a_card_elsewhere_reaches_less_than_its_data_sheet() -> None:
         assert source == "speed as published runs on GPUs reached it"
         assert rated.memory_bandwidth == sheet.memory_bandwidth
         shares[name] = rated.peak_flops[torch.float16] / sheet.peak_flops[torch.float16]
-        assert rated.steps is not None
-        assert rated.steps.between == pytest.approx(sheet.memory_bandwidth / REACHED.between)  # type: ignore[operator]
+        assert rated.steps == REACHED
     assert 1 > shares["rtx4090"] == shares["a10g"] == REACHED.ceiling
     assert REACHED.ceiling > shares["t4"] > shares["a100-80g"] > shares["h100"] > 0.3
     assert with_rates(device_profile("mps")) == (device_profile("mps"), "")
@@ -75,8 +75,7 @@ def test_a_measured_card_fuses_and_launches_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rates, "measure_all", lambda name, seconds: {})
     rated, _ = with_rates(replace(device_profile("a100"), present=True, name="cuda"))
     assert rated.memory_bandwidth == 1e12
-    assert rated.steps is not None
-    assert rated.steps.between == pytest.approx(1e12 / REACHED.between)
+    assert rated.steps == REACHED
 
 
 def test_chains_are_fused_and_many_launches_bound_a_step() -> None:
@@ -122,3 +121,17 @@ def test_a_plan_prints_a_range_and_one_number_of_what_was_measured() -> None:
     assert speed_of(small) == "12 to 19"
     assert speed_of(row(rows=2, length=1000, accumulation=1, time=Time(1.0, 0.5, "products", 10))) == "2,000"
     assert speed_of(row(time=None)) == ""
+
+
+def test_an_optimizer_updates_the_layers_that_a_folded_one_stands_for() -> None:
+    """Four layers, folded into one, beside a head of the same size: five times what its call has of two."""
+    update = call("aten._fused_adamw_.default", operand(torch.float32, shape=(1024, 2048)), phase="optimizer")
+    product = call("aten.mm.default", operand(torch.float16), flops=8, result=torch.float16)
+    weights = [
+        replace(weight(name), shape=(1024, 1024), trainable=True, repeats=repeats)
+        for name, repeats in (("layers.0.weight", 4), ("head.weight", 1))
+    ]
+    step = on(trace(weights, [product, update]), "t4")
+    assert traffic_of(step, update) == 2.5 * bytes_moved(update)
+    assert traffic_of(step, product) == bytes_moved(product)
+    assert traffic_of(on(trace((), [update]), "t4"), update) == bytes_moved(update)

@@ -44,36 +44,26 @@ def _load(device: torch.device) -> _Load:
 
 
 @dataclass(frozen=True)
-class Reached:
-    """What trainings reach of a GPU's data sheet.
+class Reached(StepRates):
+    """What trainings reach of a GPU's data sheet. What is left between products is counted (docs/performance.md), the rest fitted.
 
     Attributes:
         products: the share of the peak rate that products reach where it is 100 TFLOP/s.
         falling: the power of the peak rate that this share falls with.
         ceiling: the most of it that they reach anywhere, and on cards whose 16-bit products are no more than twice as fast as their float32: such
             a card (GeForce, A10G) sums in float32 at half its units' rate, and feeds them well.
-        between: the share of the bytes and launches between products that is left when they are fused (counted: docs/performance.md).
-        launch: seconds that the host takes for a launch.
-        spread: how many times faster or slower than foreseen a step may be: four of five published runs that were held back are within it.
     """
 
     products: float
     falling: float
     ceiling: float
-    between: float
-    launch: float
-    spread: float
 
     def rates(self, peaks: Mapping[torch.dtype, float]) -> dict[torch.dtype, float]:
         """FLOP/s of products by dtype, of peak rates in FLOP/s."""
-        halved = 2 * peaks.get(torch.float32, 0.0)
+        halved = 2.02 * peaks.get(torch.float32, 0.0)
+        falls = {dtype: self.products * (1e14 / peak) ** self.falling for dtype, peak in peaks.items()}
         return {
-            dtype: peak
-            * (
-                self.ceiling
-                if peak <= 1.01 * halved
-                else min(self.ceiling, self.products * (1e14 / peak) ** self.falling)
-            )
+            dtype: peak * (self.ceiling if peak <= halved else min(self.ceiling, falls[dtype]))
             for dtype, peak in peaks.items()
         }
 
@@ -86,19 +76,13 @@ def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[Devi
 
     Of a device of this machine they are measured in about a second; of another one they are what published runs reached of its data sheet's.
     """
-    bandwidth = profile.memory_bandwidth
+    steps = None if profile.kind == "cpu" else reached
     if profile.present:
-        profile, source = _measured(profile), "rates measured on this machine"
-        bandwidth = profile.memory_bandwidth
-    elif profile.peak_flops and bandwidth is not None:
-        profile = replace(profile, peak_flops=reached.rates(profile.peak_flops))
-        source = "speed as published runs on GPUs reached it"
-    else:
+        return replace(_measured(profile), steps=steps), "rates measured on this machine"
+    if not profile.peak_flops or profile.memory_bandwidth is None:
         return profile, ""
-    if profile.kind == "cpu" or bandwidth is None:
-        return profile, source
-    steps = StepRates(bandwidth / reached.between, reached.launch, reached.spread)
-    return replace(profile, steps=steps), source
+    rates = reached.rates(profile.peak_flops)
+    return replace(profile, peak_flops=rates, steps=steps), "speed as published runs on GPUs reached it"
 
 
 def _measured(profile: DeviceProfile) -> DeviceProfile:

@@ -44,7 +44,7 @@ class StepRates:
     """What a whole step reaches on a device, beside the rates of its products and of its memory.
 
     Attributes:
-        between: bytes a second of the operators between products, which kernels fuse: bytes as a trace has them, one operator after another.
+        between: the share of the bytes and launches between products, as a trace has them, that is left when kernels fuse them.
         launch: seconds that the host takes for the launch of a kernel.
         spread: how many times faster or slower than foreseen a step may be.
     """

@@ -48,9 +48,9 @@ def step_time(trace: Trace) -> StepTime | None:
     seconds, traced, host, moved, launches = 0.0, 0.0, 0.0, 0, 0
     flops: dict[torch.dtype, float] = {}
     for call in trace.calls:
-        traffic, dtype = costs.bytes_moved(call), costs.run_dtype(call)
-        rate = steps.between if steps is not None and fuses(call) else bandwidth
-        least = traffic / rate
+        traffic, dtype = traffic_of(trace, call), costs.run_dtype(call)
+        left = steps.between if steps is not None and fuses(call) else 1.0
+        least = left * traffic / bandwidth
         if dtype is not None:
             count = least_flops(call)
             flops[dtype] = flops.get(dtype, 0) + count
@@ -63,7 +63,7 @@ def step_time(trace: Trace) -> StepTime | None:
         traced += least
         moved += traffic
         launches += call.repeats if traffic else 0
-        host += steps.launch * call.repeats * bandwidth / rate if steps is not None and traffic else 0
+        host += steps.launch * call.repeats * left if steps is not None and traffic else 0
     if not seconds:
         return None
     products = {
@@ -71,6 +71,19 @@ def step_time(trace: Trace) -> StepTime | None:
         for dtype, count in flops.items()
     }
     return StepTime(seconds, max(traced, host), products, moved, bandwidth, launches, _tokens(trace), host)
+
+
+def traffic_of(trace: Trace, call: Call) -> int:
+    """Bytes that the calls it stands for read and write: an optimizer's one call updates the weights of all layers, folded or not."""
+    size = costs.bytes_moved(call)
+    return round(size * _folded(trace)) if call.phase == "optimizer" else size
+
+
+@per_trace
+def _folded(trace: Trace) -> float:
+    """How many times the trained weights of the folded model the whole model has."""
+    sizes = [(costs.elements(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
+    return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 
 
 def fuses(call: Call) -> bool:
