@@ -152,10 +152,11 @@ def _print_table(
     heads = [head for head in heads if any(line.get(head) for line in lines)]
     for head in _DROPPED:
         widths = [max(len(each), *(len(line.get(each, "")) for line in lines)) for each in heads]
-        if sum(widths) + 2 * len(widths) <= console.width or console.width < NARROW:
+        gap = 2 if sum(widths) + 2 * len(widths) <= console.width else 1
+        if sum(widths) + gap * len(widths) <= console.width or console.width < NARROW:
             break
         heads = [each for each in heads if each != head]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=head != first)
     for line, (_, row) in zip(lines, rows, strict=True):
