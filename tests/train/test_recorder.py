@@ -351,6 +351,13 @@ def test_an_update_that_is_not_finite_is_left_out_where_the_read_comes_later(
     assert not hasattr(trainer.optimizer.optimizer, "found_inf")
 
 
+def test_nothing_of_the_last_batch_is_kept_when_the_training_is_over(path: Path, tmp_path: Path) -> None:
+    trainer = build(path, tmp_path, max_steps=1, save_strategy="no")
+    recorded(trainer)
+    assert trainer.steps.now.batches == []
+    assert not {"training_step", "compute_loss", "_get_grad_norm"} & set(vars(trainer))
+
+
 def test_steps_are_recorded_alike_whenever_they_are_read(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

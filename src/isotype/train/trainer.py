@@ -76,6 +76,7 @@ class PolicyTrainer(WholeCheckpoints):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
                 self.steps.detach()
+                self.steps.begin(0)  # lets go of the last batch
 
     def run_epoch(self: Any, **kwargs: Any) -> None:
         self._free_inputs()
