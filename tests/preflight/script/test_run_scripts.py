@@ -282,6 +282,6 @@ def test_only_what_a_script_can_do_is_recommended(runs: Runs) -> None:
     assert "check --fix" not in err
     assert "isotype run   Net on " in err
     assert (
-        "repair   in the script, before the first step: isotype.repair(model, isotype.check(model, inputs))"
+        "repair     in the script, before the first step: isotype.repair(model, isotype.check(model, inputs))"
         in err
     )
