@@ -43,6 +43,11 @@ def test_by_the_names_in_a_message() -> None:
     assert cure_by_name(message, {"padding_free"}, values, "isotype sft") == (
         "leave --padding_free out, or change --max_length (now 1024)"
     )
+    message = "Packing needs a collator without padding."
+    assert (
+        cure_by_name(message, {"packing", "max_steps"}, {"packing": True, "max_steps": 1}, "isotype sft")
+        == "leave --packing out"
+    )
     assert cure_by_name("No.", {"beta"}, values, "isotype sft") == (
         "leave out one of --beta; isotype sft --help-all lists all"
     )

@@ -200,6 +200,8 @@ def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, A
     """
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
+    # A library writes of "Packing": a word of its own means the argument only where somebody has given it.
+    named = named or [name for name in explicit if re.search(rf"\b{name}\b", message, re.IGNORECASE)]
     out = [f"--{name}" for name in named if name in explicit]
     other = [f"--{name} (now {values[name]})" for name in named if name not in explicit]
     parts = [f"leave {' or '.join(out)} out"] * bool(out)
