@@ -57,7 +57,13 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
     rows = max(step.rows, step.step_rows) * step.devices
     command = command.but(**_said_by(step, command))
     request = PlanRequest(
-        step, command, (step.device,), count=step.devices, length=step.length, step_rows=rows
+        step,
+        command,
+        (step.device,),
+        count=step.devices,
+        at_most=step.rows,
+        length=step.length,
+        step_rows=rows,
     )
     try:
         row = nearest(request)

@@ -46,6 +46,7 @@ class PlanRequest:
         count: how many of the device train together.
         memory: bytes that a step may take; None: what the device has.
         rows: of a micro-batch; None: chosen.
+        at_most: rows of a micro-batch that are not gone beyond; None: those of a step.
         length: tokens of a row; None: the data's longest, or a default.
         step_rows: rows of a step, of all devices and micro-batches; None where `step_tokens` says it.
         step_tokens: tokens of a step; None where `step_rows` says it.
@@ -63,6 +64,7 @@ class PlanRequest:
     count: int = 1
     memory: int | None = None
     rows: int | None = None
+    at_most: int | None = None
     length: int | None = None
     step_rows: int | None = 8
     step_tokens: int | None = None
@@ -208,11 +210,11 @@ def request_of(
         step,
         command,
         devices,
-        goal,
-        count,
-        memory,
-        rows,
-        length,
+        goal=goal,
+        count=count,
+        memory=memory,
+        rows=rows,
+        length=length,
         step_rows=None if tokens else of_step,
         step_tokens=tokens,
         epochs=command["num_train_epochs"],

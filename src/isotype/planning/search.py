@@ -394,7 +394,7 @@ class Search:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
             lambda rows: steps.peak(rows, self.length),
-            self.micro,
+            min(self.micro, self.request.at_most or self.micro),
             size,
             enough=lambda low, high: self._at_once(low) == self._at_once(high - 1),
             high_first=steps.arguments is not None,
