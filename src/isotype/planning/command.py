@@ -13,7 +13,7 @@ from isotype.train.command.command import Command, model_path, with_storage
 
 EVERY = "every_n_layers"
 EXAMPLE_DATA = "embedded:precision_qa"
-"""The data set of a command whose user has named none: it runs as it is printed."""
+"""The data set of an `sft` command whose user has named none: it runs as it is printed. Other methods need other rows."""
 
 
 def command_of(
@@ -31,7 +31,7 @@ def command_of(
     path = model_path(command)
     if path.name == "config.json" and path.is_file():
         command = command.but(model_name_or_path=str(path.parent))  # where its weights are, or will be
-    if not {"dataset_name", "datasets"} & set(command.values):
+    if command.method == "sft" and not {"dataset_name", "datasets"} & set(command.values):
         command = command.but(dataset_name=EXAMPLE_DATA)
     if row.base_memory is not None:
         command = with_storage(command, MIXED, row.base_memory)

@@ -325,5 +325,9 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
     if request.count > 1:
         notes.append(f"what {request.count} devices exchange takes time that is not counted")
     if step.data_rows is None:
-        notes.append(f"no --data: rows of one length, and {EXAMPLE_DATA} in the command")
+        sft = step.method == "sft"
+        said = (
+            f"and {EXAMPLE_DATA} in the command" if sft else "and no data in the command: add --dataset_name"
+        )
+        notes.append(f"no --data: rows of one length, {said}")
     return tuple(notes)

@@ -102,7 +102,10 @@ def _print_answer(console: Console, title: str, row: Row | None, rows: Sequence[
     """What fits on a device, how fast it is, what the data takes, and its command; what is lacking where nothing fits."""
     _say(console)
     if row is None:
-        least = min(rows, key=lambda each: each.peak)
+        least = min(rows, key=lambda each: each.peak, default=None)
+        if least is None:
+            _say(console, f"{title}: nothing could be traced", "bold red")
+            return
         room = "" if least.room is None else f", and may take {format_bytes(least.room)}"
         _say(console, f"{title}: nothing fits", "bold red")
         _say(console, f"   a step takes {format_bytes(least.peak)} at least ({least.storage}){room}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from isotype.core.errors import Problem, UsageError, one_line
@@ -129,6 +130,14 @@ def _made(command: Command) -> list[Any]:
     neutral |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
     values |= neutral
     specs = command.specs
+    held = {each.name for kind in kinds for each in fields(kind) if each.init}
+    if absent := [name for name in command.values if name not in held]:
+        newer = (
+            f"an argument of the installed transformers {version('transformers')} and trl {version('trl')}"
+        )
+        fix = "leave it out, or install newer ones"
+        raise UsageError("arguments that cannot work", [Problem(f"--{name}", newer, fix) for name in absent])
+    values = {name: value for name, value in values.items() if name in held}
     try:
         return [
             kind(**{name: value for name, value in values.items() if specs[name].holder == holder})
