@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 
 from isotype.compat.interrupt import stop_signals, terminate
-from isotype.data.methods import METHODS
 from isotype.train.command.arguments import IsotypeArguments
+from isotype.train.command.parse import parse_command
 from isotype.train.command.settings import Settings
 from isotype.train.output.resume import resume_command
 from isotype.train.signals import graceful_stop
@@ -203,54 +203,42 @@ def test_a_signal_during_an_evaluation_or_a_save_needs_no_further_step():
 
 
 @pytest.mark.parametrize(
-    ("argv", "explicit", "command"),
+    ("argv", "command"),
     [
         (
             ["--max_steps", "4", "--output_dir", "my runs"],
-            {"output_dir"},
             "isotype sft --max_steps 4 --output_dir 'my runs' --resume_from_checkpoint 'my runs/checkpoint-2'",
         ),
         (
             ["--resume_from_checkpoint", "true", "--bf16"],
-            set(),
             "isotype sft --bf16 --output_dir 'my runs' --resume_from_checkpoint 'my runs/checkpoint-2'",
         ),
         (
-            ["--resume-from-checkpoint=true", "--bf16", "--resume_from_checkpoint"],
-            set(),
+            ["--resume-from-checkpoint=true", "--bf16", "--resume_from_checkpoint", "old"],
             "isotype sft --bf16 --output_dir 'my runs' --resume_from_checkpoint 'my runs/checkpoint-2'",
         ),
     ],
 )
-def test_the_resume_command(argv: list[str], explicit: set[str], command: str):
-    assert resume_command(given(argv, explicit), Path("my runs/checkpoint-2")) == command
+def test_the_resume_command(argv: list[str], command: str):
+    assert resume_command(given(argv), Path("my runs/checkpoint-2")) == command
 
 
 def test_the_resume_command_of_several_processes(monkeypatch: pytest.MonkeyPatch):
-    settings, checkpoint = given(["--bf16"], set()), Path("out/checkpoint-2")
+    settings, checkpoint = given(["--bf16"]), Path("out/checkpoint-2")
     alone = resume_command(settings, checkpoint)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert resume_command(settings, checkpoint) == f"torchrun --standalone --nproc_per_node 2 -m {alone}"
     monkeypatch.setenv("FSDP_VERSION", "2")  # accelerate launch has stood for the flag
-    assert "--fsdp full_shard --resume_from_checkpoint" in resume_command(settings, checkpoint)
+    assert "--fsdp full_shard" in resume_command(settings, checkpoint)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert resume_command(settings, checkpoint).startswith("torchrun --nnodes 2 --rdzv_backend c10d ")
 
 
-def given(argv: list[str], explicit: set[str]) -> Settings:
+def given(argv: list[str]) -> Settings:
     training = SimpleNamespace(output_dir="my runs")
-    return Settings(
-        METHODS["sft"],
-        None,
-        training,
-        None,
-        None,
-        IsotypeArguments(),
-        None,  # type: ignore[arg-type]
-        frozenset(explicit),
-        tuple(argv),
-    )
+    command = parse_command("sft", argv)[0]
+    return Settings(command, None, training, None, None, IsotypeArguments(), None)  # type: ignore[arg-type]
 
 
 _AT_IMPORT = """
