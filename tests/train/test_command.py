@@ -205,3 +205,9 @@ def test_a_value_of_a_file_that_has_no_words_against_it_is_taken_out_of_all_of_t
     path.write_text("quantization: nf4\nlora_r: 4\n")
     command = parse_command("sft", ["--config", str(path), "--packing"])[0].but(quantization=None)
     assert command.arguments() == ("--lora_r", "4", "--packing")
+
+
+def test_a_model_that_is_named_without_a_flag_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model_name_or_path: of-file\nlora_r: 4\n")
+    assert parse_command("sft", ["--config", str(path)], model="named")[0]["model_name_or_path"] == "named"

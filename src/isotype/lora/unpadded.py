@@ -148,7 +148,7 @@ def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManag
 
 @contextmanager
 def _seen_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
-    """Within it ids of the shape of `back` are embedded as `into` picks from them, and `back` picks from what comes of it."""
+    """Inside the context, ids of the shape of `back` are embedded through `into`, and `back` picks from the embeddings."""
     if not _is_hooked(model):
         yield
         return

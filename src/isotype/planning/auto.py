@@ -12,10 +12,10 @@ from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, request_of
 from isotype.planning.text import speed_of
 from isotype.train.command.command import Command, with_storage
-from isotype.train.command.spec import AUTO
+from isotype.train.command.spec import AUTO, PLANNED
 from isotype.train.launched import processes
 
-BATCH, LENGTH, STORAGE = "per_device_train_batch_size", "max_length", "quantization"
+BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
@@ -41,7 +41,7 @@ def resolve_auto(command: Command) -> tuple[Command, Row]:
 
 
 def _question(command: Command) -> PlanRequest:
-    """What a training command with `auto` asks of this machine."""
+    """The plan of this machine that resolves a command's `auto`."""
     auto = command.planned
     pinned = None if BATCH in auto else command.given(BATCH)
     request = replace(request_of(command, (command["device"],), rows=pinned), quantize=STORAGE in auto)

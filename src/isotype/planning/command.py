@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from isotype.core.formats import MIXED, QUANTIZATIONS
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.train.command.command import Command, model_path, with_storage
+from isotype.train.command.command import Command, with_storage
 
 EVERY = "every_n_layers"
 EXAMPLE_DATA = "embedded:precision_qa"
@@ -28,7 +29,7 @@ def command_of(
         checkpointing: arguments of the model's `gradient_checkpointing_enable`; None for no layer.
     """
     command = request.command.but(device=None)
-    path = model_path(command)
+    path = Path(str(command["model_name_or_path"]))
     if path.name == "config.json" and path.is_file():
         command = command.but(model_name_or_path=str(path.parent))  # where its weights are, or will be
     if command.method == "sft" and not {"dataset_name", "datasets"} & set(command.values):
@@ -63,7 +64,7 @@ def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
 
 
 def _needs_length(request: PlanRequest, row: Row) -> bool:
-    """Whether the training would cut rows elsewhere, or pack them to another length, than the row says."""
+    """True if the training would cut rows elsewhere than the row says, or pack them to another length."""
     limit, longest = request.command["max_length"], request.step.longest
     if "max_length" not in request.command.specs or row.length == limit:
         return False

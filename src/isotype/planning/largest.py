@@ -17,9 +17,9 @@ def largest(
     enough: Callable[[int, int], bool] = lambda low, high: high - low <= 1,
     high_first: bool = True,
 ) -> int | None:
-    """The largest number in `low` … `high` whose measure has room; None where that of `low` has none.
+    """The largest number in `low` … `high` whose measure has room; None if that of `low` has none.
 
-    What a step takes is the highest of several moments, each of which grows in proportion to rows and by a polynomial of
+    A step's peak is the highest of several moments, each of which grows in proportion to rows and by a polynomial of
     their length: a convex function. A chord is never below it between its ends, nor above it past them: a number past two
     that were measured takes at least what the line through them says. The search ends where that line leaves no room for the
     next one, so that a step in proportion takes three measures, or one where all of it fits.

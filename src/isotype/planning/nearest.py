@@ -34,11 +34,12 @@ def nearest(request: PlanRequest) -> Row | None:
         plan = plan_of_request(replace(request, step=each, quantize=False, longest=False))
         if any(row.fits for row in plan.rows):
             return plan.chosen
-    same, others = (
-        plan_of_request(replace(request, step=again, quantize=quantize)) for quantize in (False, True)
-    )
-    fitting = [row for row in others.rows if row.fits]
-    return picked(fitting, "balanced") or same.chosen or others.chosen
+    others = plan_of_request(replace(request, step=again, quantize=True))
+    fits = picked([row for row in others.rows if row.fits], "balanced")
+    if fits is not None:
+        return fits
+    shorter = plan_of_request(replace(request, step=again, quantize=False))
+    return shorter.chosen or others.chosen
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class _Ungrouped:
-    """What `sdpa_attention_forward` reads of an attention layer, of one whose heads are not grouped."""
+    """The attributes of an attention layer without grouped heads that `sdpa_attention_forward` reads."""
 
     is_causal: bool
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from isotype.data.methods import METHODS, Method
@@ -57,13 +56,9 @@ class Value:
 def _word(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return json.dumps(value)
-    return (
-        "none"
-        if value is None
-        else f"{value:g}"
-        if isinstance(value, float) and float(f"{value:g}") == value
-        else str(value)
-    )
+    if isinstance(value, float) and float(short := f"{value:g}") == value:
+        return short
+    return "none" if value is None else str(value)
 
 
 @dataclass(frozen=True)
@@ -237,8 +232,3 @@ def with_storage(command: Command, storage: str | None, memory: int | None = Non
 def here(command: Command, present: bool) -> Command:
     """The command for the device that was judged: the name of one that is not in this machine means nothing there."""
     return command if present or "device" not in command else command.but(device=None)
-
-
-def model_path(command: Command) -> Path:
-    """Where the model is; a hub id reads as a relative path."""
-    return Path(str(command["model_name_or_path"]))

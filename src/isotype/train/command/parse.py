@@ -63,12 +63,15 @@ def parse_command(
     if model is None and positional and len(stray) == 1 and not stray[0].startswith("-"):
         model = stray.pop()
     file = None if typed.get("config") is None else read_config(typed["config"], method)
-    values: dict[str, Value] = {}
+    values: dict[str, Value] = {} if file is None else dict(file.values)
     if model is not None:
         if "model_name_or_path" in typed:
             problems.append(_two_models(model))
-        values["model_name_or_path"] = Value(model, (model,), "command line")
-    values |= {} if file is None else file.values
+        named = Value(model, (model,), "command line")  # it wins over the file's, as a flag does
+        values = {
+            "model_name_or_path": named,
+            **{n: v for n, v in values.items() if n != "model_name_or_path"},
+        }
     for name, value in (keywords or {}).items():
         if value is not None and name not in mine:
             problems += _add(values, method, name, value, "keyword", None)

@@ -55,11 +55,12 @@ def repaired_command(
             repaired = _acted(repaired, action)
         if not any(_argument(action) for action in fix.actions):
             by_hand.append(fix.description)
-    printed = printed_command(here(repaired, present).tokens(), indent=4)
+    final = here(repaired, present)
+    printed = printed_command(final.tokens(), indent=4)
     lines = [] if repaired.same_settings(command) else [f"repaired:\n{printed}"]
     lines += [f"by hand:   {text}" for text in by_hand]
     lines += [f"left:      {finding.code}: {reason}" for finding, reason in left]
-    return Repaired("\n".join(lines) or "nothing to repair", fixes, left, here(repaired, present))
+    return Repaired("\n".join(lines) or "nothing to repair", fixes, left, final)
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
