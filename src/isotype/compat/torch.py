@@ -349,6 +349,17 @@ def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
     return module._forward_pre_hooks
 
 
+class UncastBuffers(nn.Module):
+    """A module whose buffers go where it is moved to, and keep their dtypes whatever it is cast to."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        def moved(buffer: torch.Tensor) -> torch.Tensor:
+            new = fn(buffer)
+            return new if new.dtype == buffer.dtype else buffer.to(new.device)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+
+
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
     """Put what a module saves of itself, without its children, into `into`: views of its tensors, with their graph."""
     module._save_to_state_dict(into, prefix, True)

@@ -1,0 +1,348 @@
+"""Stacked expert weights `[experts, d1, d2]` that are stored quantized, expert by expert.
+
+A quantized stack is held by `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does it (`bitsandbytes/nn/parametrize.py`): the
+module's `parametrizations.gate_up_proj.original` is a frozen parameter of codes, and `module.gate_up_proj` is the dense weight,
+whole, for any library that asks. What computes by expert asks `QuantizedStack.part`, which makes no others dense.
+
+Codes lie by expert, so that a part of them is a slice, and FSDP2 shards them by experts:
+
+- 4 bits: uint8 `[experts, d1 * d2 / 2]`, bit by bit the codes that bitsandbytes gives the flat weight. A block never straddles
+  experts: `d1 * d2` is a multiple of the block size, or the weight stays dense (`why_dense`).
+- int8: int8 `[experts, d1, d2]`, with float32 scales over the input dimension, `[experts, d1, 1]`, or `[experts, 1, d2]` where the
+  module `is_transposed`; a value is `code * scale / 127`.
+
+In `state_dict` the codes are `gate_up_proj`, 4 bits flat `[n, 1]`, with `.absmax`, `.quant_map` and `.quant_state.bitsandbytes__nf4`
+beside them, as bitsandbytes writes and reads them; int8 scales are `gate_up_proj.SCB`. A module with a quantized stack can be
+copied, and is pickled by its `state_dict` only, as torch wants it of every parametrized module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from isotype.compat.bitsandbytes import dequantize_4bit
+from isotype.compat.torch import UncastBuffers, own_parameters
+from isotype.core.formats import FORMATS
+from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
+from isotype.model.walk import is_tuner_layer, places
+
+_NESTED = 256
+"""Constants of 4 bits that share one of their own (bitsandbytes' `compress_statistics`)."""
+
+
+class QuantizedStack(UncastBuffers):
+    """The parametrization of one stacked weight: what its codes are multiplied with, and how they become dense.
+
+    Constants are buffers that are in no `state_dict` under their own names. They move with the model, and are never cast.
+
+    Attributes:
+        storage: `"nf4"`, `"fp4"` or `"int8"`.
+        shape: of the dense weight, `[experts, d1, d2]`.
+        dtype: of dense values; may be set.
+        blocksize: values that share a constant, of 4 bits.
+        nested: whether the constants of 4 bits are quantized themselves, to 8 bits.
+        transposed: whether the input dimension is `d1`, and not `d2`.
+    """
+
+    def __init__(
+        self,
+        storage: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        constants: Mapping[str, torch.Tensor],
+        *,
+        blocksize: int = 64,
+        transposed: bool = False,
+    ) -> None:
+        """`constants`: of 4 bits as `constants_4bit` gives them, `scales` of int8."""
+        super().__init__()
+        self.storage, self.shape, self.dtype = storage, torch.Size(shape), dtype
+        self.blocksize, self.transposed = blocksize, transposed
+        self.nested = "nested_absmax" in constants
+        for name, value in constants.items():
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """The dense weight, whole."""
+        return self.part(codes, 0, self.shape[0])
+
+    @torch.no_grad()
+    def part(self, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The dense weight `[stop - start, d1, d2]` of these experts alone, new memory, in `dtype`.
+
+        Args:
+            codes: `codes_of` the module.
+            start, stop: of the experts, `0 <= start < stop <= experts`.
+        """
+        if self.storage == "int8":
+            scales: Any = self.scales
+            out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=codes.device)
+            return torch.mul(codes[start:stop], scales[start:stop] / 127, out=out)
+        return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
+
+    def state(self) -> Any:
+        """bitsandbytes' `QuantState` of the flat weight, of 4 bits; it shares the constants' memory."""
+        from bitsandbytes.functional import QuantState
+
+        constants: Any = self
+        state = self._state_of(self.shape, constants.absmax.reshape(-1))
+        if self.nested:
+            # An offset on the meta device has no value to be saved.
+            state.offset = torch.zeros(()) if constants.offset.is_meta else constants.offset
+            state.state2 = QuantState(
+                constants.nested_absmax, code=constants.nested_code, blocksize=_NESTED, dtype=torch.float32
+            )
+            state.nested = True
+        return state
+
+    def _state(self, start: int, stop: int) -> Any:
+        constants: Any = self
+        shape = torch.Size((stop - start, *self.shape[1:]))
+        absmax = constants.absmax[start:stop].reshape(-1)
+        if not self.nested:
+            return self._state_of(shape, absmax)
+        from bitsandbytes import functional
+
+        blocks = constants.absmax.shape[1]
+        first, last = start * blocks // _NESTED, -(-stop * blocks // _NESTED)
+        whole = constants.absmax.reshape(-1)[first * _NESTED : last * _NESTED]
+        nested = functional.QuantState(
+            constants.nested_absmax[first:last],
+            code=constants.nested_code,
+            blocksize=_NESTED,
+            dtype=torch.float32,
+        )
+        at = start * blocks - first * _NESTED
+        values = functional.dequantize_blockwise(whole, nested)[at : at + absmax.numel()]
+        return self._state_of(shape, values + constants.offset)
+
+    def _state_of(self, shape: torch.Size, absmax: torch.Tensor) -> Any:
+        from bitsandbytes.functional import QuantState
+
+        code: Any = self.code
+        return QuantState(
+            absmax,
+            shape=shape,
+            code=code,
+            blocksize=self.blocksize,
+            quant_type=FORMATS[self.storage].code,
+            dtype=self.dtype,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.storage}, {list(self.shape)}"
+
+
+def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
+    """The constants of a `QuantizedStack` in bitsandbytes' quantization state of a whole stack, whose memory they share."""
+    constants = {"absmax": state.absmax.view(experts, -1), "code": state.code}
+    if state.nested:
+        nested = {
+            "offset": state.offset,
+            "nested_absmax": state.state2.absmax,
+            "nested_code": state.state2.code,
+        }
+        constants |= nested
+    return constants
+
+
+# ------------------------------------------------------------------------------------------------------ of a module
+
+
+def quantized_stack(module: nn.Module, name: str) -> QuantizedStack | None:
+    """The parametrization of a module's stacked weight `name`; None where the weight is dense."""
+    held: Any = getattr(module, "parametrizations", {})
+    first = held[name][0] if name in held else None
+    return first if isinstance(first, QuantizedStack) else None
+
+
+def codes_of(module: nn.Module, name: str) -> nn.Parameter:
+    """The codes of a quantized stack, a frozen parameter."""
+    held: Any = module.parametrizations
+    codes: nn.Parameter = held[name].original
+    return codes
+
+
+def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name of the module, the module, name of the parameter) of each stacked expert weight, dense or quantized; none of adapters."""
+    for place in places(model):
+        module = place.module
+        if place.adapter or is_tuner_layer(module) or not _holds_experts(place.name, module):
+            continue
+        for name in getattr(module, "parametrizations", ()):
+            if quantized_stack(module, name) is not None:
+                yield place.name, module, name
+        for name, value in own_parameters(module).items():
+            if value is not None and value.ndim == 3 and value.is_floating_point() and "bias" not in name:
+                yield place.name, module, name
+
+
+def _holds_experts(name: str, module: nn.Module) -> bool:
+    layer = isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    return not layer and "expert" in f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
+
+
+def why_dense(shape: Iterable[int], storage: str) -> str | None:
+    """Why a stacked weight of this shape is not stored quantized; None where it is."""
+    _, *matrix = shape
+    block, values = FORMATS[storage].block, torch.Size(matrix).numel()
+    if block and values % block:
+        return f"{values:,} values of an expert are no whole blocks of {block}"
+    return None
+
+
+def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: QuantizedStack) -> None:
+    """Make codes and their parametrization the weight `name` of a module, in the place of what it was."""
+    if quantized_stack(module, name) is not None:
+        held: Any = module.parametrizations
+        held[name].original = nn.Parameter(codes, requires_grad=False)
+        held[name][0] = stack
+        return
+    own_parameters(module)[name] = nn.Parameter(codes, requires_grad=False)
+    parametrize.register_parametrization(module, name, stack, unsafe=True)
+    # The names are bound to the function, not the module: a copy of the module has its own.
+    module.register_state_dict_post_hook(partial(_write_state, name=name))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(partial(_read_state, name=name))  # type: ignore[no-untyped-call]
+    # A forward that reads one expert after another makes the weight dense once. A recomputed forward ends early, by an exception.
+    module.register_forward_pre_hook(_keep_dense)
+    module.register_forward_hook(_drop_dense, always_call=True)
+
+
+_KEPT: list[Any] = []
+
+
+def _keep_dense(module: nn.Module, inputs: object) -> None:
+    kept = parametrize.cached()
+    kept.__enter__()
+    _KEPT.append(kept)
+
+
+def _drop_dense(module: nn.Module, inputs: object, output: object) -> None:
+    if _KEPT:
+        _KEPT.pop().__exit__(None, None, None)
+
+
+def _write_state(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
+) -> None:
+    """Name the codes and constants of a quantized stack as bitsandbytes does, in a `state_dict` that is being made."""
+    codes = state.pop(f"{prefix}parametrizations.{name}.original", None)
+    stack = quantized_stack(module, name)
+    if codes is None or stack is None:
+        return
+    if stack.storage == "int8":
+        state[f"{prefix}{name}"], state[f"{prefix}{name}.SCB"] = codes, stack.scales
+        return
+    state[f"{prefix}{name}"] = codes.view(-1, 1)
+    for key, value in stack.state().as_dict(packed=True).items():
+        state[f"{prefix}{name}.{key}"] = value
+
+
+def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object, name: str) -> None:
+    """Take the codes and constants that `_write_state` named out of a `state_dict` that is being loaded."""
+    own = f"{prefix}{name}"
+    stack = quantized_stack(module, name)
+    if stack is None or own not in state:
+        return
+    codes = state.pop(own)
+    constants = {key: state.pop(key) for key in list(state) if key.startswith(f"{own}.")}
+    if stack.storage == "int8":
+        new = {"scales": constants[f"{own}.SCB"]}
+    else:
+        from bitsandbytes.functional import QuantState
+
+        held = QuantState.from_dict(
+            {key.removeprefix(f"{own}."): value for key, value in constants.items()}, codes.device
+        )
+        new = constants_4bit(held, stack.shape[0])
+    state[f"{prefix}parametrizations.{name}.original"] = codes.view(codes_of(module, name).shape)
+    for key, value in new.items():
+        getattr(stack, key).copy_(value)
+
+
+# ------------------------------------------------------------------------------------------------------ quantizing
+
+
+def blank_stack(
+    shape: torch.Size,
+    storage: str,
+    dtype: torch.dtype,
+    *,
+    double_quant: bool = False,
+    transposed: bool = False,
+    device: Any = "meta",
+) -> tuple[torch.Tensor, QuantizedStack]:
+    """Codes and parametrization of a stacked weight without values; the arguments are those of `quantize_parts`."""
+    form = FORMATS[storage]
+    experts, rows, columns = shape
+    if storage == "int8":
+        codes = torch.empty(shape, dtype=torch.int8, device=device)
+        scales = torch.empty((experts, 1, columns) if transposed else (experts, rows, 1), device=device)
+        return codes, QuantizedStack(storage, shape, dtype, {"scales": scales}, transposed=transposed)
+    codes = torch.empty(experts, rows * columns // 2, dtype=torch.uint8, device=device)
+    blocks = rows * columns // form.block
+    constants = {"absmax": torch.empty(experts, blocks, device=device), "code": _table(form.code, device)}
+    if double_quant:
+        constants["absmax"] = constants["absmax"].to(torch.uint8)
+        constants["nested_absmax"] = torch.empty(-(-experts * blocks // _NESTED), device=device)
+        constants |= {
+            "nested_code": torch.empty(256, device=device),
+            "offset": torch.empty((), device=device),
+        }
+    return codes, QuantizedStack(
+        storage, shape, dtype, constants, blocksize=form.block, transposed=transposed
+    )
+
+
+def _table(code: str, device: Any) -> torch.Tensor:
+    from bitsandbytes.functional import get_4bit_type
+
+    table: torch.Tensor = get_4bit_type(code, device="cpu")
+    return table.to(device)
+
+
+def quantize_parts(
+    parts: Iterable[torch.Tensor],
+    shape: torch.Size,
+    storage: str,
+    dtype: torch.dtype,
+    *,
+    double_quant: bool = False,
+    transposed: bool = False,
+    device: Any = "cpu",
+) -> tuple[torch.Tensor, QuantizedStack]:
+    """Codes and parametrization of a stacked weight that comes some experts at a time.
+
+    Args:
+        parts: dense `[some, d1, d2]`, in the order of experts, which `shape` counts together.
+        shape: of the whole, `[experts, d1, d2]`, for which `why_dense` has nothing to say.
+        storage: `"nf4"`, `"fp4"` or `"int8"`.
+        dtype: in which values are quantized, and come back.
+        double_quant: whether the constants of 4 bits are quantized, too.
+        transposed: whether the input dimension is `d1`.
+        device: of the codes.
+    """
+    form = FORMATS[storage]
+    codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device=device)
+    constants: Any = stack.scales if storage == "int8" else stack.absmax
+    matrices = (matrix for part in parts for matrix in part)
+    for expert, matrix in enumerate(matrices):
+        matrix = matrix.to(device, dtype)
+        if storage == "int8":
+            made, scales = quantize_int8(matrix.T if transposed else matrix)
+            codes[expert] = made.T if transposed else made
+            constants[expert] = scales.view(constants.shape[1:])
+        else:
+            made, state = quantize_4bit(matrix, form.code, blocksize=form.block)
+            codes[expert], constants[expert] = made.view(-1), state.absmax
+    if double_quant and storage != "int8":
+        settings = {"shape": shape, "dtype": dtype, "blocksize": form.block, "quant_type": form.code}
+        held = constants_4bit(state_4bit(constants.view(-1), double_quant=True, **settings), shape[0])
+        stack = QuantizedStack(storage, shape, dtype, held, blocksize=form.block, transposed=transposed)
+    return codes, stack
