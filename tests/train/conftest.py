@@ -18,7 +18,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
     # Neither is the step traced to choose which layers are computed again: all are, as TRL has it.
-    monkeypatch.setattr("isotype.train.training.take_choice", _as_asked)
+    monkeypatch.setattr("isotype.train.training.choice_of_run", _as_asked)
 
 
 def _as_asked(run: Run, *_: object) -> Choice:

@@ -17,9 +17,8 @@ import pytest
 from rich.console import Console
 
 from isotype.compat.interrupt import stop_signals, terminate
-from isotype.train.command.arguments import IsotypeArguments
+from isotype.train.command.command import Command
 from isotype.train.command.parse import parse_command
-from isotype.train.command.settings import Settings
 from isotype.train.output.resume import resume_command
 from isotype.train.signals import graceful_stop
 from tests.pairwise import few
@@ -220,25 +219,28 @@ def test_a_signal_during_an_evaluation_or_a_save_needs_no_further_step():
     ],
 )
 def test_the_resume_command(argv: list[str], command: str):
-    assert resume_command(given(argv), Path("my runs/checkpoint-2")) == command
+    assert resume_command(given(argv), "my runs", Path("my runs/checkpoint-2")) == command
 
 
 def test_the_resume_command_of_several_processes(monkeypatch: pytest.MonkeyPatch):
-    settings, checkpoint = given(["--bf16"]), Path("out/checkpoint-2")
-    alone = resume_command(settings, checkpoint)
+    command, checkpoint = given(["--bf16"]), Path("out/checkpoint-2")
+    alone = resume_command(command, "my runs", checkpoint)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert resume_command(settings, checkpoint) == f"torchrun --standalone --nproc_per_node 2 -m {alone}"
+    assert (
+        resume_command(command, "my runs", checkpoint)
+        == f"torchrun --standalone --nproc_per_node 2 -m {alone}"
+    )
     monkeypatch.setenv("FSDP_VERSION", "2")  # accelerate launch has stood for the flag
-    assert "--fsdp full_shard" in resume_command(settings, checkpoint)
+    assert "--fsdp full_shard" in resume_command(command, "my runs", checkpoint)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert resume_command(settings, checkpoint).startswith("torchrun --nnodes 2 --rdzv_backend c10d ")
+    assert resume_command(command, "my runs", checkpoint).startswith(
+        "torchrun --nnodes 2 --rdzv_backend c10d "
+    )
 
 
-def given(argv: list[str]) -> Settings:
-    training = SimpleNamespace(output_dir="my runs")
-    command = parse_command("sft", argv)[0]
-    return Settings(command, None, training, None, None, IsotypeArguments(), None)  # type: ignore[arg-type]
+def given(argv: list[str]) -> Command:
+    return parse_command("sft", argv)[0]
 
 
 _AT_IMPORT = """

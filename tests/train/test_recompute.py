@@ -378,6 +378,5 @@ def test_processes_take_one_choice(
     run: Any = SimpleNamespace(
         settings=settings, resume=None, start=None, data=None, checkpoint=None, policy=None
     )
-    taken = processes.both(lambda _: step.take_choice(run, None, None))
+    taken = processes.both(lambda _: step.choice_of_run(run, None, None))
     assert taken == [choices[0], choices[0]]
-    assert settings.training.gradient_checkpointing is False

@@ -22,7 +22,7 @@ import isotype
 from isotype.cli.main import main
 from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
-from isotype.train.enforce import apply_to_arguments, enforce_trainer, masters_of
+from isotype.train.enforce import enforce_trainer, masters_of, precision_arguments
 from isotype.train.monitor.step import Step, count_tokens
 from isotype.train.output.checkpoints import whole_checkpoints
 from isotype.train.trainer import policy_trainer
@@ -536,7 +536,8 @@ def test_the_reference_model_computes_as_the_model_that_is_trained(
         output_dir=str(tmp_path), max_steps=1, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True,
         use_cpu=True, dataloader_pin_memory=False,
     )  # fmt: skip
-    apply_to_arguments(policy, arguments)
+    for name, value in precision_arguments(policy).items():
+        setattr(arguments, name, value)
     trainer = policy_trainer(trl.DPOTrainer)(
         model=model,
         args=arguments,

@@ -142,7 +142,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
 
         whole = outcome.checkpoint
         if whole is not None:
-            command = resume_command(settings, whole)
+            command = resume_command(settings.command, record.output_dir, whole)
             say(wrapped(f"\nstopped; {whole} is whole. Go on with:\n    {command}", console))
         else:
             say("\nstopped before the first checkpoint; nothing to go on from")

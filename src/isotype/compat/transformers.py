@@ -271,17 +271,23 @@ class TrainerSteps:
             yield
 
 
-def train_on_first_gpu(training: Any) -> int:
-    """Let a process without a launcher train on the first GPU that it sees; returns how many it leaves to others.
+def train_on_first_gpu(training: Any) -> None:
+    """Let a process without a launcher train on the first GPU that it sees.
 
     `TrainingArguments._n_gpu` is every visible GPU where no launcher was used; the Trainer would wrap the model in `nn.DataParallel`, which
     TRL's trainers refuse, after the weights were loaded (`args.n_gpu > 1` in trl/trainer/sft_trainer.py). There is no argument for it; the
     Trainer sets the same attribute for models that are split over devices. tests/train/test_launched.py fails where it is gone.
     """
-    left = int(training.n_gpu) - 1
-    if left > 0:
+    if training.n_gpu > 1:
         training._n_gpu = 1
-    return max(0, left)
+
+
+def gpus_left(training: Any) -> int:
+    """How many visible GPUs a process without a launcher leaves to others, after `train_on_first_gpu`."""
+    from transformers.training_args import ParallelMode
+
+    alone = training.n_gpu == 1 and training.parallel_mode == ParallelMode.NOT_PARALLEL
+    return max(0, torch.cuda.device_count() - 1) if alone else 0
 
 
 OVERRIDDEN: Final = tuple(

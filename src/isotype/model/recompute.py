@@ -47,17 +47,17 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
         model.disable_input_require_grads()  # as the trainer's does
 
 
-def take_checkpointing(training: Any, arguments: Mapping[str, Any] | None) -> None:
-    """Set TrainingArguments so that their trainer checkpoints gradients by these arguments, by every name that it reads.
+def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Values of TrainingArguments whose trainer checkpoints gradients by these arguments, by every name that it reads.
+
+    transformers 5.23 has `activation_checkpointing` as the newer name of the same.
 
     Args:
-        training: transformers' (5.20 to 5.23), whose `activation_checkpointing` is the newer name of the same.
         arguments: of the model's `gradient_checkpointing_enable`; None switches it off.
     """
-    keywords = dict(arguments or {})
+    names = ("gradient_checkpointing", "activation_checkpointing")
+    if arguments is None:
+        return dict.fromkeys(names, False)
+    keywords = dict(arguments)
     settings = {**(keywords.pop("gradient_checkpointing_kwargs", None) or {}), **keywords}
-    for name in ("gradient_checkpointing", "activation_checkpointing"):
-        if hasattr(training, name):
-            setattr(training, name, arguments is not None)
-            if arguments is not None:
-                setattr(training, f"{name}_kwargs", dict(settings))
+    return dict.fromkeys(names, True) | {f"{name}_kwargs": settings for name in names}

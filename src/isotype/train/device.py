@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from isotype.compat.torch import without_cudnn_attention
-from isotype.compat.transformers import train_on_first_gpu
+from isotype.compat.transformers import gpus_left
 from isotype.core.errors import UsageError
 from isotype.precision.devices.attention import has_faulty_cudnn
 from isotype.precision.devices.profile import DeviceProfile, device_profile
@@ -42,27 +43,25 @@ def training_device(settings: Settings) -> DeviceProfile:
     return profile
 
 
-def take_one_gpu(settings: Settings, console: Console) -> None:
-    """Without a launcher the run takes the first GPU of several, and says how to take all."""
-    left = train_on_first_gpu(settings.training)
+def say_one_gpu(settings: Settings, console: Console) -> None:
+    """Without a launcher a run takes the first GPU of several: how to take all."""
+    left = gpus_left(settings.training)
     if left:
         command = f"torchrun --standalone --nproc_per_node {left + 1} -m isotype {settings.method.name} …"
         note = f"note: training on the first of {left + 1} GPUs; {command} trains on all of them"
         console.print(wrapped(note, console), highlight=False, markup=False, soft_wrap=True)
 
 
-def wait_less(settings: Settings, profile: DeviceProfile) -> None:
-    """Let the trainer wait for the device no more often than it has to, where the user has not said otherwise.
-
-    Every micro-batch the Trainer would ask whether its loss is finite, to leave it out of what it logs; isotype ends a run before
-    the update that such a loss would make. Batches go to an NVIDIA or AMD GPU out of pinned memory, without waiting for them.
-    """
-    training, explicit = settings.training, settings.command
-    if "logging_nan_inf_filter" not in explicit:
-        training.logging_nan_inf_filter = False
-    pinned = profile.kind in ("cuda", "rocm") and training.dataloader_pin_memory
-    if pinned and "accelerator_config" not in explicit:
-        training.accelerator_config.non_blocking = True
+def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, Any]:
+    """Arguments by which batches go to an NVIDIA or AMD GPU out of pinned memory without waiting for them; else nothing is pinned."""
+    if not torch.cuda.is_available():
+        return {"dataloader_pin_memory": False}  # torch warns where there is nothing to pin for
+    pinned = profile.kind in ("cuda", "rocm") and settings.training.dataloader_pin_memory
+    return (
+        {"accelerator_config": {"non_blocking": True}}
+        if pinned and "accelerator_config" not in settings.command
+        else {}
+    )
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:

@@ -82,11 +82,13 @@ def mixed_precision_name(policy: PrecisionPolicy) -> str:
     return {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[policy.autocast]
 
 
-def apply_to_arguments(policy: PrecisionPolicy, training: Any) -> None:
-    """Set `fp16`, `bf16` and what follows from them on transformers' TrainingArguments."""
-    training.bf16 = policy.compute == torch.bfloat16
-    training.fp16 = policy.compute == torch.float16
-    training.mixed_precision = mixed_precision_name(policy)
+def precision_arguments(policy: PrecisionPolicy) -> dict[str, Any]:
+    """Attributes of transformers' TrainingArguments under a policy: `fp16`, `bf16` and what follows from them."""
+    return {
+        "bf16": policy.compute == torch.bfloat16,
+        "fp16": policy.compute == torch.float16,
+        "mixed_precision": mixed_precision_name(policy),
+    }
 
 
 def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:

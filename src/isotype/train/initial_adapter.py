@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -53,10 +52,9 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
     )
     if problems:
         raise UsageError(f"the run cannot start from the adapter {name}", problems)
-    model = copy.copy(settings.model)
-    model.model_name_or_path = adapter.base
-    if "model_revision" not in settings.command:
-        model.model_revision = adapter.revision or model.model_revision
+    base = {"model_name_or_path": adapter.base}
+    if adapter.revision and "model_revision" not in settings.command:
+        base["model_revision"] = adapter.revision
     saved, request = adapter.policy, settings.precision
     if saved is not None:
         if request.quantization in (None, MIXED if saved.layers else None) and saved.quantized:
@@ -71,7 +69,7 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
             )
         if request.dtype == "auto":
             request = replace(request, dtype=saved.compute)
-    return replace(settings, model=model, precision=request), adapter
+    return replace(settings.but(**base), precision=request), adapter
 
 
 def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from isotype.core.errors import Problem, TrainingError, UsageError
-from isotype.model.recompute import CHECKPOINTING, take_checkpointing
 
 T = TypeVar("T")
 
@@ -41,13 +40,13 @@ class Sharding:
 
 
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
-    """What `--fsdp` or `accelerate launch` asks for, taken out of the training arguments and the environment; None without either.
+    """What `--fsdp` or `accelerate launch` asks for, taken out of the environment; None without either.
 
     The model is sharded when it is loaded (`isotype.checkpoint.shard`). accelerate would load it whole into every process first, and
     shards nothing on a CPU, whatever its config says.
 
     Args:
-        training: TrainingArguments; `fsdp` is taken out of them.
+        training: TrainingArguments.
         arguments: TRL's ModelConfig.
 
     Raises:
@@ -57,12 +56,9 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if asked is None:
         return None
-    training.fsdp = training.fsdp_plugin_args = None
     found = _problems(asked, training, arguments)
     if found:
         raise UsageError("the model cannot be sharded as asked", found)
-    if asked["activation_checkpointing"]:
-        take_checkpointing(training, CHECKPOINTING)
     return Sharding(reshard=asked["reshard"], checkpointing=asked["activation_checkpointing"])
 
 

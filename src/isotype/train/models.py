@@ -61,7 +61,6 @@ def adapted_model(
 
     arguments, training, method = settings.model, settings.training, settings.method
     given = {k: v for k, v in (training.model_init_kwargs or {}).items() if k not in _DECIDED}
-    training.model_init_kwargs = None
     kwargs = {
         "model_class": getattr(transformers, method.auto_class) if method.auto_class else None,
         "attn_implementation": arguments.attn_implementation,

@@ -127,11 +127,9 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
 
 def early_stopping(settings: Settings) -> EarlyStopping | None:
     """The callback that `--early_stopping_patience` asks for; None where it was not given."""
-    patience, training = settings.extra.early_stopping_patience, settings.training
+    patience = settings.extra.early_stopping_patience
     if patience is None:
         return None
-    if training.metric_for_best_model is None:
-        training.metric_for_best_model, training.greater_is_better = "loss", False
     return EarlyStopping(patience, settings.extra.early_stopping_threshold)
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 from rich.console import Console
 
@@ -29,6 +28,7 @@ from isotype.core.files import recover
 from isotype.core.lock import only_writer
 from isotype.lora.fuse import fuse
 from isotype.lora.reductions import float32_reductions
+from isotype.model.recompute import CHECKPOINTING, checkpointing_arguments
 from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile
@@ -39,11 +39,11 @@ from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
-from isotype.train.device import sound_attention, take_one_gpu, training_device, wait_less
-from isotype.train.enforce import apply_to_arguments, enforce_trainer, masters_of
+from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
+from isotype.train.enforce import enforce_trainer, masters_of, precision_arguments
 from isotype.train.generate import Prompt, answer, answer_after, as_asked_before
 from isotype.train.initial_adapter import start_of
-from isotype.train.launched import leave_group_at_exit, lost_process_named, take_sharding
+from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
 from isotype.train.models import adapted_model, one_reference, processing_class
 from isotype.train.monitor.recorder import Kept, RunRecorder
@@ -59,8 +59,9 @@ from isotype.train.output.resume import (
 from isotype.train.output.run_report import earlier_report, files_of_checkpoint, report_failure, write_report
 from isotype.train.output.saving import Hooks
 from isotype.train.policy import policy_of_run
-from isotype.train.preflight.step import SAVED_AS, take_choice
-from isotype.train.rows.assistant import labelled_rows, labels_kept
+from isotype.train.preflight.step import SAVED_AS, choice_of_run
+from isotype.train.recompute_choice import Choice
+from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.contents import pictures_named, plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_in
@@ -109,10 +110,10 @@ def run(settings: Settings, console: Console) -> Outcome:
     require_fitting_libraries()
     with interrupts_kept():
         settings, start = start_of(settings)
-        settings = replace(settings, sharding=take_sharding(settings.training, settings.model))
+        sharding = take_sharding(settings.training, settings.model)
         profile = training_device(settings)
-        take_one_gpu(settings, console)
-        wait_less(settings, profile)
+        settings = _here(settings, sharding, profile)
+        say_one_gpu(settings, console)
         rewards = _rewards(settings)
     with _output_directory(settings):
         with interrupts_kept():
@@ -131,10 +132,21 @@ def _run(
 ) -> Outcome:
     with interrupts_kept():
         run = _decided(settings, start, profile, rewards)
-        apply_to_arguments(run.policy, settings.training)
         built = _build(run, console)
     identity = {**run.identity, SAVED_AS: built.choice.arguments}
     return _train(replace(run, identity=identity), built, console)
+
+
+def _here(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
+    """The settings on this machine: the trainer neither shards, as the model is when it is loaded, nor waits more than it has to."""
+    values = loading_arguments(settings, profile)
+    auto = settings.auto_checkpointing
+    if sharding is not None:
+        values["fsdp"] = None
+        if sharding.checkpointing:
+            values |= checkpointing_arguments(CHECKPOINTING)
+            auto = False
+    return replace(settings.but(**values), sharding=sharding, auto_checkpointing=auto)
 
 
 def _decided(
@@ -189,7 +201,6 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
 @contextmanager
 def _output_directory(settings: Settings) -> Iterator[None]:
     """The output directory, made; of what was made here, nothing is left where nothing was written into it."""
-    _name_outputs(settings)
     root = Path(settings.training.output_dir)
     missing = [path for path in (root, *root.parents) if not path.exists()]
     try:
@@ -199,17 +210,6 @@ def _output_directory(settings: Settings) -> Iterator[None]:
         for path in missing:
             with suppress(OSError):  # there is something in it, or nobody could make it
                 path.rmdir()
-
-
-def _name_outputs(settings: Settings) -> None:
-    if "output_dir" not in settings.command or not settings.training.output_dir:
-        # Not the stem: "Qwen3-0.6B" has no suffix.
-        name = Path(str(settings.model.model_name_or_path)).resolve().name
-        name = name.removeprefix("embedded:").removesuffix(".gguf") or "model"
-        settings.training.output_dir = str(Path("runs") / f"{settings.method.name}-{name}")
-    settings.training.disable_tqdm = True
-    if not torch.cuda.is_available():
-        settings.training.dataloader_pin_memory = False  # torch warns where there is nothing to pin for
 
 
 def _make_outputs(root: Path) -> None:
@@ -241,7 +241,7 @@ def _build(run: Run, console: Console) -> Built:
     lengths = _lengths(settings, tokenizer, data)
     rows = labelled_rows(settings, tokenizer, data, say=noted.append)
     said = (*run.notes, *noted, *plain_turns(settings, tokenizer, data))
-    choice = take_choice(run, tokenizer, lengths)
+    choice = choice_of_run(run, tokenizer, lengths)
     describe.show_policy(console, policy, training.optim, settings.extra, choice)
     if run.resume is None:
         say_what_is_overwritten(settings, console)
@@ -258,11 +258,10 @@ def _build(run: Run, console: Console) -> Built:
         asking(_name_on_hub(settings, source)),
         _found_again(model, source, run.checkpoint.revision),
         one_reference(settings, run.start, model),
-        labels_kept(settings, rows),
     ):
         trainer = policy_trainer(method.trainer_class())(
             model=model,
-            args=training,
+            args=_trainer_arguments(run, choice, rows[train_split]),
             train_dataset=rows[train_split],
             eval_dataset=rows[test_split] if training.eval_strategy != "no" else None,
             processing_class=tokenizer,
@@ -296,6 +295,16 @@ def _build(run: Run, console: Console) -> Built:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
     return built
+
+
+def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
+    """The trainer's arguments as the policy, the choice of layers and the rows have them; the model is loaded already."""
+    values = {**precision_arguments(run.policy), "model_init_kwargs": None}
+    if run.settings.auto_checkpointing:
+        values |= checkpointing_arguments(choice.arguments)
+    if "input_ids" in next(iter(rows), {}):
+        values["assistant_only_loss"] = False  # the rows have labels, beside which TRL refuses it
+    return run.settings.but(**values).training
 
 
 def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
@@ -388,7 +397,10 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
 
     settings, root = run.settings, Path(run.settings.training.output_dir)
     trainer, sample = built.trainer, as_asked_before(built.asked, run.earlier)
-    started, goes_on = datetime.now(UTC), partial(resume_command, settings)
+    started, goes_on = (
+        datetime.now(UTC),
+        partial(resume_command, settings.command, settings.training.output_dir),
+    )
     write = partial(write_report, root=root, writes=trainer.args.should_save)
     say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:

@@ -1,14 +1,20 @@
-"""The dataclasses of TRL that a training command makes, and what it says about precision."""
+"""The dataclasses of TRL that a training command makes, and what it says about precision.
+
+They are made of values that are decided before, and nothing sets an attribute of them afterwards.
+"""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+from isotype.compat.transformers import train_on_first_gpu
 from isotype.core.errors import Problem, UsageError, one_line
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
@@ -23,7 +29,7 @@ from isotype.train.libraries import require_names
 
 @dataclass(frozen=True)
 class Settings:
-    """One command and what its trainer takes.
+    """One command and what its trainer takes; never changed: `but` makes another.
 
     Attributes:
         command: as it was given.
@@ -33,6 +39,7 @@ class Settings:
         refused: the dtypes that `--bf16 False` and `--fp16 False` rule out.
         sharding: how the model is sharded over processes; None where it is not.
         auto_checkpointing: whether gradient checkpointing is to be chosen by the foreseen memory of the step; `training` says on then.
+        decided: values that the run has chosen in the place of the command's, by their names.
     """
 
     command: Command
@@ -45,11 +52,24 @@ class Settings:
     refused: frozenset[str] = frozenset()
     sharding: Sharding | None = None
     auto_checkpointing: bool = False
+    decided: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def method(self) -> Method:
         """Which trainer."""
         return self.command.of()
+
+    def but(self, **values: Any) -> Settings:
+        """The settings with values that a run decides in the place of the command's, which stays as it was given.
+
+        What the method's dataclasses do not have is left out.
+
+        Raises:
+            UsageError: TRL or transformers refuse them together.
+        """
+        decided = {**self.decided, **values}
+        made = dict(zip(HOLDERS, _made(self.command, decided), strict=True))
+        return replace(self, extra=made.pop("isotype"), decided=decided, **made)
 
 
 def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
@@ -73,24 +93,8 @@ def settings_of(command: Command) -> Settings:
         hint = f"isotype {command.method} --help lists the arguments"
         raise UsageError("arguments that cannot work", problems, hint)
     require_names(command.of())
-    script, training, model, dataset, extra = _made(command)
+    script, training, model, dataset, extra = _made(command, {})
     given = command.given
-    model.load_in_8bit = bool(given("load_in_8bit"))
-    if "model_revision" not in command:
-        model.model_revision = (training.model_init_kwargs or {}).get("revision", model.model_revision)
-    model.lora_target_modules = target_modules(model.lora_target_modules)
-    if isinstance(training.gradient_checkpointing_kwargs, dict):
-        # torch takes the other kind where nothing is said, transformers this one where nothing else is given.
-        training.gradient_checkpointing_kwargs.setdefault("use_reentrant", False)
-    if "per_device_eval_batch_size" not in command:
-        # As many as are trained on, where transformers takes 8: of prompts (GRPO, RLOO), whole groups of completions.
-        group = (
-            getattr(training, "num_generations_eval", None) or getattr(training, "num_generations", None) or 1
-        )
-        rows = max(1, training.per_device_train_batch_size)  # a wrong number is told once
-        training.per_device_eval_batch_size = -(-rows // group) * group
-    if training.use_cpu and extra.device == "auto":
-        extra.device = "cpu"
     refused = frozenset(name for flag, name in FLAGS if given(flag) is False)
     precision = read_precision_request(command)
     auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not _says_how(command)
@@ -115,21 +119,59 @@ def _says_how(command: Command) -> bool:
     return kwargs or bool(command["activation_offloading"])
 
 
-def _made(command: Command) -> list[Any]:
-    """TRL's dataclasses and isotype's, of the values that were given and isotype's defaults."""
-    kinds = (*command.of().dataclass_types(), IsotypeArguments)
+def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, what the run has decided, isotype's defaults, and what follows from them, by name."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
     values |= {name: value.value for name, value in command.values.items()}
+    values |= decided
     # transformers refuses bf16 on some machines while it parses; what the flags ask for is judged by the policy. TRL refuses 8 bits
     # beside 4, alone; they are judged with all that is said about precision.
-    neutral: dict[str, Any] = {"bf16": False, "fp16": False, "load_in_8bit": False}
+    values |= {"bf16": False, "fp16": False, "load_in_8bit": False}
+    if values.get("use_cpu") and values.get("device", "auto") == "auto":
+        values["device"] = "cpu"
     if values.get("device") == "cpu":
-        neutral["use_cpu"] = True
-    neutral |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
-    values |= neutral
-    specs = command.specs
+        values["use_cpu"] = True
+    values |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
+    for name in (f"{name}_kwargs" for name in RECOMPUTE):
+        if isinstance(values.get(name), dict):
+            # torch takes the other kind where nothing is said, transformers this one where nothing else is given.
+            values[name] = {"use_reentrant": False, **values[name]}
+    implied = {name: v for name, v in _implied(command, values).items() if values.get(name) in (None, "")}
+    return {**values, **implied, "disable_tqdm": True}
+
+
+def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that depend on other values."""
+    model = str(values.get("model_name_or_path", "model"))
+    # Not the stem: "Qwen3-0.6B" has no suffix.
+    name = Path(model).resolve().name.removeprefix("embedded:").removesuffix(".gguf") or "model"
+    implied: dict[str, Any] = {
+        "output_dir": str(Path("runs") / f"{command.method}-{name}"),
+        # The trainer would ask in every micro-batch, and wait for the answer, whether its loss is finite, to leave it out of what it
+        # logs; isotype ends a run before the update that such a loss would make.
+        "logging_nan_inf_filter": False,
+    }
+    init = values.get("model_init_kwargs")
+    if isinstance(init, Mapping) and "revision" in init:
+        implied["model_revision"] = init["revision"]
+    # As many as are trained on, where transformers takes 8: of prompts (GRPO, RLOO), whole groups of completions.
+    group = command["num_generations_eval"] or command["num_generations"] or 1
+    rows = max(1, command["per_device_train_batch_size"])  # a wrong number is told once
+    implied["per_device_eval_batch_size"] = -(-rows // group) * group
+    if values.get("eval_split") is not None:
+        implied["eval_strategy"] = "steps"
+        if "eval_strategy" not in values:
+            implied["eval_steps"] = 0.2
+    if values.get("early_stopping_patience") is not None:
+        implied["metric_for_best_model"] = "loss"
+    return implied
+
+
+def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
+    """TRL's dataclasses and isotype's, in the order of `HOLDERS`."""
+    kinds = (*command.of().dataclass_types(), IsotypeArguments)
     held = {each.name for kind in kinds for each in fields(kind) if each.init}
     if absent := [name for name in command.values if name not in held]:
         newer = (
@@ -137,17 +179,14 @@ def _made(command: Command) -> list[Any]:
         )
         fix = "leave it out, or install newer ones"
         raise UsageError("arguments that cannot work", [Problem(f"--{name}", newer, fix) for name in absent])
-    values = {name: value for name, value in values.items() if name in held}
     try:
-        return [
-            kind(**{name: value for name, value in values.items() if specs[name].holder == holder})
-            for kind, holder in zip(kinds, HOLDERS, strict=True)
-        ]
+        script, training, model, dataset, extra = _constructed(kinds, command, decided)
     except (ValueError, TypeError, OSError, OverflowError) as error:
         wrong = list(number_problems(command.given))
         message = one_line(error)
-        named = {name: command[name] for name in specs} | values
-        fix = cure_by_trial(command.values, partial(_works_without, kinds, values)) or cure_by_name(
+        named = {name: command[name] for name in command.specs} | _values(command, decided)
+        works = partial(_works_without, kinds, command, decided)
+        fix = cure_by_trial(command.values, works) or cure_by_name(
             message, command.values, named, f"isotype {command.method}"
         )
         conflict = Problem(message, f"arguments that trl {command.method} takes together", fix)
@@ -159,14 +198,34 @@ def _made(command: Command) -> list[Any]:
             "the package",
             "install it, or leave the argument out",
         ) from error
+    # What the constructors refuse, or make otherwise.
+    for name in _COMPLETED & decided.keys():
+        setattr(training, name, decided[name])
+    train_on_first_gpu(training)
+    model.load_in_8bit = bool(command.given("load_in_8bit"))
+    model.lora_target_modules = target_modules(model.lora_target_modules)
+    return [script, training, model, dataset, extra]
 
 
-def _works_without(kinds: Iterable[Any], values: Mapping[str, Any], name: str) -> bool:
+_COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
+"""Attributes of transformers' TrainingArguments that a policy decides; its constructor judges the machine by them."""
+
+
+def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> list[Any]:
+    values = _values(command, decided)
+    specs = command.specs
+    made = []
+    for kind, holder in zip(kinds, HOLDERS, strict=True):
+        names = {each.name for each in fields(kind) if each.init and each.name in values}
+        own = {name: values[name] for name in names if name in specs and specs[name].holder == holder}
+        made.append(kind(**copy.deepcopy(own)))  # transformers changes the objects that it gets
+    return made
+
+
+def _works_without(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], name: str) -> bool:
     """Whether TRL's dataclasses take the values with one of them at its default."""
     try:
-        for kind in kinds:
-            names = {each.name for each in fields(kind) if each.init}
-            kind(**{key: value for key, value in values.items() if key in names and key != name})
+        _constructed(kinds, command.but(**{name: None}), decided)
     except (ValueError, TypeError, OSError, ImportError, OverflowError):
         return False
     return True

@@ -57,7 +57,7 @@ def _intervals(reader: Reader) -> None:
     if held := reader.typed("val_set_size", "a number above 0", None):
         every = reader.get("eval_steps") or _share(reader, "evals_per_epoch")
         strategy = reader.get("eval_strategy", reader.get("evaluation_strategy"))
-        steps = {"eval_strategy": "steps", "eval_steps": every}
+        steps = {"eval_steps": every}  # the strategy where rows are held back
         reader.use(names, **steps if every and strategy != "no" else {"eval_strategy": strategy or "epoch"})
         reader.use("val_set_size", eval_split=held)
     reader.note("no effect: no rows are held back", names)

@@ -138,11 +138,11 @@ def _under_launcher(command: Command) -> tuple[str, ...]:
     return ("torchrun", *where, "--nproc_per_node", str(machine), "-m", *command.tokens())
 
 
-def resume_command(settings: Settings, checkpoint: Path) -> str:
-    """The command that goes on from `checkpoint`."""
-    command = settings.command.but(resume_from_checkpoint=None)
+def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
+    """The command that goes on from `checkpoint` of a run into `output_dir`."""
+    command = command.but(resume_from_checkpoint=None)
     if "output_dir" not in command:
-        command = command.but(output_dir=settings.training.output_dir)
+        command = command.but(output_dir=output_dir)
     return printed_command(_under_launcher(command.but(resume_from_checkpoint=str(checkpoint))))
 
 

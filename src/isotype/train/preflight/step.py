@@ -21,7 +21,7 @@ from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
 from isotype.lora.loss.trl_head import goes_by_lengths, may_go_by_lengths, put_head
 from isotype.model.fold import fold
-from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients, checkpointing, take_checkpointing
+from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients, checkpointing
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
@@ -363,22 +363,19 @@ def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def take_choice(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
-    """Choose, and set the training's arguments so; the processes of a run take what the first of them finds.
+def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
+    """Which layers a training computes again; the processes of a run take what the first of them finds.
 
     Args:
         run: whose settings they are.
         tokenizer: the model's tokenizer or processor.
         lengths: of the training rows, where they are known already.
     """
-    settings, resume, training = run.settings, run.resume, run.settings.training
-    if not settings.auto_checkpointing or (settings.sharding is not None and settings.sharding.checkpointing):
-        return Choice(checkpointing(training), "as asked")
+    settings, resume = run.settings, run.resume
+    if not settings.auto_checkpointing:
+        return Choice(checkpointing(settings.training), "as asked")
     saved = {} if resume is None else read_json(resume / RUN_FILE) or {}
     if resume is not None and SAVED_AS in saved:
-        choice = Choice(saved[SAVED_AS], f"as in {resume.name}, which the run goes on from")
-    else:
-        plan = training_plan(settings, run.start, tokenizer, run.data, lengths)
-        choice = from_first(lambda: choice_of(plan, run.checkpoint, run.policy))
-    take_checkpointing(training, choice.arguments)
-    return choice
+        return Choice(saved[SAVED_AS], f"as in {resume.name}, which the run goes on from")
+    plan = training_plan(settings, run.start, tokenizer, run.data, lengths)
+    return from_first(lambda: choice_of(plan, run.checkpoint, run.policy))

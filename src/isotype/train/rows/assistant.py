@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -104,21 +103,6 @@ def _count_left_out(rows: Any, names: Sequence[str]) -> int:
         rows = rows.select_columns(names) if names else ()
     chats = (row[n] for row in islice(rows, 1000 if features is None else None) for n in names if n in row)
     return sum(left_out(message) for chat in chats if isinstance(chat, list) for message in chat)
-
-
-@contextmanager
-def labels_kept(settings: Settings, data: Any) -> Iterator[None]:
-    """Let a trainer be built on rows that `labelled_rows` has labelled: TRL refuses the flag beside them."""
-    training = settings.training
-    columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
-    if not getattr(training, "assistant_only_loss", False) or "input_ids" not in columns:
-        yield
-        return
-    training.assistant_only_loss = False
-    try:
-        yield
-    finally:
-        training.assistant_only_loss = True
 
 
 def _check_rows(columns: Mapping[str, Any]) -> None:

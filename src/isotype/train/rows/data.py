@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_utils import IntervalStrategy
-
 from isotype.core.errors import UsageError
 from isotype.data.load import load_training_data
 from isotype.data.locate import find_local
@@ -17,13 +15,20 @@ if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
 
-def training_data(settings: Settings, say: Callable[[str], object]) -> DatasetDict | IterableDatasetDict:
-    """The data of a training command, before rows are held back; `say` takes each line that the user should read.
+def training_data(
+    settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
+) -> DatasetDict | IterableDatasetDict:
+    """The data of a training command, before rows are held back.
+
+    Args:
+        settings: of the command.
+        say: takes each line that the user should read.
+        evaluates: whether a split for tests has to be there; by default where the command evaluates.
 
     Raises:
         DataError: as `isotype.data.load.load_training_data`.
     """
-    evaluates = settings.training.eval_strategy != "no"
+    evaluates = settings.training.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
         settings.dataset,
@@ -52,12 +57,12 @@ def training_data_here(
 
 
 def hold_back(settings: Settings, data: Any) -> Any:
-    """The splits, with `--eval_split` of the training rows held back as the test split; evaluation is then on.
+    """The splits, with `--eval_split` of the training rows held back as the test split.
 
     Raises:
         UsageError: not a share or a number of rows that leaves some to train on; a stream.
     """
-    share, script, training = settings.extra.eval_split, settings.script, settings.training
+    share, script = settings.extra.eval_split, settings.script
     if share is None:
         return data
     rows = data[script.dataset_train_split]
@@ -69,9 +74,5 @@ def hold_back(settings: Settings, data: Any) -> Any:
             expected = f"a share below 1, or fewer rows than the {len(rows):,} there are"
         fix = "--eval_split 0.05 holds back a twentieth"
         raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
-    parts = rows.train_test_split(test_size=held, seed=training.seed)
-    if "eval_strategy" not in settings.command:
-        training.eval_strategy, training.do_eval = IntervalStrategy.STEPS, True
-        if "eval_steps" not in settings.command:
-            training.eval_steps = 0.2
+    parts = rows.train_test_split(test_size=held, seed=settings.training.seed)
     return type(data)({script.dataset_train_split: parts["train"], script.dataset_test_split: parts["test"]})

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers.trainer_utils import IntervalStrategy
 
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import CheckpointError, DataError, IsotypeError, first_line
 from isotype.data.load import load_training_data
-from isotype.data.methods import METHODS
 from isotype.ranges.batches import Rows, positions
 from isotype.report.run.record import JSON_NAME, RunRecord, from_json
-from isotype.train.command.settings import Settings, parse_settings
+from isotype.train.command.parse import parse_command
+from isotype.train.command.settings import Settings, settings_of
 from isotype.train.models import tokenizer_here
 from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
@@ -137,24 +136,22 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
     """The settings of the command that a report has, its data set found from the folder that it was typed in."""
     words = shlex.split(record.command)
     begin = words.index(record.method)
-    settings = parse_settings(METHODS[record.method], words[begin + 1 :])
-    name, output = settings.script.dataset_name, Path(record.output_dir)
+    command, _ = parse_command(record.method, words[begin + 1 :])
+    name, output = command["dataset_name"], Path(record.output_dir)
     here = folder.resolve()
     if name and not output.is_absolute() and here.parts[-len(output.parts) :] == output.parts:
         there = Path(*here.parts[: -len(output.parts)]) / name
         if there.exists():
-            settings.script.dataset_name = str(there)
-    return settings
+            command = command.but(dataset_name=str(there))
+    return settings_of(command)
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
     """(split, its rows): those held back, else a split for tests, else those that were trained on."""
-    settings.training.eval_strategy = IntervalStrategy.STEPS
     try:
-        data = training_data(settings, lambda line: None)
+        data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:
-        settings.training.eval_strategy = IntervalStrategy.NO
-        data = training_data(settings, lambda line: None)
+        data = training_data(settings, lambda line: None, evaluates=False)
     data = hold_back(settings, data)
     test, train = settings.script.dataset_test_split, settings.script.dataset_train_split
     split = test if test in data else train
