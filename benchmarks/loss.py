@@ -24,9 +24,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import results
-from isotype.lora.fused import working_dtype
 from isotype.lora.loss.log_probs import Precision, log_probs
 from isotype.lora.loss.logits import Head
+from isotype.precision.devices.simulated import working_dtype
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

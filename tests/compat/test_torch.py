@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from isotype.compat.torch import (
@@ -32,6 +33,7 @@ from isotype.compat.torch import (
     fake_of,
     file_offset,
     forget_gradient_hooks,
+    forget_parametrized,
     forward_hooks,
     forward_pre_hooks,
     has_kernel,
@@ -375,3 +377,17 @@ def test_torch_still_refuses_functions_without_setup_context() -> None:
 def test_modules_still_keep_their_compiled_call_in_an_attribute() -> None:
     assert getattr(nn.Module, COMPILED_CALL) is None
     assert not is_compiled(nn.Linear(1, 1))
+
+
+def test_a_cached_value_of_a_parametrized_tensor_is_dropped() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    layer = nn.Linear(2, 2)
+    parametrize.register_parametrization(layer, "weight", Twice())
+    with parametrize.cached():
+        first = layer.weight
+        assert layer.weight is first
+        forget_parametrized(layer, "weight")
+        assert layer.weight is not first

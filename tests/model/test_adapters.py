@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 
 import isotype
 from isotype.model.boundary import Boundary
@@ -294,13 +295,29 @@ def test_experts_are_left_out_where_peft_cannot_adapt_them_and_it_is_said(saved:
         model = isotype.add_lora(model, policy, use_dora=True, lora_dropout=0.05)
     assert [str(warning.message) for warning in caught if warning.category is UserWarning] == [
         "adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: 24,576 of 74,240 values); not on 4 stacked expert "
-        "weights (down_proj, gate_up_proj: 49,152 of 74,240 values): PEFT cannot adapt them with use_dora True and "
-        "lora_dropout 0.05; not on 2 routers (gate: 512 of 74,240 values): routers are adapted only where their names are given"
+        "weights (down_proj, gate_up_proj: 49,152 of 74,240 values): PEFT cannot adapt them with use_dora True; "
+        "not on 2 routers (gate: 512 of 74,240 values): routers are adapted only where their names are given"
     ]
     assert not any("experts" in name for name in trained_names(model, "lora_"))
     assert model.adapter_notes == (str(caught[0].message),)
     plain, _ = loaded(saved("llama"), "bfloat16", use_dora=True)
     assert plain.adapter_notes == ()
+
+
+def test_experts_drop_out_and_the_config_is_one_that_peft_reads(saved: Saved, tmp_path: Path) -> None:
+    model, _ = loaded(saved("qwen3-moe"), "float32", r=4, lora_dropout=0.25)
+    rates = {layer.lora_dropout["default"].p for layer in model.modules() if hasattr(layer, "lora_A")}
+    assert rates == {0.25}
+    assert sum("experts" in name for name in trained_names(model, "lora_A")) == 4
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(saved("qwen3-moe"), dtype=torch.float32)
+    plain = peft.PeftModel.from_pretrained(base, tmp_path)
+    ids = torch.arange(1, 9)[None]
+    torch.testing.assert_close(model.eval()(ids).logits, plain.eval()(ids).logits)
 
 
 def test_settings_given_twice(saved: Saved) -> None:

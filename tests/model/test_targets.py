@@ -42,7 +42,10 @@ READ = {
         {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
         {"out_proj"},
     ),
-    "nemotron_h": ({"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}, {"out_proj"}),
+    "nemotron_h": (
+        {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "base_layer", "experts"},
+        {"out_proj"},
+    ),
     "bamba": (
         {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
         {"out_proj"},
@@ -112,10 +115,10 @@ def test_what_is_adapted_is_counted() -> None:
         f"4 stacked expert weights (down_proj, gate_up_proj: {experts:,} of {total:,} values); not on 2 routers "
         f"(gate: {routers} of {total:,} values): routers are adapted only where their names are given",
     )
-    assert adapted("qwen3_moe", lora_dropout=0.05).adapter_notes == (
+    assert adapted("qwen3_moe", lora_bias=True).adapter_notes == (
         f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {attention:,} of {total:,} values); not on "
         f"4 stacked expert weights (down_proj, gate_up_proj: {experts:,} of {total:,} values): PEFT cannot adapt them "
-        f"with lora_dropout 0.05; not on 2 routers (gate: {routers} of {total:,} values): routers are adapted only where "
+        f"with lora_bias True; not on 2 routers (gate: {routers} of {total:,} values): routers are adapted only where "
         "their names are given",
     )
     assert adapted("llama").adapter_notes == ()

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import attention
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -488,3 +489,8 @@ def without_cudnn_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_on)
+
+
+def forget_parametrized(module: nn.Module, name: str) -> None:
+    """Drop the value of a parametrized tensor that `torch.nn.utils.parametrize.cached` keeps."""
+    parametrize._cache.pop((id(module), name), None)

@@ -55,7 +55,7 @@ class NoAutocast:
     __slots__ = ("_device", "_was")
 
     def __init__(self, device: str) -> None:
-        self._device, self._was = device, torch.is_autocast_enabled(device)
+        self._device, self._was = device, device != "meta" and torch.is_autocast_enabled(device)
 
     def __enter__(self) -> None:
         if self._was:

@@ -16,7 +16,7 @@ from isotype.core.names import plural, starred
 from isotype.core.units import format_bytes
 from isotype.lora.adapted import why_not
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
-from isotype.lora.fused import Siblings, working_dtype
+from isotype.lora.fused import Siblings
 from isotype.lora.gated import gated_parts
 from isotype.lora.kernels import DEVICES, Kernel, Operation, chosen
 from isotype.lora.loops import elementwise
@@ -26,11 +26,16 @@ from isotype.lora.rotary import rotates
 from isotype.lora.weights import DenseWeights, shape_of
 from isotype.model.boundary import boundary_of
 from isotype.model.enforce import policy_of
+from isotype.model.experts.layer import FusedExperts, outermost, wrappers_of
+from isotype.model.experts.layer import put_in as put_experts_in
+from isotype.model.experts.layer import take_out as take_experts_out
+from isotype.model.experts.layer import why_not as why_not_experts
 from isotype.model.modes import in_evaluation
 from isotype.model.quantized import keep_training_layout
 from isotype.model.shard import free_gathered, is_gathered
 from isotype.model.walk import LINEAR_KINDS, is_tuner_layer, kind_of
 from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.precision.devices.simulated import working_dtype
 
 _TOKENS = 4
 
@@ -56,7 +61,8 @@ def same_input(
             for name, layer in layers.items():
                 stack.callback(layer.register_forward_pre_hook(_noting(calls, name)).remove)
             for module in model.modules():
-                if (is_tuner_layer(module) or kind_of(module) == "linear8bit") and _is_blank(module):
+                blank = is_tuner_layer(module) or kind_of(module) == "linear8bit"
+                if blank and not isinstance(module, FusedExperts) and _is_blank(module):
                     stack.enter_context(_blank(module))
             stack.enter_context(in_evaluation(model))
             model(**(_tokens(model) if inputs is None else inputs))
@@ -146,6 +152,7 @@ class FusionReport:
         rotary: names of the attention layers that rotate queries and keys in one function (on a CPU with a compiler, or a GPU that has a
             kernel for it), but for calls that rotate parts of heads or in several dtypes.
         kernels: on a GPU, each operation between the products -> the kernel that computes it, and why not another.
+        experts: names of the experts modules, adapters included, that compute in one function each.
     """
 
     fused: tuple[str, ...]
@@ -159,6 +166,7 @@ class FusionReport:
     copied_bytes: int = 0
     rotary: tuple[str, ...] = ()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -201,6 +209,9 @@ class FusionReport:
             lines.append(
                 f"gated: {plural(count, 'MLP')} ({gate}), whose product is formed again in the backward"
             )
+        if self.experts:
+            layers = plural(len(self.experts), "layer")
+            lines.append(f"experts: those of {layers} in one function a layer, adapters on activations")
         if self.norms:
             lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')} in one function each")
         if self.rotary:
@@ -258,8 +269,13 @@ def fuse(
         What was fused and what was not, and why.
     """
     unfuse(model)
-    layers = {n: m for n, m in model.named_modules() if is_tuner_layer(m) and hasattr(m, "lora_A")}
-    reasons = {name: why_not(layer) for name, layer in layers.items()}
+    experts, of_experts = _fuse_experts(model)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if is_tuner_layer(module) and hasattr(module, "lora_A") and not isinstance(module, FusedExperts)
+    }
+    reasons = {n: of_experts[id(m)] if id(m) in of_experts else why_not(m) for n, m in layers.items()}
     fused = {name: layer for name, layer in layers.items() if reasons[name] is None}
     for layer in fused.values():
         if kind_of(layer.get_base_layer()) == "linear4bit":
@@ -297,6 +313,7 @@ def fuse(
         weights.bytes,
         rotary,
         kernels,
+        experts,
     )
 
 
@@ -341,6 +358,20 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
         name: chosen(operation, parameter.device, dtype, detail)
         for name, (operation, detail) in operations.items()
     }
+
+
+def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
+    """(names of the adapted experts that now compute in one function, the wrapper of others -> why they do not)"""
+    fused: list[str] = []
+    left: dict[int, str] = {}
+    for name, outer in outermost(model):
+        wrappers = wrappers_of(outer)
+        if wrappers and (reason := why_not_experts(outer)) is not None:
+            left |= {id(wrapper): reason for wrapper in wrappers}
+        elif wrappers:
+            put_experts_in(outer)
+            fused.append(name)
+    return tuple(fused), left
 
 
 def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
@@ -404,6 +435,7 @@ def unfuse(model: nn.Module) -> None:
     attention: AttentionReport | None = model.__dict__.pop(_ATTENTION, None)
     if attention is not None:
         attention.undo()
+    take_experts_out(model)
     for module in model.modules():
         take_out(module)
 

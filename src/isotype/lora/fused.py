@@ -20,8 +20,7 @@ from isotype.lora.spec import Spec
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of
 from isotype.model.walk import kind_of
-from isotype.precision.devices.profile import this_cpu_emulates
-from isotype.precision.devices.simulated import is_emulated, simulates_cpu
+from isotype.precision.devices.simulated import simulates_cpu, working_dtype
 
 
 @dataclass(frozen=True)
@@ -46,17 +45,6 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
     if kind == "linear8bit":
         return (x.dtype if x.dtype.itemsize == 2 else torch.float16), x.dtype
     return base.weight.dtype, base.weight.dtype
-
-
-def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
-    """The dtype that products run in: `compute`, or float32 on a CPU that emulates it, many times slower.
-
-    A product of 16-bit numbers that is summed in float32 and rounded once is what the slow kernels give, too.
-    """
-    if x.device.type != "cpu":
-        return compute
-    slow = is_emulated(x, compute) if isinstance(x, FakeTensor) else this_cpu_emulates(compute)
-    return torch.float32 if slow else compute
 
 
 def _by_loops(working: torch.dtype, x: torch.Tensor) -> bool:

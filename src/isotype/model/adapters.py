@@ -16,6 +16,8 @@ from isotype.compat.hub import asking
 from isotype.compat.transformers import rename
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.enforce import enforce_model, policy_of
+from isotype.model.experts.layer import use_where_needed
+from isotype.model.experts.stack import seen_dense
 from isotype.model.heads import save_drawn, task_type_of
 from isotype.model.targets import choose_targets, what_is_adapted
 from isotype.model.walk import is_tuner_layer, places
@@ -63,23 +65,49 @@ def add_lora(
     remember_base(model, config)
     notes = (*getattr(model, "adapter_notes", ()), *save_drawn(model, config))
     targets = choose_targets(model, config)
-    if isinstance(model, peft.PeftModel):
-        model.add_adapter(adapter_name, config)
-        model.set_adapter(adapter_name)
-    else:
-        model.requires_grad_(False)
-        with warnings.catch_warnings():
-            # PEFT 0.21 asks transformers (5.23) for it by its former name (`PeftModel.__init__`).
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            model = peft.get_peft_model(model, config, adapter_name=adapter_name)
+    with seen_dense(model), _dropout_set_later(config) as rate:
+        if isinstance(model, peft.PeftModel):
+            model.add_adapter(adapter_name, config)
+            model.set_adapter(adapter_name)
+        else:
+            model.requires_grad_(False)
+            with warnings.catch_warnings():
+                # PEFT 0.21 asks transformers (5.23) for it by its former name (`PeftModel.__init__`).
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+                model = peft.get_peft_model(model, config, adapter_name=adapter_name)
+    if rate:
+        set_dropout(model, adapter_name, rate)
     left_out = what_is_adapted(model, targets, config)
     model.adapter_notes = (*notes, *left_out)
     if left_out and (targets.unable or targets.reads):
         warnings.warn("; ".join(left_out), stacklevel=2)
     save_policy_too(model)
     _magnitudes_again(model, adapter_name)
+    use_where_needed(model)
     enforce_model(model, policy)
     return model
+
+
+@contextmanager
+def _dropout_set_later(config: Any) -> Iterator[float]:
+    """Let PEFT see no dropout where a config names parameters, and yield the rate that its layers get then; 0 if they have it from PEFT.
+
+    PEFT 0.21 adapts no parameter under a config with dropout (`ParamWrapper`), and reads no such config of a saved adapter: the config
+    keeps 0, which says nothing about inference.
+    """
+    rate = (
+        float(getattr(config, "lora_dropout", 0) or 0) if getattr(config, "target_parameters", None) else 0.0
+    )
+    if rate:
+        config.lora_dropout = 0.0
+    yield rate
+
+
+def set_dropout(model: Any, adapter_name: str, rate: float) -> None:
+    """Give every LoRA layer of an adapter this dropout, those of experts too."""
+    for layer in model.modules():
+        if is_tuner_layer(layer) and adapter_name in getattr(layer, "lora_dropout", ()):
+            layer.lora_dropout[adapter_name] = torch.nn.Dropout(rate).train(layer.training)
 
 
 def remember_base(model: Any, config: Any) -> None:

@@ -12,7 +12,7 @@ import copy
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,12 +22,14 @@ from torch import nn
 from isotype.compat.peft import all_linear
 from isotype.core.grouping import grouped
 from isotype.core.names import EXPERT, plain_name, plural
+from isotype.model.experts.layer import DOWN, layout_of, outermost
+from isotype.model.experts.stack import quantized_stack, seen_dense
 from isotype.model.fold import repeats_of
 from isotype.model.heads import TRAINED_WHOLE, task_of
 from isotype.model.walk import is_tuner_layer, places
 
-_UNABLE = ("use_dora", "lora_dropout", "lora_bias")
-"""Settings that PEFT has for no parameter: it has no activation to drop out, no output to scale and no bias (`ParamWrapper`)."""
+_UNABLE = ("use_dora", "lora_bias")
+"""Settings that PEFT has for no parameter: no output to scale and no bias (`ParamWrapper`)."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,17 @@ def choose_targets(model: Any, config: Any) -> Targets:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     wide = str(config.target_modules).lower() == "all-linear"
     converted = copy.deepcopy(config)
-    convert_peft_config_for_transformers(converted, base, None)
+    with seen_dense(base):
+        convert_peft_config_for_transformers(converted, base, None)
+        if wide:
+            converted.target_parameters = _with_experts(base, converted.target_parameters)
     before, after = (set(getattr(each, "target_parameters", None) or ()) for each in (config, converted))
     experts = after - before
     unable = tuple(name for name in _UNABLE if experts and getattr(config, name, None))
     if unable:
         config.target_modules = converted.target_modules or config.target_modules
-    elif wide and experts:
-        converted.target_parameters = {name for name in converted.target_parameters if name != "gate.weight"}
+    elif experts:
+        converted.target_parameters = {name for name in after if not wide or name != "gate.weight"}
         for name in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"):
             setattr(config, name, getattr(converted, name))
     if not wide:
@@ -74,11 +79,24 @@ def choose_targets(model: Any, config: Any) -> Targets:
         for name in linear - reads.keys()
         if not any(f".{name}.".endswith(f".{each}.") for each in whole)
         and not _routes(base, name)
-        and (not experts or check_target_module_exists(converted, name))
+        and (isinstance(converted.target_modules, str) or check_target_module_exists(converted, name))
     }
     if kept != linear:
         config.target_modules = kept
     return Targets(True, unable, reads)
+
+
+def _with_experts(base: Any, names: Iterable[str] | None) -> set[str]:
+    """The targets among parameters, with the two weights of every experts module that can be computed with adapters."""
+    targets = set(names or ())
+    for path, module in outermost(base):
+        layout = layout_of(module)
+        weights = () if layout is None else (layout.up, DOWN)
+        for name in weights:
+            full = f"{path}.{name}"
+            if not any(f".{full}".endswith(f".{target}") for target in targets):
+                targets.add(f"{path.rpartition('.')[2]}.{name}")
+    return targets
 
 
 @dataclass(frozen=True)
@@ -144,6 +162,13 @@ def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
             continue
         if place.adapter or module is head or ".original_module" in place.name:
             continue
+        stacks = {own: quantized_stack(module, own) for own in getattr(module, "parametrizations", ())}
+        for own, stack in stacks.items():
+            if stack is not None:
+                has_adapter = (id(module), own) in adapted
+                yield _Weight(
+                    _STACKED, f"{name}.{own}", stack.shape.numel(), repeats[place.name], has_adapter, None
+                )
         for own, value in module.named_parameters(recurse=False):
             kind = _kind(base, place.name, module, own, value)
             if kind is not None:

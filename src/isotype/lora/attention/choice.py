@@ -16,7 +16,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.lora import measured
 from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.plan import Spec, block_rows, plan_of, plan_of_mask, spec_of
-from isotype.lora.fused import working_dtype
+from isotype.precision.devices.simulated import working_dtype
 
 REVISION = 5
 """Of the kernels: what was measured of former ones does not count."""

@@ -21,12 +21,12 @@ from isotype.compat.torch import PLAIN
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
 from isotype.lora import measured
-from isotype.lora.fused import working_dtype
 from isotype.lora.loss.log_probs import Precision, log_probs
 from isotype.lora.loss.logits import Head
 from isotype.lora.weights import dense
 from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of
+from isotype.precision.devices.simulated import working_dtype
 
 REVISION = 1
 """Of both functions: what was measured of former ones does not count."""

@@ -19,6 +19,7 @@ copied, and is pickled by its `state_dict` only, as torch wants it of every para
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from isotype.compat.bitsandbytes import dequantize_4bit
-from isotype.compat.torch import UncastBuffers, own_parameters
+from isotype.compat.swapped import Swapped
+from isotype.compat.torch import UncastBuffers, own_modules, own_parameters
 from isotype.core.formats import FORMATS
+from isotype.model.hooks import listening
 from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
 from isotype.model.walk import is_tuner_layer, places
 
@@ -217,12 +220,14 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 _KEPT: list[Any] = []
 
 
+@listening
 def _keep_dense(module: nn.Module, inputs: object) -> None:
     kept = parametrize.cached()
     kept.__enter__()
     _KEPT.append(kept)
 
 
+@listening
 def _drop_dense(module: nn.Module, inputs: object, output: object) -> None:
     if _KEPT:
         _KEPT.pop().__exit__(None, None, None)
@@ -264,6 +269,38 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
     state[f"{prefix}parametrizations.{name}.original"] = codes.view(codes_of(module, name).shape)
     for key, value in new.items():
         getattr(stack, key).copy_(value)
+
+
+@contextmanager
+def seen_dense(model: nn.Module) -> Iterator[None]:
+    """Show quantized stacks as dense parameters of their shape, dtype and device, without memory of their own.
+
+    PEFT (0.21) puts its wrappers around parametrized weights in another order than around plain ones (`_inject_parameters`), and the
+    tensors of an adapter's file are named by that order.
+    """
+    held: list[tuple[nn.Module, Any, Any]] = []
+    for module in list(model.modules()):
+        names = [name for name in getattr(module, "parametrizations", ()) if quantized_stack(module, name)]
+        if not names:
+            continue
+        lists: Any = own_modules(module)["parametrizations"]
+        cls: Any = type(module)
+        held.append((module, lists, cls))
+        plain: Any = cls.original if issubclass(cls, Swapped) else cls
+        del own_modules(module)["parametrizations"]
+        module.__class__ = plain.__bases__[0]  # as `parametrize.type_before_parametrizations` has it
+        for name in names:
+            stack: Any = lists[name][0]
+            blank = torch.empty((), dtype=stack.dtype, device=lists[name].original.device)
+            own_parameters(module)[name] = nn.Parameter(blank.expand(stack.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, lists, cls in held:
+            for name in lists:
+                del own_parameters(module)[name]
+            own_modules(module)["parametrizations"] = lists
+            module.__class__ = cls
 
 
 # ------------------------------------------------------------------------------------------------------ quantizing

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from isotype.compat.torch import FakeTensor, FakeTensorMode
-from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.devices.profile import DeviceProfile, this_cpu_emulates
 
 VALUE = "_isotype_value"
 """Attribute of a fake tensor whose value a trace knows."""
@@ -41,6 +41,17 @@ def simulates_cpu(fake: FakeTensor) -> bool:
 def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
     """Whether the CPU whose part `fake` takes has no instructions for products in `dtype`."""
     return isinstance(fake.fake_mode, SimulatedMode) and dtype in fake.fake_mode.emulated
+
+
+def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
+    """The dtype that products run in: `compute`, or float32 on a CPU that emulates it, many times slower.
+
+    A product of 16-bit numbers that is summed in float32 and rounded once is what the slow kernels give, too.
+    """
+    if x.device.type != "cpu":
+        return compute
+    slow = is_emulated(x, compute) if isinstance(x, FakeTensor) else this_cpu_emulates(compute)
+    return torch.float32 if slow else compute
 
 
 def has_value(fake: torch.Tensor) -> bool:

@@ -1,0 +1,103 @@
+"""Seconds of a training step of a mixture of experts with adapters on its experts, beside the same step with adapters on attention alone.
+
+A random Qwen3-MoE model; forward and backward of `--tokens` tokens on one thread, r 16, float32. Ways: `attention` (isotype.fuse, no
+adapters on experts), `isotype` (isotype.fuse, adapters on experts), `PEFT` (its own path, transformers' default experts) and `PEFT eager`.
+Every round runs each way once; the ratio is the median over rounds of a way's time to that of `attention` in the same round.
+
+Run: python benchmarks/experts.py [--experts 32] [--chosen 4] [--layers 4] [--width 512] [--tokens 512] [--storage none|nf4|int8]
+[--rounds 7] [--skip-peft]
+Prints a table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import isotype
+from isotype.model.experts.stack import place_stack, quantize_parts, stacked_weights
+
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def model_of(arguments: argparse.Namespace, way: str) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=arguments.width,
+        moe_intermediate_size=arguments.inner,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=arguments.width // 8,
+        num_experts=arguments.experts,
+        num_experts_per_tok=arguments.chosen,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    if way == "PEFT eager":
+        model.set_experts_implementation("eager")
+    if arguments.storage != "none":
+        for _, module, name in list(stacked_weights(model)):
+            weight = getattr(module, name).data
+            place_stack(
+                module, name, *quantize_parts([weight], weight.shape, arguments.storage, torch.float32)
+            )
+    policy = isotype.resolve_precision(model, dtype="float32", device="cpu")
+    targets: Any = _ATTENTION if way == "attention" else "all-linear"
+    model = isotype.add_lora(model, policy, r=16, lora_alpha=16, target_modules=targets)
+    if not way.startswith("PEFT"):
+        isotype.fuse(model)
+    return model.train()
+
+
+def seconds(model: Any, ids: torch.Tensor) -> float:
+    began = time.perf_counter()
+    model(input_ids=ids, labels=ids).loss.backward()
+    taken = time.perf_counter() - began
+    model.zero_grad(set_to_none=True)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (
+        ("experts", 32),
+        ("chosen", 4),
+        ("layers", 4),
+        ("width", 512),
+        ("inner", 256),
+        ("tokens", 512),
+        ("rounds", 7),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--storage", default="none", choices=("none", "nf4", "int8"))
+    parser.add_argument("--skip-peft", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    ways = ["attention", "isotype"] + ([] if arguments.skip_peft else ["PEFT", "PEFT eager"])
+    models = {way: model_of(arguments, way) for way in ways}
+    ids = torch.randint(1024, (1, arguments.tokens), generator=torch.Generator().manual_seed(0))
+    for model in models.values():
+        seconds(model, ids)
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(arguments.rounds):
+        for way, model in models.items():
+            taken[way].append(seconds(model, ids))
+    print(f"{'way':<12} {'seconds':>8} {'ratio':>6}  range")
+    rows = {}
+    for way, times in taken.items():
+        ratios = sorted(a / b for a, b in zip(times, taken["attention"], strict=True))
+        rows[way] = {"seconds": statistics.median(times), "ratio": statistics.median(ratios)}
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        print(f"{way:<12} {rows[way]['seconds']:>8.3f} {rows[way]['ratio']:>6.2f}  {spread}")
+    print(json.dumps({"setup": vars(arguments), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+"""The experts of one layer and their LoRA adapters as one autograd function.
+
+Each token t goes to experts e with routing weights w. With adapters a of each product (s the scaling, drop dropout):
+
+    h = x U_e + b_e + Σ_a s_a (drop_a(x) A_ae) B_ae          gate and up side by side, or up alone
+    y = g(h) V_e + c_e + Σ_a s_a (drop_a(g(h)) A'_ae) B'_ae    g: the gated product, or the activation
+    out_t = Σ_e w_te y_te
+
+The tokens are sorted by expert once. Adapters act on activations: no delta of an expert's weight is formed, and only experts that
+tokens reach are read. The experts are taken a few at a time, so that no more than these are dense where the weights are stored quantized.
+
+The backward keeps x, h and the small products with A. It forms g(h) again, and the gradient of w without y:
+∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, V' with the adapter. Dropout is drawn again from its seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from isotype.compat.torch import FakeTensor
+from isotype.core.dtypes import NoAutocast
+from isotype.precision.devices.simulated import simulates_cpu
+
+_DENSE_BYTES = 1 << 28
+"""Bytes of dense weights that a GPU holds at a time, of experts that are stored in another form."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One active adapter of a product.
+
+    Attributes:
+        scale: alpha / r, or alpha / sqrt(r) of rsLoRA.
+        dropout: probability; 0 in evaluation.
+    """
+
+    scale: float
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the two products of every expert.
+
+    Attributes:
+        weights: the dense weights `[stop - start, d1, d2]` of the experts `start` to `stop`.
+        inputs_first: whether d1 is the number of inputs: x W; otherwise x Wᵀ.
+        adapters: the active ones.
+        bytes: of one expert's dense weight where it is stored in another form; 0 where it is stored dense.
+        bias: `[experts, out]`, frozen; None for none.
+    """
+
+    weights: Callable[[int, int], torch.Tensor]
+    inputs_first: bool
+    adapters: tuple[Adapter, ...] = ()
+    bytes: int = 0
+    bias: torch.Tensor | None = None
+
+    def matrices(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """The weights `[stop - start, in, out]` of these experts in a dtype."""
+        dense = self.weights(start, stop).to(dtype)
+        return dense if self.inputs_first else dense.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What one call computes.
+
+    Attributes:
+        up: the product with the gate and up weights.
+        down: the product with the down weights.
+        gate: what is between them, of h `[rows, …]`.
+        compute: dtype that h is kept in.
+        working: dtype of the products.
+        count: number of experts.
+        normed: what is done to y `[rows, out]` before it is weighted; None for nothing.
+    """
+
+    up: Product
+    down: Product
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    compute: torch.dtype
+    working: torch.dtype
+    count: int
+    normed: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def summed(self) -> torch.dtype:
+        """The dtype that the outputs of a token's experts are summed in."""
+        return torch.promote_types(self.working, torch.float32)
+
+
+def experts_output(
+    spec: Experts,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    scores: torch.Tensor | None,
+    factors: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """The weighted sum of the experts' outputs for every token, `[tokens, out]` in the dtype of `x`.
+
+    Args:
+        spec: what to compute.
+        x: `[tokens, in]`, any float dtype.
+        index: `[tokens, k]` integers: the experts that each token goes to; numbers from `spec.count` on stand for none.
+        scores: `[tokens, k]` the routing weights, any float dtype; None: all 1.
+        factors: of each adapter of `up`, then of `down`: A `[experts, in, r]` and B `[experts, r, out]`, in any float dtype and layout.
+    """
+    kept = torch.is_grad_enabled()
+    # Drawn by the CPU's generator, whose state gradient checkpointing restores: no device has to be waited for.
+    drops = any(adapter.dropout for adapter in (*spec.up.adapters, *spec.down.adapters))
+    seed = int(torch.randint(2**31, ()).item()) if drops else 0
+    result: torch.Tensor = _Experts.apply(spec, kept, seed, x, index, scores, *factors)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Experts `first` to `stop` and their rows `begin` to `end` among all that are sorted by expert.
+
+    `offsets`: where the rows of each of several experts end, int32, counted from `begin`; None of one expert.
+    """
+
+    first: int
+    stop: int
+    begin: int
+    end: int
+    offsets: torch.Tensor | None
+
+    def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """`rows` `[n, in]` times each row's expert's matrix `[experts, in, out]`."""
+        if self.offsets is None:
+            return rows @ matrices[0]
+        return functional.grouped_mm(rows, matrices, offs=self.offsets)
+
+    def write_outer(self, out: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Write leftᵀ right of each expert's rows into its part of `out` `[experts of the layer, in, out]`, if it is wanted."""
+        if out is None:
+            return
+        if self.offsets is not None:
+            out[self.first : self.stop] = functional.grouped_mm(left.t(), right, offs=self.offsets)
+        elif out.dtype == left.dtype:
+            torch.mm(left.t(), right, out=out[self.first])
+        else:
+            out[self.first] = left.t() @ right
+
+    def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
+        """A vector of each row's expert, `[n, out]` or `[1, out]`, of `[experts, out]` of the whole layer."""
+        own = per_expert[self.first : self.stop]
+        if self.offsets is None:
+            return own
+        sizes = torch.diff(self.offsets, prepend=self.offsets.new_zeros(1))
+        return own.repeat_interleave(sizes, dim=0, output_size=self.end - self.begin)
+
+
+def _sorted(
+    spec: Experts, x: torch.Tensor, index: torch.Tensor, factors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[_Group]]:
+    """(the places in `index` sorted by expert, the groups of experts that are computed together)"""
+    flat = index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    if isinstance(x, FakeTensor) or x.is_meta:
+        counts = _balanced(flat.numel(), spec.count)
+    else:
+        counts = torch.bincount(flat, minlength=spec.count)[: spec.count].tolist()
+    alone = simulates_cpu(x) if isinstance(x, FakeTensor) else x.device.type == "cpu"
+    return order, list(_groups(spec, counts, x.device, alone=alone or not _can_be_grouped(spec, x, factors)))
+
+
+_ALIGNED = 16
+"""Bytes that strides of the operands of torch's grouped product are multiples of."""
+
+
+def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
+    """Whether torch's grouped product takes several experts at once: not in float64, and no odd ranks and widths."""
+    sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
+    for product in (spec.up, spec.down):
+        sizes += product.weights(0, 1).shape[1:] if not product.bytes else ()
+    return spec.working.itemsize <= 4 and not any(size * spec.working.itemsize % _ALIGNED for size in sizes)
+
+
+def _balanced(rows: int, experts: int) -> list[int]:
+    """The rows of each expert where a router spreads them evenly."""
+    share, more = divmod(rows, experts)
+    return [share + (expert < more) for expert in range(experts)]
+
+
+def _groups(spec: Experts, counts: list[int], device: torch.device, *, alone: bool) -> Iterator[_Group]:
+    ends = [0, *accumulate(counts)]
+    bytes_each = max(spec.up.bytes, spec.down.bytes)
+    together = 1 if alone else max(1, _DENSE_BYTES // bytes_each) if bytes_each else spec.count
+    for first in range(0, spec.count, together):
+        stop = min(first + together, spec.count)
+        begin, end = ends[first], ends[stop]
+        if begin == end:
+            continue
+        offsets = None
+        if stop - first > 1:
+            offsets = torch.tensor([each - begin for each in ends[first + 1 : stop + 1]], dtype=torch.int32)
+            offsets = offsets.to(device, non_blocking=True)
+        yield _Group(first, stop, begin, end, offsets)
+
+
+@dataclass(frozen=True)
+class _Low:
+    """An adapter of one product, its tensors in the working dtype.
+
+    `a` `[experts, in, r]`, `b` `[experts, r, out]`; `place`: of A among all factors; `seed`: its dropout is drawn from it.
+    """
+
+    adapter: Adapter
+    a: torch.Tensor
+    b: torch.Tensor
+    place: int
+    seed: int
+
+    def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
+        """What dropout leaves of the rows of a group, scaled up; of a gradient as of an input."""
+        probability = self.adapter.dropout
+        if not probability:
+            return rows
+        generator = torch.Generator(rows.device)
+        generator.manual_seed(self.seed + group.first)
+        kept = torch.empty_like(rows).bernoulli_(1 - probability, generator=generator)
+        return rows * kept.div_(max(1 - probability, torch.finfo(rows.dtype).tiny))
+
+    def down(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
+        """drop(rows) A, `[n, r]`."""
+        return group.product(self.dropped(rows, group), self.a[group.first : group.stop])
+
+    def add_up(self, out: torch.Tensor, hidden: torch.Tensor, group: _Group) -> None:
+        """Add s hidden B to `out` `[n, out]`."""
+        own = self.b[group.first : group.stop]
+        if group.offsets is None:
+            out.addmm_(hidden, own[0], alpha=self.adapter.scale)
+        else:
+            out.add_(group.product(hidden, own), alpha=self.adapter.scale)
+
+    def through(
+        self,
+        rows: torch.Tensor,
+        d_rows: torch.Tensor,
+        hidden: torch.Tensor,
+        d_out: torch.Tensor,
+        group: _Group,
+        weighted: torch.Tensor | None,
+        gradients: list[torch.Tensor | None],
+    ) -> None:
+        """Add to `d_rows` the gradient of `rows` by way of this adapter, and write those of A and B.
+
+        `weighted`: what the gradient `d_out` has to be multiplied by, row by row, for those of A and B.
+        """
+        own = slice(group.first, group.stop)
+        d_hidden = group.product(d_out, self.b[own].transpose(1, 2)).mul_(self.adapter.scale)
+        d_rows.add_(self.dropped(group.product(d_hidden, self.a[own].transpose(1, 2)), group))
+        hidden = hidden * (self.adapter.scale if weighted is None else self.adapter.scale * weighted)
+        d_hidden = d_hidden if weighted is None else d_hidden * weighted
+        d_a, d_b = gradients[self.place : self.place + 2]
+        group.write_outer(d_a, self.dropped(rows, group), d_hidden.to(rows.dtype))
+        group.write_outer(d_b, hidden.to(d_out.dtype), d_out)
+
+
+def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
+    """`[experts, m, n]` such that a product reads each matrix as it lies."""
+    if 1 in factor.stride()[1:]:
+        return factor
+    rows_first = factor.stride(1) >= factor.stride(2)
+    turned = factor if rows_first else factor.mT
+    # With experts innermost, as PEFT's lora_B has them, this is the transpose of one matrix, which torch copies by blocks.
+    matrices = turned.flatten(1).contiguous().view(turned.shape)
+    return matrices if rows_first else matrices.mT
+
+
+def _gradient_of(factor: torch.Tensor) -> torch.Tensor:
+    """Zeros for the gradient of a factor, laid out as `_as_matrices` lays out the factor."""
+    rows_first = factor.stride(1) >= factor.stride(2)
+    shape = factor.shape if rows_first else factor.mT.shape
+    zeros = factor.new_zeros(shape)
+    return zeros if rows_first else zeros.mT
+
+
+def _lows(spec: Experts, factors: Sequence[torch.Tensor], seed: int) -> tuple[list[_Low], list[_Low]]:
+    lows = []
+    for number, adapter in enumerate((*spec.up.adapters, *spec.down.adapters)):
+        a, b = (_as_matrices(each.to(spec.working)) for each in factors[2 * number : 2 * number + 2])
+        lows.append(_Low(adapter, a, b, 2 * number, seed + number * spec.count))
+    return lows[: len(spec.up.adapters)], lows[len(spec.up.adapters) :]
+
+
+def _times(spec: Experts, product: Product, rows: torch.Tensor, group: _Group) -> torch.Tensor:
+    out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
+    return out if product.bias is None else out.add_(group.each_row(product.bias).to(out.dtype))
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        spec: Experts,
+        kept: bool,
+        seed: int,
+        x: torch.Tensor,
+        index: torch.Tensor,
+        scores: torch.Tensor | None,
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        with NoAutocast(x.device.type):
+            order, groups = _sorted(spec, x, index, factors)
+            ups, downs = _lows(spec, factors, seed)
+            tokens, weights = order // index.shape[-1], None
+            if scores is not None:
+                weights = scores.reshape(-1)[order].to(spec.summed)[:, None]
+            out: torch.Tensor | None = None
+            saved: list[torch.Tensor] = []
+            for group in groups:
+                at = tokens[group.begin : group.end]
+                rows = x[at].to(spec.working)
+                hidden = [low.down(rows, group) for low in ups]
+                h = _times(spec, spec.up, rows, group)
+                for low, each in zip(ups, hidden, strict=True):
+                    low.add_up(h, each, group)
+                h = h.to(spec.compute)
+                a = spec.gate(h).to(spec.working)
+                small = [low.down(a, group) for low in downs]
+                y = _times(spec, spec.down, a, group)
+                for low, each in zip(downs, small, strict=True):
+                    low.add_up(y, each, group)
+                if spec.normed is not None:
+                    y = spec.normed(y.to(spec.compute))
+                y = y.to(spec.summed)
+                if out is None:
+                    out = y.new_zeros(x.shape[0], y.shape[1])
+                out.index_add_(0, at, y if weights is None else y * weights[group.begin : group.end])
+                if kept:
+                    saved += [h, *hidden, *small]
+            ctx.spec, ctx.seed, ctx.groups, ctx.k = spec, seed, groups, index.shape[-1]
+            ctx.shape = None if scores is None else scores.shape
+            ctx.save_for_backward(x, order, scores, *factors, *saved)
+            return (x.new_zeros(x.shape) if out is None else out).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
+        spec: Experts = ctx.spec
+        x, order, scores, *rest = ctx.saved_tensors
+        adapters = len(spec.up.adapters) + len(spec.down.adapters)
+        factors, saved = rest[: 2 * adapters], rest[2 * adapters :]
+        gradients = [
+            _gradient_of(each) if needed else None
+            for each, needed in zip(factors, ctx.needs_input_grad[6:], strict=True)
+        ]
+        with NoAutocast(x.device.type):
+            ups, downs = _lows(spec, factors, ctx.seed)
+            tokens, weights, d_weights = order // ctx.k, None, None
+            if scores is not None:
+                weights = scores.reshape(-1)[order].to(spec.summed)[:, None]
+                d_weights = weights.new_zeros(order.shape)
+            d_x = x.new_zeros(x.shape, dtype=spec.summed) if ctx.needs_input_grad[3] else None
+            step = 1 + adapters
+            for number, group in enumerate(ctx.groups):
+                h, *low = saved[number * step : (number + 1) * step]
+                at, own = tokens[group.begin : group.end], slice(group.begin, group.end)
+                d_y = d_out[at]
+                weight = None if weights is None else weights[own]
+                with torch.enable_grad():
+                    leaf = h.detach().requires_grad_()
+                    gated = spec.gate(leaf)
+                a = gated.detach().to(spec.working)
+                small = low[len(ups) :]
+                if spec.normed is not None:
+                    d_y, d_weight = _through_norm(spec, downs, small, a, d_y, group, weight)
+                    weight = None
+                    d_a, _ = _through_down(spec, downs, small, a, d_y, group, weight, gradients)
+                else:
+                    d_a, d_weight = _through_down(
+                        spec, downs, small, a, d_y.to(spec.working), group, weight, gradients
+                    )
+                if d_weights is not None:
+                    d_weights[own] = d_weight
+                (d_h,) = torch.autograd.grad(gated, leaf, d_a.to(gated.dtype))
+                d_h = d_h.to(spec.working)
+                rows = x[at].to(spec.working)
+                d_rows = group.product(
+                    d_h, spec.up.matrices(group.first, group.stop, spec.working).transpose(1, 2)
+                )
+                for each, hidden in zip(ups, low, strict=False):
+                    each.through(rows, d_rows, hidden, d_h, group, None, gradients)
+                if d_x is not None:
+                    d_x.index_add_(0, at, d_rows.to(spec.summed))
+        d_scores = None
+        if d_weights is not None and ctx.needs_input_grad[5]:
+            flat = torch.empty_like(d_weights)
+            flat[order] = d_weights
+            d_scores = flat.view(ctx.shape).to(scores.dtype)
+        return None, None, None, None if d_x is None else d_x.to(x.dtype), None, d_scores, *gradients
+
+
+def _through_down(
+    spec: Experts,
+    downs: Sequence[_Low],
+    small: Sequence[torch.Tensor],
+    a: torch.Tensor,
+    d_y: torch.Tensor,
+    group: _Group,
+    weight: torch.Tensor | None,
+    gradients: list[torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(the gradient of g(h), that of the routing weights) of a group, from the gradient of its weighted rows before they are weighted."""
+    matrices = spec.down.matrices(group.first, group.stop, spec.working)
+    d_a = group.product(d_y, matrices.transpose(1, 2))
+    for low, hidden in zip(downs, small, strict=True):
+        low.through(a, d_a, hidden, d_y, group, weight, gradients)
+    if weight is None:
+        return d_a, None
+    d_weight = (d_a.to(spec.summed) * a).sum(1)
+    if spec.down.bias is not None:
+        d_weight += (d_y.to(spec.summed) * group.each_row(spec.down.bias)).sum(1)
+    return d_a * weight.to(d_a.dtype), d_weight
+
+
+def _through_norm(
+    spec: Experts,
+    downs: Sequence[_Low],
+    small: Sequence[torch.Tensor],
+    a: torch.Tensor,
+    d_out: torch.Tensor,
+    group: _Group,
+    weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(the gradient of y, that of the routing weights) where y is normed before it is weighted: y is formed again."""
+    assert spec.normed is not None, "asked of normed experts only"
+    y = _times(spec, spec.down, a, group)
+    for low, hidden in zip(downs, small, strict=True):
+        low.add_up(y, hidden, group)
+    with torch.enable_grad():
+        leaf = y.to(spec.compute).detach().requires_grad_()
+        normed = spec.normed(leaf)
+    d_normed = d_out if weight is None else d_out * weight.to(d_out.dtype)
+    (d_y,) = torch.autograd.grad(normed, leaf, d_normed.to(normed.dtype))
+    d_weight = None if weight is None else (d_out.to(spec.summed) * normed.detach()).sum(1)
+    return d_y.to(spec.working), d_weight
