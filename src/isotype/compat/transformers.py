@@ -386,3 +386,13 @@ def calling_trainer() -> Any:
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
+
+
+def gate_of(experts: Any) -> Any:
+    """What an experts module of transformers' interface does between its products, of gate and up side by side; None of another module."""
+    return getattr(experts, "_apply_gate", None)
+
+
+def has_parallel_experts(experts: Any) -> bool:
+    """Whether a process holds some of the module's experts only."""
+    return bool(getattr(experts, "_is_expert_parallel", False))

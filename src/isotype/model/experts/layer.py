@@ -7,7 +7,6 @@ expert (`lora/layer.py`). A wrapper that is swapped reads the wrappers below it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -16,14 +15,15 @@ import torch
 from torch import nn
 
 from isotype.compat.accelerate import HOOK
+from isotype.compat.peft import PARAMETER_WRAPPER_REPAIRS, takes_outputs_first
 from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.compat.torch import (
-    forget_parametrized,
     forward_hooks,
     forward_pre_hooks,
     is_transformed,
     own_parameters,
 )
+from isotype.compat.transformers import gate_of, has_parallel_experts
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.errors import PrecisionError
 from isotype.model.boundary import Boundary
@@ -62,9 +62,9 @@ def layout_of(module: nn.Module) -> Layout | None:
     cls: Any = type(module)
     if any(each.__name__ == "Llama4TextExperts" for each in cls.__mro__):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
-    if not hasattr(cls, "_apply_gate") or not hasattr(module, "has_gate"):
+    if gate_of(module) is None or not hasattr(module, "has_gate"):
         return None
-    if getattr(module, "_is_expert_parallel", False):
+    if has_parallel_experts(module):
         return None
     up = _GATED if module.has_gate else _UP
     return Layout(up, bool(module.is_transposed), bool(module.has_bias), bool(module.has_post_expert_norm))
@@ -177,29 +177,10 @@ def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.plain.merge(self, *args, **kwargs)
 
 
-# Of a weight that has a parametrization of its own, PEFT 0.21 reads the value that torch has cached before it adds the adapter's
-# (`ParamWrapper._activate_lora`), and leaves the `_LoraFactorsProxy` of a single adapter on it (`_remove_parametrizations`).
-# tests/model/experts/test_layer.py says when these two can go.
-@contextmanager
-def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
-    with self.plain._activate_lora(self, active_adapters):
-        forget_parametrized(self.get_base_layer(), self.parameter_name)
-        yield
-
-
-def _remove_parametrizations(self: Any) -> None:
-    base, name = self.get_base_layer(), self.parameter_name
-    if len(base.parametrizations[name]) > 1:
-        del base.parametrizations[name][-1]
-    else:
-        self.plain._remove_parametrizations(self)
-
-
 _WRAPPER_MEMBERS: Mapping[str, Callable[..., Any]] = {
     "forward": _forward_adapted,
     "merge": _merge,
-    "_activate_lora": _activate_lora,
-    "_remove_parametrizations": _remove_parametrizations,
+    **PARAMETER_WRAPPER_REPAIRS,
 }
 _BASE_MEMBERS: Mapping[str, Callable[..., Any]] = {"forward": _forward_base}
 
@@ -279,7 +260,7 @@ def _computed(outer: Any, x: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Ten
         each = torch.arange(count, device=x.device)
         index, scores = each.repeat_interleave(rows.shape[0] // count)[:, None], None
     compute = autocast_dtype(x.device.type) or _dtype(base, DOWN)
-    gate = base._apply_gate if hasattr(base, "_apply_gate") and layout.up == _GATED else base.act_fn
+    gate = gate_of(base) if layout.up == _GATED and layout.routed else base.act_fn
     if not layout.routed:
         gate = partial(_gated, base.act_fn)
     normed = base.post_expert_norm if layout.normed else None
@@ -331,6 +312,6 @@ def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[t
         outputs = second.shape[0]
         second = second.reshape(-1, wrapper.num_experts).t().unflatten(1, (outputs, -1))
         # The delta is `second first` of the weight as it lies, or of its transpose where PEFT takes the layout as [in, out].
-        pair = (second, first) if wrapper._did_swap_in_out_features else (first.mT, second.mT)
+        pair = (second, first) if takes_outputs_first(wrapper) else (first.mT, second.mT)
         tensors += pair if layout.inputs_first else (pair[1].mT, pair[0].mT)
     return tuple(adapters), tensors
