@@ -137,3 +137,60 @@ def test_patches_are_counted_with_the_tests_that_exist(tmp_path: Path) -> None:
     )
     found = patched(tmp_path / "tests", page)
     assert found == (Patched("a", "tests/test_it.py::test_one"), Patched("b", ""))
+
+
+FOLLOWED = {
+    "room/run.py": """
+        from isotype.room.keeper import Keeper, Plain
+        def run(value, other):
+            keeper = Keeper(value)
+            hidden(keeper, other)
+            other.only_here(value)
+            other.append(value)
+        def hidden(keeper, other):
+            return None
+        """,
+    "room/keeper.py": """
+        from isotype.room.helper import Helper
+        class Keeper:
+            def __init__(self, value):
+                self.kept, self.helper = value, None
+                self.helper = Helper()
+            def on_step_end(self):
+                self.helper.take(self.kept)
+            def on_log(self):
+                return 1
+        class Plain:
+            pass
+        """,
+    "room/helper.py": """
+        class Helper:
+            def take(self, what):
+                return what.name
+        class Other:
+            def only_here(self, value):
+                return value.name
+            def append(self, value):
+                return value.name
+        """,
+}
+"""A callback that another library calls, an attribute whose class only its constructor tells, a method that nothing types."""
+
+
+def test_attributes_of_self_and_untyped_methods_of_the_folder_are_followed(tmp_path: Path) -> None:
+    result = walk(written(tmp_path, FOLLOWED), "isotype.room.run:run", "value")
+    assert {stop for stop in result.stops if stop[0] != "isotype.room.run:run"} == {
+        ("isotype.room.helper:Helper.take", "what"),
+        ("isotype.room.helper:Other.only_here", "value"),  # and not `append`, which is a list's
+        ("isotype.room.keeper:Keeper.__init__", "value"),
+        ("isotype.room.keeper:Keeper.on_step_end", "self"),
+    }
+
+
+def test_a_climb_is_a_result_in_another_module(tmp_path: Path) -> None:
+    files = {
+        "room/run.py": "from isotype.room.up import up\ndef run(value):\n    return up(value)\n",
+        "room/up.py": "def up(value):\n    return same(value)\ndef same(value):\n    return value\n",
+    }
+    result = walk(written(tmp_path, files), "isotype.room.run:run", "value")
+    assert result.climbs == [("isotype.room.up:up", "isotype.room.run")]

@@ -48,6 +48,11 @@ class Module:
     text: str
     tree: ast.Module = field(repr=False)
 
+    @property
+    def folder(self) -> str:
+        """The package that it is in."""
+        return self.name.rpartition(".")[0]
+
     @cached_property
     def imports(self) -> dict[str, str]:
         """What each imported name stands for: `isotype.core.dtypes.name_of`, `torch._C`."""
@@ -93,6 +98,15 @@ class Sources:
             if name in self.functions or name in self.classes:
                 return name
         return None
+
+    @cached_property
+    def methods_by_folder(self) -> dict[tuple[str, str], list[Function]]:
+        """`(folder, name)` -> the methods of that name."""
+        methods: dict[tuple[str, str], list[Function]] = {}
+        for known in self.classes.values():
+            for name, method in known.methods.items():
+                methods.setdefault((self.modules[known.module].folder, name), []).append(method)
+        return methods
 
     def method(self, owner: str, name: str) -> Function | None:
         """A method of a class or of one of its bases that are ours."""

@@ -54,6 +54,7 @@ class Structure:
     Attributes:
         files: modules that each walk meets, by the name of the walk.
         stops: how many functions and parameters each walk meets.
+        climbs: how many functions hand it back up into another module.
         borders: by pair of wings, what the first imports from the second, and the modules that do.
         private: uses of other libraries' private names outside of `compat/`.
         patched: what is changed in other libraries, and whether a test tells when it is no longer needed or no longer fits.
@@ -63,6 +64,7 @@ class Structure:
 
     files: Mapping[str, tuple[str, ...]]
     stops: Mapping[str, int]
+    climbs: Mapping[str, int]
     borders: Mapping[tuple[str, str], Mapping[str, tuple[str, ...]]]
     private: tuple[PrivateName, ...]
     patched: tuple[Patched, ...]
@@ -98,6 +100,7 @@ def structure(sources: Sources) -> Structure:
     return Structure(
         files={what: tuple(each.files) for what, each in walks.items()},
         stops={what: len(each.stops) for what, each in walks.items()},
+        climbs={what: len(each.climbs) for what, each in walks.items()},
         borders=borders(sources),
         private=tuple(private_names(sources)),
         patched=patched(ROOT / "tests"),
@@ -165,7 +168,10 @@ def table(figures: Structure) -> str:
     tested = sum(bool(each.test) for each in figures.patched)
     rows = [
         *(
-            (f"files met from {what}", f"{len(files)} ({figures.stops[what]} stops)")
+            (
+                f"files met from {what}",
+                f"{len(files)} ({figures.stops[what]} stops, {figures.climbs[what]} climbs)",
+            )
             for what, files in figures.files.items()
         ),
         *(

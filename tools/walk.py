@@ -5,7 +5,9 @@ A *stop* is a function with the parameter that receives the value. From a stop t
 - a call of a function, a method or a class of ours that it is passed to (`functools.partial` and `dataclasses.replace` count
   as calls; a method is found by the class of `self`, of an annotation, of a constructor's result, or of a field),
 - assignments, tuples, conditional expressions, `with … as`, and what a function of ours returns or yields of it,
-- the field of a record or attribute of `self` that it is put into: whoever gets the record is a stop where it reads that field,
+- the field of a record or attribute of `self` that it is put into: whoever gets the record is a stop where it reads that field, and so
+  is every method of its class, whoever calls it (a hook's and a callback's caller is another library),
+- a method whose object has no known class, where one class alone in the folder has a method of that name,
 - an attribute that is read of it (`settings.model`, `model.config`), a text, path or container made of it.
 
 Names in nested functions and lambdas belong to the function around them. Not followed: elements, results of other libraries'
@@ -20,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path as FilePath
 
 from tools.sources import Function, Sources, dotted_name
 
@@ -57,6 +60,14 @@ class Walk:
         if not paths <= self.results[name]:
             self.results[name] |= paths
             self.waiting |= self.readers[name]
+            self.keep(name, self.results[name])
+
+    def keep(self, name: str, paths: set[Path]) -> None:
+        """An object of a class has the value in its attributes, which all of its methods may read."""
+        known = self.sources.classes.get(name)
+        for method in known.methods.values() if known is not None and paths else ():
+            if method.parameters[:1] == ("self",) and not method.name.endswith(".__init__"):
+                self.arrive(method, "self", paths)
 
     def ask(self, name: str, reader: str) -> set[Path]:
         """What a function returns, or a class keeps, as far as it is known."""
@@ -72,6 +83,20 @@ class Walk:
     def files(self) -> list[str]:
         """The modules with a stop."""
         return sorted({self.sources.functions[function].module for function, _ in self.stops})
+
+    @property
+    def climbs(self) -> list[tuple[str, str]]:
+        """(function, module) where a function hands what it has of the value back up into another module."""
+        functions = self.sources.functions
+        return sorted(
+            {
+                (name, functions[reader].module)
+                for name, paths in self.results.items()
+                if paths and name in functions
+                for reader in self.readers[name]
+                if functions[reader].module != functions[name].module
+            }
+        )
 
 
 def walk(sources: Sources, function: str, parameter: str) -> Walk:
@@ -187,9 +212,9 @@ class _Reader:
                     return None
                 annotation = known.fields.get(attribute)
                 method = known.methods.get(attribute)
-                return _Typed(self.sources, known.module).of(
-                    annotation or (method.node.returns if method else None)
-                )
+                typed = _Typed(self.sources, known.module)
+                written = annotation or (method.node.returns if method else None)
+                return typed.of(written) if written is not None else typed.kept(known.node, attribute)
             case ast.Call(func=function):
                 callee = self._callee(function)
                 if callee in self.sources.classes:
@@ -209,9 +234,19 @@ class _Reader:
             owner = self._type(function.value)
             if isinstance(function.value, ast.Call) and dotted_name(function.value.func) == "super":
                 return self._above(function.attr)
-            method = self.sources.method(owner, function.attr) if owner is not None else None
-            return method.name if method is not None else None
+            if owner is not None:
+                method = self.sources.method(owner, function.attr)
+                return method.name if method is not None else None
+            return self._only_method(function)
         return None
+
+    def _only_method(self, function: ast.Attribute) -> str | None:
+        """The method of a name that one class alone in this folder has, and none of Python's own types."""
+        head = (dotted_name(function.value) or "").split(".")[0]
+        if head in self.module.imports or function.attr in _OF_PYTHON:
+            return None
+        here = self.sources.methods_by_folder.get((self.module.folder, function.attr), [])
+        return here[0].name if len(here) == 1 else None
 
     def _above(self, name: str) -> str | None:
         own = self.sources.classes.get(self.function.owner or "")
@@ -286,9 +321,7 @@ class _Reader:
             held = self.result.ask(callee, self.function.name)
             if init.owner is not None:
                 held |= self.result.ask(init.owner, self.function.name)
-        for method in self.sources.classes[callee].methods.values():
-            if method.name.rpartition(".")[2] in _IMPLICIT and held:
-                self.result.arrive(method, "self", held)
+        self.result.keep(callee, held)
         return held
 
     def _arrive_all(
@@ -313,6 +346,7 @@ def _positional(function: Function) -> tuple[str, ...]:
     return ("", *function.parameters) if static else function.parameters
 
 
+_OF_PYTHON = frozenset(name for kind in (str, list, dict, set, FilePath, bytes) for name in dir(kind))
 _CONVERTERS = frozenset({"str", "Path", "cast", "dict", "list", "tuple"})
 _READ = (
     ast.Assign,
@@ -324,9 +358,6 @@ _READ = (
     ast.YieldFrom,
     ast.Call,
     ast.Attribute,
-)
-_IMPLICIT = frozenset(
-    {"__post_init__", "__enter__", "__exit__", "__call__", "__torch_dispatch__", "__torch_function__"}
 )
 
 
@@ -342,4 +373,21 @@ class _Typed:
             dotted = dotted_name(node)
             if dotted and (name := self.sources.definition(module, dotted)) in self.sources.classes:
                 return name
+        return None
+
+    def kept(self, owner: ast.ClassDef, attribute: str) -> str | None:
+        """The class of ours of an attribute that a method sets: by the constructor that is called, or the parameter's annotation."""
+        for method in owner.body:
+            if not isinstance(method, ast.FunctionDef):
+                continue
+            annotated = {
+                argument.arg: argument.annotation
+                for argument in ast.walk(method.args)
+                if isinstance(argument, ast.arg)
+            }
+            for node in ast.walk(method):
+                if isinstance(node, ast.Assign) and dotted_name(node.targets[0]) == f"self.{attribute}":
+                    value = node.value.func if isinstance(node.value, ast.Call) else node.value
+                    if (name := self.of(annotated.get(dotted_name(value) or "", value))) is not None:
+                        return name
         return None
