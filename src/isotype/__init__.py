@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from isotype.records.finding import Finding, Fix
     from isotype.records.request import StepRequest
     from isotype.report.check.report import Report
-    from isotype.train.callback import PrecisionCallback
+    from isotype.train.callback.callback import PrecisionCallback
     from isotype.train.enforce import enforce
 
 __version__ = VERSION
@@ -57,7 +57,7 @@ _HOME = {
     "repair": "isotype.preflight.repair",
     "measure_ranges": "isotype.checkpoint.measure_ranges",
     "measure_quality": "isotype.checkpoint.damage.measure",
-    "PrecisionCallback": "isotype.train.callback",
+    "PrecisionCallback": "isotype.train.callback.callback",
     "Damages": "isotype.precision.damages",
     "Finding": "isotype.records.finding",
     "Fix": "isotype.records.finding",

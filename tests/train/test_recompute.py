@@ -22,7 +22,7 @@ from isotype.precision.devices import room
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import Room, room_of
 from isotype.records.request import DEFAULT_PHASES
-from isotype.train import launched, recompute_choice, training
+from isotype.train import launched, training
 from isotype.train.command.settings import Settings, parse_settings
 from isotype.train.models import processing_class
 from isotype.train.output.resume import RUN_FILE
@@ -90,11 +90,6 @@ def test_what_cannot_be_foreseen_is_computed_again_and_said() -> None:
     assert choose(foresee, Room(None, "the memory of this is not known")) == Choice(
         CHECKPOINTING, "the memory of this is not known"
     )
-
-
-def test_where_transformers_checkpoints_all_layers_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_choice, "takes_every_n_layers", lambda: False)
-    assert choose(step_of_twelve_layers, Room(200, "")).words == "every layer"
 
 
 def test_room_is_a_part_of_what_the_device_has_or_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +252,7 @@ def run(model: Path, data: Path, out: Path, *more: object) -> tuple[training.Out
 def test_a_run_says_what_it_chose_and_goes_on_with_it(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+    monkeypatch.setattr("isotype.train.callback.callback.before_first_step", lambda *_: None)
     on: list[bool] = []
     began = training._train
 

@@ -41,7 +41,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_chat_model(root / "model")
     save_rows(root / "train.jsonl", rows("sft"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+        patch.setattr("isotype.train.callback.callback.before_first_step", lambda *_: None)
         train(root)
     return root
 

@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,10 +33,16 @@ class Sharding:
     Attributes:
         reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
         checkpointing: whether FSDP's own configuration asks for gradient checkpointing.
+        version: of FSDP that was asked for.
+        offload: whether parts in the memory of the CPU were.
+        source: what says the version.
     """
 
     reshard: bool = True
     checkpointing: bool = False
+    version: int = 2
+    offload: bool = False
+    source: str = field(default="--fsdp_config version", compare=False)
 
 
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
@@ -59,7 +65,7 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     found = _problems(asked, training, arguments)
     if found:
         raise UsageError("the model cannot be sharded as asked", found)
-    return Sharding(reshard=asked["reshard"], checkpointing=asked["activation_checkpointing"])
+    return asked
 
 
 def processes() -> int:
@@ -85,7 +91,7 @@ def from_first(compute: Callable[[], T]) -> T:
     return answer
 
 
-def requested_sharding(training: Any) -> dict[str, Any] | None:
+def requested_sharding(training: Any) -> Sharding | None:
     """What `--fsdp` or `accelerate launch` asks for, unjudged; None without either."""
     if training.fsdp:
         return _of_arguments(training)
@@ -93,39 +99,38 @@ def requested_sharding(training: Any) -> dict[str, Any] | None:
     return _of_launcher() if launched else None
 
 
-def _of_arguments(training: Any) -> dict[str, Any]:
+def _of_arguments(training: Any) -> Sharding:
     config = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
-    return {
-        "version": int(config.get("version", 2)),
-        "reshard": _true(config.get("reshard_after_forward", True)),
-        "offload": _true(config.get("cpu_offload", config.get("offload_params", False))),
-        "activation_checkpointing": _true(config.get("activation_checkpointing", False)),
-        "source": "--fsdp_config version",
-    }
+    return Sharding(
+        reshard=_true(config.get("reshard_after_forward", True)),
+        checkpointing=_true(config.get("activation_checkpointing", False)),
+        version=int(config.get("version", 2)),
+        offload=_true(config.get("cpu_offload", config.get("offload_params", False))),
+    )
 
 
-def _of_launcher() -> dict[str, Any]:
+def _of_launcher() -> Sharding:
     """What `accelerate launch` hands on of its config (`prepare_multi_gpu_env` in accelerate/utils/launch.py)."""
     given = os.environ.get
-    return {
-        "version": int(given("FSDP_VERSION", "1")),
-        "reshard": _true(given("FSDP_RESHARD_AFTER_FORWARD", "true")),
-        "offload": _true(given("FSDP_OFFLOAD_PARAMS", "false")),
-        "activation_checkpointing": _true(given("FSDP_ACTIVATION_CHECKPOINTING", "false")),
-        "source": "fsdp_version",
-    }
+    return Sharding(
+        reshard=_true(given("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        checkpointing=_true(given("FSDP_ACTIVATION_CHECKPOINTING", "false")),
+        version=int(given("FSDP_VERSION", "1")),
+        offload=_true(given("FSDP_OFFLOAD_PARAMS", "false")),
+        source="fsdp_version",
+    )
 
 
 def _true(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "full_shard")
 
 
-def _problems(asked: Mapping[str, Any], training: Any, arguments: Any) -> list[Problem]:
+def _problems(asked: Sharding, training: Any, arguments: Any) -> list[Problem]:
     problems = []
-    if asked["version"] != 2:
-        fix = f"set {asked['source']} to 2; FSDP1 flattens parameters of several dtypes into one"
-        problems.append(Problem(f"{asked['source']} {asked['version']}", "FSDP2", fix))
-    if asked["offload"]:
+    if asked.version != 2:
+        fix = f"set {asked.source} to 2; FSDP1 flattens parameters of several dtypes into one"
+        problems.append(Problem(f"{asked.source} {asked.version}", "FSDP2", fix))
+    if asked.offload:
         expected = "weights on the device: parts in the memory of the CPU are not supported"
         fix = "leave it out; --quantization nf4 or more processes take less memory on each"
         problems.append(Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,16 +75,7 @@ def choose(foresee: Foresee, room: Room) -> Choice:
 
 def _sparser(without: int, least: int, room: int) -> range:
     """The numbers n to try, the largest first: what every n-th layer saves is nearly an n-th of what all save."""
-    if least > room or without <= least or not takes_every_n_layers():
+    if least > room or without <= least:
         return range(0)
     most = min(SPARSEST, int((without - least) / (without - room)))
     return range(most, 1, -1)
-
-
-def takes_every_n_layers() -> bool:
-    """Whether this transformers can checkpoint some of the layers, by either name of the method (5.20 to 5.23 can)."""
-    from transformers import PreTrainedModel
-
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    methods = [getattr(PreTrainedModel, name) for name in names if hasattr(PreTrainedModel, name)]
-    return any("every_n_layers" in inspect.signature(method).parameters for method in methods)

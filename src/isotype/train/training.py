@@ -392,7 +392,7 @@ def _first_answer(run: Run, model: Any, tokenizer: Any, console: Console) -> tup
 def _train(run: Run, built: Built, console: Console) -> Outcome:
     from transformers import PrinterCallback, ProgressCallback
 
-    from isotype.train.callback import PrecisionCallback
+    from isotype.train.callback.callback import PrecisionCallback
     from isotype.train.monitor.progress import ProgressView
 
     settings, root = run.settings, Path(run.settings.training.output_dir)

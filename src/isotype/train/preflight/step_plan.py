@@ -209,7 +209,8 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
     length = options.length or getattr(training, "max_length", None)
     completion = getattr(training, "max_completion_length", 0) or 0
     attention, notes = model.attn_implementation, []
-    sharding = _sharding(settings)
+    sharding = settings.sharding or requested_sharding(training)
+    recomputes = sharding is not None and sharding.checkpointing
     by_mask = attention is None or "flash" not in attention
     if attention is not None and "flash" in attention:
         notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
@@ -236,13 +237,13 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         learning_rate=training.learning_rate,
         optimizer=str(getattr(training.optim, "value", training.optim)),
         checkpointing=CHECKPOINTING
-        if sharding.get("activation_checkpointing") and not training.gradient_checkpointing
+        if recomputes and not training.gradient_checkpointing
         else checkpointing(training),
-        auto=settings.auto_checkpointing and not sharding.get("activation_checkpointing"),
+        auto=settings.auto_checkpointing and not recomputes,
         unforeseen=_unforeseen(training, length or completion),
-        fsdp=sharding.get("version", 0) if options.fsdp is None else options.fsdp,
+        fsdp=options.fsdp if options.fsdp is not None else sharding.version if sharding else 0,
         devices=options.devices or processes(),
-        reshard=sharding.get("reshard", True),
+        reshard=sharding is None or sharding.reshard,
         step_rows=0
         if training.gradient_accumulation_steps == 1
         else rows * training.gradient_accumulation_steps,
@@ -281,14 +282,6 @@ def _unforeseen(training: Any, length: int) -> str:
     from isotype.train.rows.lengths import UNBOUNDED
 
     return "" if length else UNBOUNDED
-
-
-def _sharding(settings: Settings) -> dict[str, Any]:
-    """What is known of FSDP: as it was asked for, or as the training has taken it out of its arguments."""
-    taken = settings.sharding
-    if taken is None:
-        return requested_sharding(settings.training) or {}
-    return {"version": 2, "reshard": taken.reshard, "activation_checkpointing": taken.checkpointing}
 
 
 def training_plan(

@@ -20,8 +20,12 @@ import trl
 
 import isotype
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.train.current_policy import policy_of_current_dtypes
-from isotype.train.optimizer_checks import optimizer_error, raise_optimizer_state, rounded_error
+from isotype.train.callback.policy import (
+    optimizer_error,
+    policy_of_current_dtypes,
+    raise_optimizer_state,
+    rounded_error,
+)
 from tests.cpus import pretend
 from tests.models import quiet
 from tests.pairwise import few

@@ -25,17 +25,18 @@ from isotype.model.walk import places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.report.check.report import Report
-from isotype.train.current_policy import policy_of_current_dtypes, policy_that_binds
-from isotype.train.enforce import begin_loss_scale
-from isotype.train.first_step import before_first_step, is_assumed
-from isotype.train.monitor.diverged import stopped
-from isotype.train.monitor.meter import StepMeter
-from isotype.train.optimizer_checks import (
+from isotype.train.callback.first_step import before_first_step, is_assumed
+from isotype.train.callback.policy import (
     optimizer_error,
+    policy_of_current_dtypes,
+    policy_that_binds,
     raise_optimizer_state,
     rounded_error,
     scaler_error,
 )
+from isotype.train.enforce import begin_loss_scale
+from isotype.train.monitor.diverged import stopped
+from isotype.train.monitor.meter import StepMeter
 from isotype.train.trainer import PolicyTrainer
 
 logger = logging.getLogger("isotype")
