@@ -22,7 +22,7 @@ from torch import nn
 from isotype.compat.peft import all_linear
 from isotype.core.grouping import grouped
 from isotype.core.names import EXPERT, plain_name, plural
-from isotype.model.experts.layer import DOWN, layout_of, outermost
+from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
 from isotype.model.experts.stack import quantized_stack, seen_dense
 from isotype.model.fold import repeats_of
 from isotype.model.heads import TRAINED_WHOLE, task_of
@@ -68,8 +68,12 @@ def choose_targets(model: Any, config: Any) -> Targets:
         config.target_modules = converted.target_modules or config.target_modules
     elif experts:
         converted.target_parameters = {name for name in after if not wide or name != "gate.weight"}
-        for name in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"):
-            setattr(config, name, getattr(converted, name))
+        config.target_modules, config.target_parameters = (
+            converted.target_modules,
+            converted.target_parameters,
+        )
+        if not wide:  # PEFT doubles the rank of gate and up, which the names of two layers ask for
+            config.rank_pattern, config.alpha_pattern = converted.rank_pattern, converted.alpha_pattern
     if not wide:
         return Targets(unable=unable)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # PEFT wraps no layer twice
@@ -120,12 +124,35 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
     left = grouped(without, lambda weight: (weight.kind, _reason(weight, targets, config)))
+    size = _size_on_experts(model) if targets.wide else ()
     if not left:
-        return ()
+        return size
     adapted = grouped([w for w in weights if w.adapted], lambda weight: weight.kind)
     on = [_counted(adapted[kind], total) for kind in (_LINEAR, _STACKED, _ROUTER) if kind in adapted]
     off = [f"{_counted(rows, total)}: {reason}" for (_, reason), rows in left.items()]
-    return (f"{ADAPTED}{' and '.join(on) or 'nothing'}; not on {'; not on '.join(off)}",)
+    return (f"{ADAPTED}{' and '.join(on) or 'nothing'}; not on {'; not on '.join(off)}", *size)
+
+
+def _size_on_experts(model: Any) -> tuple[str, ...]:
+    """A sentence with the size of the adapters of experts, which is easily more than of all other layers; none without."""
+    values, experts, layers, base = 0, 0, 0, model.get_base_model()
+    ranks: set[int] = set()
+    repeats = repeats_of(base)
+    for place in places(base):
+        wrapper: Any = place.module
+        if not is_experts_wrapper(wrapper):
+            continue
+        names, times = wrapper.active_adapters, repeats[place.name]
+        parts = (part[name].weight for part in (wrapper.lora_A, wrapper.lora_B) for name in names)
+        values += sum(part.numel() for part in parts) * times
+        layers += times if wrapper.base_layer is wrapper.get_base_layer() else 0
+        experts, ranks = wrapper.num_experts, ranks | {wrapper.r[name] for name in names}
+    if not values:
+        return ()
+    rank = " or ".join(str(each) for each in sorted(ranks))
+    return (
+        f"adapters of experts hold {values:,} values: rank {rank} for each of {experts} experts in {plural(layers, 'layer')}",
+    )
 
 
 def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
