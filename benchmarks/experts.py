@@ -1,6 +1,6 @@
-"""Seconds of a training step of a mixture of experts with adapters on its experts, beside the same step with adapters on attention alone.
+"""Time of a training step of a mixture of experts with adapters on its experts, beside the same step with adapters on attention alone.
 
-A random Qwen3-MoE model; forward and backward of `--tokens` tokens on one thread, r 16, float32. Ways: `attention` (isotype.fuse, no
+A random Qwen3-MoE model; CPU seconds of forward and backward of `--tokens` tokens on one thread, r 16, float32. Ways: `attention` (isotype.fuse, no
 adapters on experts), `isotype` (isotype.fuse, adapters on experts), `PEFT` (its own path, transformers' default experts) and `PEFT eager`.
 Every round runs each way once; the ratio is the median over rounds of a way's time to that of `attention` in the same round.
 
@@ -57,9 +57,9 @@ def model_of(arguments: argparse.Namespace, way: str) -> Any:
 
 
 def seconds(model: Any, ids: torch.Tensor) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     model(input_ids=ids, labels=ids).loss.backward()
-    taken = time.perf_counter() - began
+    taken = time.process_time() - began
     model.zero_grad(set_to_none=True)
     return taken
 
