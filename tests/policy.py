@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
@@ -17,6 +18,9 @@ def assert_policy_holds(model: torch.nn.Module, policy: PrecisionPolicy) -> dict
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
             full_name = f"{place.name}.{name}"
+            if held_stack(place.module) is not None:
+                seen["stack"] = seen.get("stack", 0) + 1
+                continue
             role = _role(place.kind, name, full_name, parameter, place.adapter, policy)
             assert parameter.dtype == _expected(role, policy), (full_name, role, parameter.dtype)
             seen[role] = seen.get(role, 0) + 1
@@ -54,6 +58,10 @@ def _expected(role: str, policy: PrecisionPolicy) -> torch.dtype:
 
 def _assert_state(place: Any, policy: PrecisionPolicy) -> None:
     layer = place.module
+    if isinstance(layer, QuantizedStack):
+        assert policy.storage == layer.storage, place.name
+        assert layer.dtype == policy.compute, place.name
+        assert all(each.dtype == torch.float32 for each in layer.factors()), place.name
     if place.kind == "linear4bit":
         state = layer.weight.quant_state
         assert policy.storage == state.quant_type, place.name

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 import isotype
 from isotype.checkpoint.opened import config_of, facts_of, open_model
 from isotype.checkpoint.weightless import skeleton, store
+from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.boundary import original_class
+from isotype.model.experts.stack import quantized_stack
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.policy import is_pinned
 from tests.checkpoint.test_gguf import write_gguf
@@ -244,7 +246,7 @@ def test_mxfp4_experts_are_dequantized_exactly(tmp_path: Path, dtype: str) -> No
 
 
 def test_mxfp4_beside_nf4(tmp_path: Path) -> None:
-    """The experts, which bitsandbytes has no layer for, are dequantized; the linear layers are quantized."""
+    """Experts are dequantized and quantized again, one after another; the linear layers are quantized."""
     directory, dense = mxfp4_checkpoint(tmp_path)
     policy = isotype.resolve_precision(directory, "bfloat16", "nf4", device="cpu")
     assert policy.storage == "nf4"
@@ -252,7 +254,12 @@ def test_mxfp4_beside_nf4(tmp_path: Path) -> None:
     seen = assert_policy_holds(model, policy)
     assert seen["linear4bit"] >= 8
     for key, value in dense.items():
-        assert torch.equal(model.get_parameter(key), value.to(torch.bfloat16)), key
+        path, _, own = key.rpartition(".")
+        experts = model.get_submodule(path)
+        weight = value.to(torch.bfloat16)
+        if quantized_stack(experts, own) is not None:
+            weight = dequantize_4bit(*quantize_4bit(weight, "nf4"))
+        assert torch.equal(getattr(experts, own), weight), key
     planned = store(skeleton(config_of(open_model(directory)), policy), policy)
     assert {name: (p.shape, p.dtype) for name, p in planned.named_parameters()} == {
         name: (p.shape, p.dtype) for name, p in model.named_parameters()

@@ -21,6 +21,8 @@ from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError
+from isotype.core.names import plain_name
+from isotype.model.experts.stack import held_stack
 from isotype.precision.policy import PrecisionPolicy
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.models import CONFIGS, quiet, save_tiny
@@ -59,6 +61,9 @@ def held(value: torch.Tensor, module: nn.Module) -> str:
     """How a loaded tensor lies in memory: a dtype, or a quantization format."""
     if type(value).__name__ == "Params4bit":
         return str(value.quant_type)  # type: ignore[attr-defined]
+    stack = held_stack(module)
+    if stack is not None:
+        return stack.storage
     return "int8" if type(value).__name__ == "Int8Params" else dtype_name(value.dtype)
 
 
@@ -67,7 +72,7 @@ def assert_as_planned(plan: LoadPlan, model: Any) -> None:
     plan.match.require_complete()
     planned = {tensor.name: tensor.storage for tensor in plan.tensors}
     real = {
-        name: held(value, model)
+        plain_name(name): held(value, model.get_submodule(name.rpartition(".")[0]))
         for name, value in (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -82,7 +87,8 @@ def assert_as_planned(plan: LoadPlan, model: Any) -> None:
         - set(plan.match.buffers)
         - set(plan.match.initialised)
     )
-    assert {name for name in rest if not name.endswith(("absmax", "quant_map"))} == set()
+    beside = ("absmax", "quant_map", "parametrizations.")
+    assert {name for name in rest if not any(each in name for each in beside)} == set()
 
 
 NAMES = [name for name in CONFIGS if name != "gemma3-vision"]
@@ -245,7 +251,7 @@ def test_what_is_done_to_a_tensor_in_words(saved):
     plan = plan_of(saved("qwen3-moe", torch.bfloat16), "bfloat16", "nf4")
     how = {tensor.name: (tensor.stored, tensor.storage, tensor.how) for tensor in plan.tensors}
     experts = "model.layers.0.mlp.experts"
-    assert how[f"{experts}.gate_up_proj"] == ("bfloat16", "bfloat16", "stacked, joined")
+    assert how[f"{experts}.gate_up_proj"] == ("bfloat16", "nf4", "stacked, joined, quantized")
     assert how["model.layers.0.self_attn.q_proj.weight"] == ("bfloat16", "nf4", "quantized")
     assert how["model.norm.weight"] == ("bfloat16", "bfloat16", "as stored")
     (gate_up,) = [tensor for tensor in plan.tensors if tensor.name == f"{experts}.gate_up_proj"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from isotype.checkpoint.load import load
 from isotype.checkpoint.opened import config_of, open_model
@@ -70,7 +71,7 @@ def facts(model: Any) -> dict[str, Any]:
         }
         state = vars(module).get("state")
         ours = None if state is None else (look(state.CB), look(state.SCB), state.threshold)
-        found[f"module {name}"] = (type(module), attributes, ours)
+        found[f"module {name}"] = (type_before_parametrizations(module), attributes, ours)
     found["tied"] = sorted(names for names in tied.values() if len(names) > 1)
     return found
 

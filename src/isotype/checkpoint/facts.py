@@ -16,6 +16,7 @@ from isotype.checkpoint.mapping.match import match, unknown_quantization
 from isotype.checkpoint.mapping.schemes import method_of
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
+from isotype.model.experts.stack import held_stack
 from isotype.model.quantized import constant_bytes, is_int8
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
@@ -109,6 +110,10 @@ def _stored_parameters(model: nn.Module, adapters: tuple[str, ...]) -> Iterator[
             continue
         layer = model.get_submodule(name.rpartition(".")[0])
         nbytes = parameter.nbytes + constant_bytes(layer, parameter)
+        stack = held_stack(layer)
+        if stack is not None:
+            yield _Stored(name, stack.storage, stack.shape.numel(), nbytes)
+            continue
         state: Any = getattr(parameter, "quant_state", None)
         form: Any = "int8" if is_int8(parameter) else parameter.dtype
         if state is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +14,22 @@ from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.staged import BUFFER, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor
-from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted
-from isotype.checkpoint.values.unpack import Turn, dense
+from isotype.checkpoint.mapping.weight_map import Source, WeightMap
+from isotype.checkpoint.parts import Tensors, read_parts, read_source
+from isotype.checkpoint.values.unpack import Turn
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
 from isotype.core.formats import FORMATS
 from isotype.model.enforce import dtypes_to_load
+from isotype.model.experts.stack import (
+    codes_of,
+    is_transposed,
+    place_stack,
+    quantize_parts,
+    quantized_stack,
+    saved_stack,
+    shape_of,
+)
 from isotype.model.finite import not_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.quantize import quantize_int8
@@ -38,6 +48,8 @@ class Placement:
         device: of a tensor, by name.
         turn: how tensors of a GGUF file are converted.
         modules: by their names, where the model's own are others by now (wrapped by adapters).
+        stacks: the stacked weights of experts that are stored quantized, each with its format.
+        double_quant: whether constants of `stacks` are quantized, too.
         moments: of the input channels of layers whose constants are fitted to them, by the names of their weights.
     """
 
@@ -46,6 +58,8 @@ class Placement:
     device: Callable[[str], Any] = lambda name: "cpu"
     turn: Turn | None = None
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    double_quant: bool = False
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def owner(self, model: nn.Module, name: str) -> nn.Module:
@@ -67,13 +81,6 @@ def placement_dtypes(
     return dtypes
 
 
-class Tensors(Protocol):
-    """Where the tensors of files are read."""
-
-    def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """A tensor as it is stored."""
-
-
 def fill(
     model: nn.Module,
     weights: WeightMap,
@@ -84,7 +91,7 @@ def fill(
 ) -> tuple[set[str], dict[str, str]]:
     """Give every tensor of a model that the checkpoint has its values.
 
-    Peak memory is the filled model and the largest tensor. A tensor that is taken as it is stored stays mapped. Where weights go to
+    Peak memory is the filled model and the largest tensor; of stacked experts that are quantized, one of them. A tensor that is taken as it is stored stays mapped. Where weights go to
     a GPU a thread reads ahead of them, into two pinned buffers, which come on top.
 
     Args:
@@ -110,7 +117,7 @@ def fill(
         for source, tensors in read:
             placed = _place(model, source, tensors, placement)
             filled.update(placed)
-            broken |= not_finite((n, value) for n, value in placed.items() if isinstance(value, nn.Parameter))
+            broken |= not_finite(_looked_at(model, placed, placement))
             if tensors is files and not any(files.holds(value) for value in placed.values()):
                 files.release(_headers(source))
             bar.advance()
@@ -150,7 +157,7 @@ def _is_saved(source: Source, placement: Placement) -> bool:
     """Whether a weight is saved in the quantized format that its layer takes."""
     first, _ = source.tensors[0]
     saved = first.form in FORMATS and bool(first.constants) and first.scheme is None
-    return saved and source.target in placement.quantized
+    return saved and (source.target in placement.quantized or source.target in placement.stacks)
 
 
 def _headers(source: Source) -> Iterator[TensorHeader]:
@@ -163,34 +170,60 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
     target = source.target
     first, _ = source.tensors[0]
     if _is_saved(source, placement):
-        return {target: _put(model, target, _saved(model, target, first, files, placement), placement)}
+        saved = _saved(model, target, first, files, placement)
+        return {target: saved if target in placement.stacks else _put(model, target, saved, placement)}
     dtype = placement.dtypes.get(target, torch.float32)
+    if target in placement.stacks and set(source.shapes) <= {target}:
+        return {target: _placed_stack(model, target, _parts(model, source, files, placement), placement)}
     tensors = read_source(model, source, files, dtype, placement.turn)
     return {name: place(model, name, value, placement) for name, value in tensors.items()}
 
 
-def read_source(
-    model: nn.Module, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None
-) -> dict[str, torch.Tensor]:
-    """The dense tensors of a model that a source makes.
-
-    Args:
-        model: whose names and shapes they have; it may lie on the meta device.
-        source: of its `weight_map`.
-        files: where the source's tensors are.
-        dtype: what dequantized values are rounded to; values that are stored plainly keep their dtype.
-        turn: how tensors of a GGUF file are converted.
-    """
-    values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
-    if source.conversion is not TURNED:
-        return converted(model, source, values)
-    assert turn is not None
-    return turn(source, values)
-
-
 def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
     """Make a dense tensor the tensor `name` of a model, cast or quantized; returns it as it is stored."""
+    if name in placement.stacks:
+        return _placed_stack(model, name, [value], placement)
     return _put(model, name, _stored(model, name, value, placement), placement)
+
+
+def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> Iterator[torch.Tensor]:
+    """A stacked weight, expert by expert; what an expert is made of leaves memory when the next one is asked for."""
+    name = source.target
+    shape = shape_of(placement.owner(model, name), name.rpartition(".")[2])
+    for part, made in read_parts(model, source, files, placement.dtypes[name], placement.turn, shape):
+        yield part
+        if isinstance(files, MappedFiles):
+            files.release(_headers(made))
+
+
+def _placed_stack(
+    model: nn.Module, name: str, parts: Iterable[torch.Tensor], placement: Placement
+) -> torch.Tensor:
+    """Quantize a stacked weight and make it the weight `name` of a model; returns its codes."""
+    owner, leaf = placement.owner(model, name), name.rpartition(".")[2]
+    codes, stack = quantize_parts(
+        parts,
+        shape_of(owner, leaf),
+        placement.stacks[name],
+        placement.dtypes[name],
+        double_quant=placement.double_quant,
+        transposed=is_transposed(owner),
+        device=placement.device(name),
+    )
+    place_stack(owner, leaf, codes, stack)
+    return codes_of(owner, leaf)
+
+
+def _looked_at(
+    model: nn.Module, placed: Mapping[str, torch.Tensor], placement: Placement
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters among placed tensors; for codes of a stack, what they are multiplied with."""
+    for name, value in placed.items():
+        stack = quantized_stack(placement.owner(model, name), name.rpartition(".")[2])
+        if stack is not None:
+            yield from ((name, constants) for constants in stack.factors())
+        elif isinstance(value, nn.Parameter):
+            yield name, value
 
 
 def _put(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -247,9 +280,15 @@ def _saved(
 ) -> torch.Tensor:
     """The weight of a bitsandbytes layer that was saved quantized, with its state."""
     layer: Any = placement.owner(model, name)
-    old, device = layer.weight, placement.device(name)
+    device = placement.device(name)
     weight = files.tensor(tensor.weight)
     constants = {part.name: files.tensor(part) for part in tensor.constants}
+    if name in placement.stacks:
+        leaf = name.rpartition(".")[2]
+        codes, stack = saved_stack(weight, constants, layer, leaf, placement.dtypes[name], device)
+        place_stack(layer, leaf, codes, stack)
+        return codes_of(layer, leaf)
+    old = layer.weight
     if tensor.form == "int8":
         scales = next(value for key, value in constants.items() if key.endswith(".SCB"))
         parameter = type(old)(weight, requires_grad=False, **(vars(old) | {"SCB": scales})).to(device)

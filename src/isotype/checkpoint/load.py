@@ -6,6 +6,7 @@ transformers' `from_pretrained` builds the model; its weights are streamed in be
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -43,9 +44,11 @@ from isotype.checkpoint.weightless import (
 from isotype.compat.hub import asking
 from isotype.compat.transformers import (
     class_for_load,
+    conversions,
     mark_as_loaded,
     own_class_again,
     rename,
+    set_conversions,
     without_bars,
 )
 from isotype.core.errors import PrecisionError
@@ -53,6 +56,7 @@ from isotype.core.formats import QUANTIZATIONS
 from isotype.core.pretrained import pretrained
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, enforce_model
+from isotype.model.experts.stack import formats_of_stacks, quantized_stack, stacked_weights, store_blank
 from isotype.model.finite import not_finite, refuse
 from isotype.model.heads import remember_drawn
 from isotype.model.mixed import leave_dense, store_layers
@@ -120,6 +124,7 @@ def load(
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)
+    _save_stacks_whole(model)
     if headers is not None:
         model.name_or_path = checkpoint.name  # an adapter names its base by this
         rename(model.config, checkpoint.name)
@@ -253,6 +258,8 @@ def stream(
     leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # quantized layers have more of them afterwards
     placement = replace(_placement(model, settings, policy), turn=turning(model, headers))
+    # In the model's order, which the names in an adapter's file follow; files have another one.
+    store_blank(model, placement.stacks, policy)
     weights = matched.weights
     if deferred is not None:
         weights = deferred.take(model, weights, placement, headers.path)
@@ -260,7 +267,8 @@ def stream(
     filled |= set() if deferred is None else deferred.names
     for name in filled:
         # transformers draws values for what has not this mark.
-        mark_as_loaded(model.get_parameter_or_buffer(name))
+        stacked = name in placement.stacks
+        mark_as_loaded(placement.owner(model, name) if stacked else model.get_parameter_or_buffer(name))
     return _info(expected - filled, matched), broken
 
 
@@ -274,12 +282,39 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
         for name in model.state_dict()
         if quantizer is not None and (quantizer.param_needs_quantization(model, name) or name in other)
     }
+    stacks = {}
+    if quantizer is not None:
+        stacks = formats_of_stacks(model, policy, quantizer.modules_to_not_convert or ())
     device_map = settings.device_map or {"": "cpu"}
     return Placement(
-        placement_dtypes(model, policy, tuple(settings.dtype_plan)) | dict.fromkeys(quantized, policy.plain),
+        placement_dtypes(model, policy, tuple(settings.dtype_plan))
+        | dict.fromkeys((*quantized, *stacks), policy.plain),
         frozenset(quantized),
         lambda name: get_device(device_map, name, valid_torch_device=True),
+        stacks=stacks,
+        double_quant=policy.double_quant,
         moments=policy.moments_by_weight(),
+    )
+
+
+def _save_stacks_whole(model: Any) -> None:
+    """Saving reverses what loading does to tensors: it would split the codes of a quantized stack into experts' layers."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    stacks = [f"{path}.{own}" for path, module, own in stacked_weights(model) if quantized_stack(module, own)]
+    if not stacks:
+        return
+    # As `revert_weight_conversion` does where nothing is noted.
+    steps = conversions(model) or get_model_conversion_mapping(model, add_legacy=False)
+
+    def splits(step: Any) -> bool:
+        patterns = [pattern.replace("*", ".*") for pattern in step.target_patterns]
+        stacked = any(re.search(f"{pattern}$", name) for pattern in patterns for name in stacks)
+        return hasattr(step, "operations") and stacked
+
+    set_conversions(
+        model, [each for each in steps if not isinstance(each, PrefixChange) and not splits(each)]
     )
 
 

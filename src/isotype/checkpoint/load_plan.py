@@ -21,6 +21,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError
 from isotype.core.formats import QUANTIZATIONS
 from isotype.model.enforce import dtypes_to_load
+from isotype.model.experts.stack import formats_of_stacks
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
@@ -137,8 +138,10 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     """How the policy stores each tensor of a dense model: the float parameters, and the buffers that are pinned."""
     dtypes = dtypes_to_load(model, tuple(places(model)), policy)
     quantized = quantized_weights(model) if policy.quantized else frozenset()
-    storage = {}
+    storage = formats_of_stacks(model, policy, _skipped(model)) if policy.quantized else {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if name in storage:
+            continue
         if name in quantized and not is_pinned(name, policy.pinned):
             storage[name] = policy.storage_of(name.removesuffix(".weight"))
         elif value in dtypes if isinstance(value, nn.Parameter) else False:
@@ -154,18 +157,25 @@ def quantized_weights(model: Any) -> frozenset[str]:
     Of any other module, the weights of all linear layers.
     """
     from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skipped: Sequence[str] = ()
-    if hasattr(model, "all_tied_weights_keys"):
-        skipped = HfQuantizer.get_modules_to_not_convert(model, None, pinned(model))
+    skipped = _skipped(model)
     return frozenset(
         f"{name}.weight"
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or isinstance(module, Conv1D))
         and should_convert_module(name, list(skipped))
     )
+
+
+def _skipped(model: Any) -> Sequence[str]:
+    """The modules that transformers quantizes in no model of this class."""
+    from transformers.quantizers.base import HfQuantizer
+
+    if not hasattr(model, "all_tied_weights_keys"):
+        return ()
+    skipped: Sequence[str] = HfQuantizer.get_modules_to_not_convert(model, None, pinned(model))
+    return skipped
 
 
 def _conversion(name: str, source: Source, stored: str, storage: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError
 from isotype.core.names import listed
 from isotype.model.enforce import enforce_model
+from isotype.model.experts.stack import formats_of_stacks, store_blank
 from isotype.model.finite import not_finite, refuse
 from isotype.model.mixed import store_layers
 from isotype.model.walk import places
@@ -78,8 +79,18 @@ def load_module(
     moments = policy.moments_by_weight()
     kinds = ("linear4bit", "linear8bit")
     quantized = frozenset(f"{place.name}.weight" for place in places(model) if place.kind in kinds)
-    dtypes = placement_dtypes(model, policy, policy.pinned) | dict.fromkeys(quantized, policy.plain)
-    placement = Placement(dtypes, quantized, lambda name: device, moments=moments)
+    stacks = formats_of_stacks(model, policy)
+    dtypes = placement_dtypes(model, policy, policy.pinned)
+    dtypes |= dict.fromkeys((*quantized, *stacks), policy.plain)
+    store_blank(model, stacks, policy)
+    placement = Placement(
+        dtypes,
+        quantized,
+        lambda name: device,
+        stacks=stacks,
+        double_quant=policy.double_quant,
+        moments=moments,
+    )
     if adapter is None:
         _, broken = fill(model, matched.weights, placement)
     else:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.checkpoint.fill import read_source
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
-from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, converted, weight_map
+from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, weight_map
+from isotype.checkpoint.parts import read_source, rows_of
 from isotype.checkpoint.values.unpack import turning
 from isotype.checkpoint.weightless import skeleton
-from isotype.core.grouping import grouped
 
 
 class StoredWeights:
@@ -49,45 +47,32 @@ class StoredWeights:
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Rows `start` to `stop` (columns, with `dim` 1) of what `read` gives, and no more of the file than they take.
 
-        Where the conversion stacks tensors (experts), only those that the rows are made of are read; where it does anything else than
-        rename or stack, and where values are dequantized, all of them are.
+        Where those are a part of the conversion's tensors, or rows of each (experts), only they are read; else all of them are.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)
         if start == stop:
-            shape = list(self.shapes[name])
-            shape[dim] = 0
-            return torch.empty(shape)
+            none = list(self.shapes[name])
+            none[dim] = 0
+            return torch.empty(none)
         if source.conversion is None and not source.tensors[0][0].quantized:
             # Only the pages that the rows lie in are read from the disk.
-            rows = MappedFiles().tensor(source.tensors[0][0].weight)[where].clone()
-            self.bytes_read += rows.nbytes
-            return rows
-        part = self._stacked(source, name, start, stop) if dim == 0 else None
-        tensors = self._made(part or source)[name]
-        self.bytes_read += sum(
-            header.bytes for tensor, _ in (part or source).tensors for header in tensor.parts
-        )
-        return tensors if part else tensors[where].clone()
+            plain = MappedFiles().tensor(source.tensors[0][0].weight)[where].clone()
+            self.bytes_read += plain.nbytes
+            return plain
+        shape, files = self.shapes[name], MappedFiles()
+        part = rows_of(self._model, source, files, name, shape, start, stop) if shape and not dim else None
+        made: Source = part[0] if part else source
+        held = part[1] if part else files
+        rows = read_source(self._model, made, held, torch.float32, self._turn).get(name)
+        if rows is None or (part and rows.shape != (stop - start, *shape[1:])):
+            part, made, rows = None, source, self._made(source)[name]
+        self.bytes_read += sum(header.bytes for tensor, _ in made.tensors for header in tensor.parts)
+        return rows if part else rows[where].clone()
 
     def _made(self, source: Source) -> dict[str, torch.Tensor]:
         # Mapped for this call: pages of a file that stays mapped count as memory in use.
         return read_source(self._model, source, MappedFiles(), torch.float32, self._turn)
-
-    def _stacked(self, source: Source, name: str, start: int, stop: int) -> Source | None:
-        """The part of a source that makes these rows, if it makes one row of each tensor; None if not."""
-        rows = self.shapes[name][0] if self.shapes[name] else 0
-        by_pattern = grouped(source.tensors, lambda each: each[1])
-        if any(len(tensors) != rows for tensors in by_pattern.values()):
-            return None
-        chosen = tuple(each for tensors in by_pattern.values() for each in tensors[start:stop])
-        part = replace(source, tensors=chosen)
-        blank = {
-            tensor.name: torch.empty(tensor.weight.shape, dtype=tensor.weight.dtype, device="meta")
-            for tensor, _ in chosen
-        }
-        stacked = converted(self._model, part, blank)
-        return part if stacked[name].shape == (stop - start, *self.shapes[name][1:]) else None
 
 
 def blank_model(config: Any) -> Any:

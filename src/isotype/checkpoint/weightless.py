@@ -21,6 +21,7 @@ from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import class_for_load, is_auto_class, own_class_again, set_attention
 from isotype.core.errors import CheckpointError
 from isotype.model.enforce import enforce_model
+from isotype.model.experts.stack import formats_of_stacks, store_blank
 from isotype.model.mixed import store_layers
 from isotype.model.quantize import quantize_blank
 from isotype.precision.policy import PrecisionPolicy
@@ -94,7 +95,8 @@ def skeleton(
 def store(model: Any, policy: PrecisionPolicy) -> Any:
     """Bring a model from `skeleton` into the storage that the policy names, in place, and put it under the policy.
 
-    4-bit weights become `[packed, 1]` with their quantization state; int8 ones `[out, in]` with row scales.
+    4-bit weights become `[packed, 1]` with their quantization state; int8 ones `[out, in]` with row scales; stacked experts as
+    `isotype.model.experts.stack` has them.
     """
     quantization = quantization_of(model.config)
     if quantization is not None and quantization.dequantized:
@@ -130,6 +132,7 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
         held = isinstance(own_parameters(module).get("weight"), nn.Parameter)
         if held and (weight in other or quantizer.param_needs_quantization(model, weight)):
             quantize_blank(module, model.config.dtype)
+    store_blank(model, formats_of_stacks(model, policy, quantizer.modules_to_not_convert or ()), policy)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
 

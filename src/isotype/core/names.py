@@ -32,7 +32,12 @@ def plain_name(name: str) -> str:
     """The name that the model's author gave: without the parts that wrappers add."""
     while f"{name}.".startswith(("base_model.model.", "module.")):
         name = f"{name}.".removeprefix("base_model.model.").removeprefix("module.").removesuffix(".")
-    return ".".join(part for part in _PARAMETRIZED.sub(r"\1", name).split(".") if part not in BETWEEN)
+    return ".".join(part for part in unparametrized(name).split(".") if part not in BETWEEN)
+
+
+def unparametrized(name: str) -> str:
+    """The name of a parameter that a parametrization computes, of that of what it is computed from."""
+    return _PARAMETRIZED.sub(r"\1", name)
 
 
 _PARAMETRIZED = re.compile(r"(?:^|(?<=\.))parametrizations\.(\w+)\.original(?=\.|$)")

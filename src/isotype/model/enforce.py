@@ -16,13 +16,15 @@ from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.boundary_choice import boundary_of_dtypes, computes_float32, range_boundaries
-from isotype.model.quantized import align_4bit, align_8bit, quantization_state
+from isotype.model.experts.stack import QuantizedStack
+from isotype.model.quantized import align_4bit, align_8bit, align_stack, quantization_state
 from isotype.model.walk import Place, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 POLICY_ATTRIBUTE = "precision_policy"
 """Name of the plain attribute that carries the policy on a model."""
 
+_PARAMETRIZED = ".parametrizations."
 _ROUNDED = (torch.bfloat16, torch.float16)
 
 
@@ -65,7 +67,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
     wanted = _wanted_dtypes(all_places, policy, by_ranges)
     for place in all_places:
         changes += _parameters(place, wanted)
-        changes += _quantization(place, policy, by_ranges.get(place.name))
+        changes += _quantization(place, policy, by_ranges.get(place.name.partition(_PARAMETRIZED)[0]))
         changes += _buffers(place, policy)
         changes += _boundary(place, policy, by_ranges.get(place.name))
     setattr(model, POLICY_ATTRIBUTE, policy)
@@ -198,7 +200,10 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
 
 def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None) -> list[Change]:
     changes: list[str] = []
-    if place.kind == "linear4bit":
+    if isinstance(place.module, QuantizedStack):
+        compute = policy.compute if by_ranges is None else by_ranges.compute
+        changes = align_stack(place.module, compute)
+    elif place.kind == "linear4bit":
         compute = policy.compute if by_ranges is None else by_ranges.compute
         changes = align_4bit(place.name, place.module, compute)
     elif place.kind == "linear8bit":

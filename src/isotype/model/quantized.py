@@ -10,6 +10,7 @@ from torch import nn
 from isotype.compat.bitsandbytes import dequantize_by_blocks
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError
+from isotype.model.experts.stack import QuantizedStack, held_stack
 
 
 def quantization_state(layer: nn.Module) -> Any:
@@ -25,11 +26,19 @@ def row_scales(layer: Any) -> torch.Tensor | None:
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
-    """Bytes of what the codes of a quantized weight are multiplied with: absmax constants of 4 bits, row scales of int8."""
+    """Bytes of what the codes of a quantized weight are multiplied with: absmax constants of 4 bits, scales of int8.
+
+    Args:
+        layer: the module that holds the weight by its name.
+        weight: the codes.
+    """
     state = getattr(weight, "quant_state", None)
     if state is not None:
         held = (state.absmax, state.state2.absmax) if state.nested else (state.absmax,)
         return sum(int(tensor.nbytes) for tensor in held)
+    stack = held_stack(layer)
+    if stack is not None:
+        return sum(int(constants.nbytes) for constants in stack.buffers())
     scales = row_scales(layer) if is_int8(weight) else None
     return 0 if scales is None else int(scales.nbytes)
 
@@ -86,6 +95,14 @@ def _align_state(state: Any, compute: torch.dtype) -> list[str]:
             changes.append(f"absmax {_name(holder.absmax.dtype)} -> float32")
             holder.absmax = holder.absmax.float()
     return changes
+
+
+def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
+    """Bring stacked expert weights under a compute dtype, in which their dense values come; returns what was changed."""
+    if stack.dtype == compute:
+        return []
+    before, stack.dtype = stack.dtype, compute
+    return [f"dense values {_name(before)} -> {dtype_name(compute)}"]
 
 
 def align_8bit(name: str, layer: Any) -> list[str]:

@@ -23,7 +23,7 @@ from isotype.compat.peft import all_linear
 from isotype.core.grouping import grouped
 from isotype.core.names import EXPERT, plain_name, plural
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
-from isotype.model.experts.stack import quantized_stack, seen_dense
+from isotype.model.experts.stack import held_stack, quantized_stack, seen_dense
 from isotype.model.fold import repeats_of
 from isotype.model.heads import TRAINED_WHOLE, task_of
 from isotype.model.walk import is_tuner_layer, places
@@ -233,7 +233,9 @@ def _counts(block: Any) -> set[int]:
     """The numbers of experts that a module holds."""
     lists = [child for child in block.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     stacked = (p for child in block.children() for p in child.parameters(recurse=False) if p.ndim == 3)
-    return {len(each) for each in lists if len(each) > 1} | {p.shape[0] for p in stacked}
+    quantized = (held_stack(part) for child in block.children() for part in child.modules())
+    counts = {len(each) for each in lists if len(each) > 1} | {p.shape[0] for p in stacked}
+    return counts | {stack.shape[0] for stack in quantized if stack is not None}
 
 
 # ------------------------------------------------------------------------------------------------------ read past an adapter

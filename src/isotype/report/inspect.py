@@ -15,6 +15,7 @@ from isotype.checkpoint.inspect import Group, Inspection
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.grouping import grouped
 from isotype.core.names import listed, plural, stacked, starred
+from isotype.core.stacks import why_kept
 from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting, wrapped
 
@@ -170,11 +171,12 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
     """What a quantized storage does not reach, and what is stored in fewer bits than it is loaded in."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
-    wide = [tensor for tensor in tensors if len(tensor.shape) == 3]
+    wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in QUANTIZATIONS]
     if policy.storage in QUANTIZATIONS and wide:
         kept = f"stay in {listed(sorted({tensor.storage for tensor in wide}))}"
         lines.append(
-            f"not quantized: {plural(len(wide), stacked(tensor.name for tensor in wide))} {kept}: {policy.storage} reaches linear layers only"
+            f"not quantized: {plural(len(wide), stacked(tensor.name for tensor in wide))} {kept}: "
+            f"{why_kept(((tensor.name, tensor.shape) for tensor in wide), policy.storage)}"
         )
     for stored in _DEQUANTIZED:
         some = [tensor for tensor in tensors if tensor.stored == stored and tensor.storage != stored]

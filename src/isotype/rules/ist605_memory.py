@@ -44,6 +44,7 @@ import torch
 from isotype.compat.torch import operator_schema
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural, stacked
+from isotype.core.stacks import why_kept
 from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding, Fix, Kind
 from isotype.records.trace import Trace, Weight
@@ -87,7 +88,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def unquantized_experts(trace: Trace) -> Iterator[str]:
-    """One sentence on the experts of a quantized model that are stacked in float parameters: no quantizer reaches them."""
+    """One sentence on the experts of a quantized model that are stacked in float parameters, and why."""
     formats = {weight.quantization.format for weight in trace.weights if weight.quantization is not None}
     experts = [
         weight
@@ -101,7 +102,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
         count = sum(weight.repeats for weight in experts)
         yield (
             f"{plural(count, stacked(weight.name for weight in experts))} ({size}) stay in {dtype_name(experts[0].dtype)}: "
-            f"{' and '.join(sorted(formats))} reaches linear layers only"
+            f"{why_kept(((weight.name, weight.shape) for weight in experts), ' and '.join(sorted(formats)))}"
         )
 
 

@@ -13,6 +13,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from isotype.compat.torch import FakeTensor
 from isotype.compat.transformers import pinned, pinned_strictly
+from isotype.core.names import unparametrized
+from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import all_finite
 from isotype.model.fold import repeats_of
 from isotype.model.quantized import quantization_state, repacking, row_scales
@@ -37,7 +39,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
             *((name, buffer, True) for name, buffer in place.module.named_buffers(recurse=False)),
         ]
         for own, tensor, buffer in tensors:
-            full = f"{place.name}.{own}" if place.name else own
+            full = unparametrized(f"{place.name}.{own}" if place.name else own)
             known = rows.get(id(tensor))
             if known is not None:
                 rows[id(tensor)] = _tied(known, full)
@@ -76,7 +78,7 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
             if id(parameter) in seen or isinstance(parameter, UninitializedParameter):
                 continue
             seen[id(parameter)] = parameter
-            name = f"{place.name}.{own}" if place.name else own
+            name = unparametrized(f"{place.name}.{own}" if place.name else own)
             yield Weight(
                 name,
                 parameter.dtype,
@@ -121,7 +123,8 @@ def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:
 
 def memory_kind(weight: Weight) -> MemoryKind:
     """What its bytes are booked as."""
-    return "buffers" if weight.buffer else "adapters" if weight.adapter else "weights"
+    constants = weight.module_class == QuantizedStack.__name__
+    return "buffers" if weight.buffer and not constants else "adapters" if weight.adapter else "weights"
 
 
 def _tied(weight: Weight, name: str) -> Weight:
@@ -138,6 +141,10 @@ def _pinned_patterns(model: Any) -> tuple[str, ...]:
 
 
 def _quantization(place: Place, own: str) -> Quantization | None:
+    stack = held_stack(place.module)
+    if stack is not None:
+        constants, codes = stack.factors()[0].dtype, place.module.get_parameter(own).dtype
+        return Quantization(stack.storage, stack.dtype, stack.dtype, True, constants, codes, codes)
     if own != "weight" or place.kind not in ("linear4bit", "linear8bit"):
         return None
     layer: Any = place.module

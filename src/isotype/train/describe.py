@@ -14,12 +14,15 @@ from rich.text import Text
 from isotype.core.allocator import allocator_setting
 from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
+from isotype.core.formats import FORMATS
 from isotype.core.names import plural, stacked
 from isotype.core.optimizers import state_of
+from isotype.core.stacks import why_kept
 from isotype.core.terminal import as_typed, lost_output
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
 from isotype.lora.loss.trl_head import HEAD_CHOICE
+from isotype.model.experts.stack import held_stack
 from isotype.model.quantized import constant_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
@@ -165,8 +168,10 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
     sizes: Counter[str] = Counter()
     for place, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
-        name = state.quant_type if state is not None else dtype_name(parameter.dtype)
         layer = model.get_submodule(place.rpartition(".")[0])
+        stack = held_stack(layer)
+        name = state.quant_type if state is not None else dtype_name(parameter.dtype)
+        name = name if stack is None else stack.storage
         sizes[name] += parameter.nbytes + constant_bytes(layer, parameter)
     return tuple(sizes.most_common())
 
@@ -177,22 +182,20 @@ def model_notes(model: Any) -> tuple[str, ...]:
 
 
 def unquantized_experts(model: Any) -> list[str]:
-    """Says where a quantized model keeps big weights in a float dtype because they are no linear layers."""
-    quantized = any(hasattr(p, "quant_state") for p in model.parameters()) or any(
-        type(p).__name__ == "Int8Params" for p in model.parameters()
-    )
+    """Says where a quantized model keeps stacked weights in a float dtype, and why."""
+    formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     named = {
         name: p
         for name, p in model.named_parameters()
         if p.ndim == 3 and p.is_floating_point() and not p.requires_grad
     }
     experts = list(named.values())
-    if not quantized or not experts:
+    if not formats or not experts:
         return []
     size = sum(p.numel() * p.element_size() for p in experts)
     return [
-        f"{plural(len(experts), stacked(named))} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: bitsandbytes "
-        "quantizes linear layers, and these are parameters of their own"
+        f"{plural(len(experts), stacked(named))} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: "
+        f"{why_kept(((name, p.shape) for name, p in named.items()), formats[0])}"
     ]
 
 

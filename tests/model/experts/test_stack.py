@@ -11,6 +11,7 @@ from bitsandbytes.nn import parametrize as bnb
 from torch import nn
 
 from isotype.core.names import plain_name
+from isotype.core.stacks import why_dense
 from isotype.model.experts.stack import (
     QuantizedStack,
     blank_stack,
@@ -19,7 +20,6 @@ from isotype.model.experts.stack import (
     quantize_parts,
     quantized_stack,
     stacked_weights,
-    why_dense,
 )
 
 SHAPE = torch.Size((6, 24, 40))  # 15 blocks an expert: constants of constants straddle experts

@@ -36,6 +36,7 @@ _CONSTANTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"), "", ""),
     # bitsandbytes writes the row scales of an int8 layer beside its weight, not below it.
     ((".SCB", ".weight_format"), ".weight", "int8"),
+    ((".SCB",), "", "int8"),  # of stacked experts
     (("_scales",), "_blocks", "mxfp4"),  # gpt-oss
     # compressed-tensors
     (("_scale", "_shape", "_zero_point", "_g_idx", "_global_scale"), "_packed", "packed"),

@@ -18,7 +18,7 @@ copied, and is pickled by its `state_dict` only, as torch wants it of every para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,9 +31,11 @@ from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.swapped import Swapped
 from isotype.compat.torch import UncastBuffers, own_modules, own_parameters
 from isotype.core.formats import FORMATS
+from isotype.core.stacks import why_dense
 from isotype.model.hooks import listening
 from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
 from isotype.model.walk import is_tuner_layer, places
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 _NESTED = 256
 """Constants of 4 bits that share one of their own (bitsandbytes' `compress_statistics`)."""
@@ -42,7 +44,7 @@ _NESTED = 256
 class QuantizedStack(UncastBuffers):
     """The parametrization of one stacked weight: what its codes are multiplied with, and how they become dense.
 
-    Constants are buffers that are in no `state_dict` under their own names. They move with the model, and are never cast.
+    Constants are buffers, which a `state_dict` names as bitsandbytes does. They move with the model, and are never cast.
 
     Attributes:
         storage: `"nf4"`, `"fp4"` or `"int8"`.
@@ -69,7 +71,8 @@ class QuantizedStack(UncastBuffers):
         self.blocksize, self.transposed = blocksize, transposed
         self.nested = "nested_absmax" in constants
         for name, value in constants.items():
-            self.register_buffer(name, value, persistent=False)
+            # Persistent, or transformers would make them anew once the model is loaded.
+            self.register_buffer(name, value)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         """The dense weight, whole."""
@@ -88,6 +91,13 @@ class QuantizedStack(UncastBuffers):
             out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=codes.device)
             return torch.mul(codes[start:stop], scales[start:stop] / 127, out=out)
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
+
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        """The float constants that values come of: not finite where a value was not."""
+        constants: Any = self
+        if self.nested:
+            return constants.nested_absmax, constants.offset
+        return (constants.scales if self.storage == "int8" else constants.absmax,)
 
     def state(self) -> Any:
         """bitsandbytes' `QuantState` of the flat weight, of 4 bits; it shares the constants' memory."""
@@ -191,13 +201,54 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
     return not layer and "expert" in f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
 
 
-def why_dense(shape: Iterable[int], storage: str) -> str | None:
-    """Why a stacked weight of this shape is not stored quantized; None where it is."""
-    _, *matrix = shape
-    block, values = FORMATS[storage].block, torch.Size(matrix).numel()
-    if block and values % block:
-        return f"{values:,} values of an expert are no whole blocks of {block}"
-    return None
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module of experts multiplies from the left: the input dimension of its stacked weights is the first of a matrix."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def shape_of(module: nn.Module, name: str) -> torch.Size:
+    """`[experts, d1, d2]` of a stacked weight, dense or quantized."""
+    stack = quantized_stack(module, name)
+    return module.get_parameter(name).shape if stack is None else stack.shape
+
+
+def formats_of_stacks(
+    model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
+) -> dict[str, str]:
+    """Name of each stacked expert weight that is stored quantized under a policy -> its format.
+
+    Args:
+        model: dense or quantized; it may lie on the meta device.
+        policy: from `isotype.resolve_precision`.
+        skipped: names of modules that are not quantized, as transformers' quantizers take them.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    formats = {}
+    for path, module, name in stacked_weights(model) if policy.quantized else ():
+        full = f"{path}.{name}".lstrip(".")
+        storage = policy.storage_of(full)
+        kept = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
+        if not kept and storage in FORMATS and why_dense(shape_of(module, name), storage) is None:
+            formats[full] = storage
+    return formats
+
+
+def held_stack(holder: object) -> QuantizedStack | None:
+    """The parametrization beside codes, of the module that `named_parameters` names as their owner; None of any other."""
+    held = holder[0] if isinstance(holder, parametrize.ParametrizationList) else None
+    return held if isinstance(held, QuantizedStack) else None
+
+
+def store_blank(model: nn.Module, formats: Mapping[str, str], policy: PrecisionPolicy) -> None:
+    """Store stacked weights without values in the formats that `formats_of_stacks` says."""
+    for full, storage in formats.items():
+        path, _, name = full.rpartition(".")
+        module = model.get_submodule(path)
+        turned, shape = is_transposed(module), shape_of(module, name)
+        double = policy.double_quant
+        blank = blank_stack(shape, storage, policy.plain, double_quant=double, transposed=turned)
+        place_stack(module, name, *blank)
 
 
 def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: QuantizedStack) -> None:
@@ -233,11 +284,46 @@ def _drop_dense(module: nn.Module, inputs: object, output: object) -> None:
         _KEPT.pop().__exit__(None, None, None)
 
 
+def saved_stack(
+    codes: torch.Tensor,
+    constants: Mapping[str, torch.Tensor],
+    module: nn.Module,
+    name: str,
+    dtype: torch.dtype,
+    device: Any,
+) -> tuple[torch.Tensor, QuantizedStack]:
+    """Codes and parametrization of the weight `name` of a module, as a `state_dict` holds them: ours or bitsandbytes'.
+
+    Args:
+        codes: under the weight's name.
+        constants: what is named after it.
+        module, name: whose weight it becomes.
+        dtype: of dense values.
+        device: where they go.
+    """
+    shape, codes = shape_of(module, name), codes.to(device)
+    scales = next((value for key, value in constants.items() if key.endswith(".SCB")), None)
+    if scales is not None:
+        held, turned = {"scales": scales.to(device)}, is_transposed(module)
+        return codes, QuantizedStack("int8", shape, dtype, held, transposed=turned)
+    from bitsandbytes.functional import QuantState
+
+    state = QuantState.from_dict(dict(constants), device)
+    held, size = constants_4bit(state, shape[0]), state.blocksize
+    stack = QuantizedStack(
+        state.quant_type, shape, dtype, held, blocksize=size, transposed=is_transposed(module)
+    )
+    return codes.view(torch.uint8).view(shape[0], -1), stack
+
+
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
     """Name the codes and constants of a quantized stack as bitsandbytes does, in a `state_dict` that is being made."""
-    codes = state.pop(f"{prefix}parametrizations.{name}.original", None)
+    held = f"{prefix}parametrizations.{name}."
+    codes = state.pop(f"{held}original", None)
+    for constant in [key for key in state if key.startswith(f"{held}0.")]:
+        del state[constant]
     stack = quantized_stack(module, name)
     if codes is None or stack is None:
         return
@@ -257,18 +343,10 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
         return
     codes = state.pop(own)
     constants = {key: state.pop(key) for key in list(state) if key.startswith(f"{own}.")}
-    if stack.storage == "int8":
-        new = {"scales": constants[f"{own}.SCB"]}
-    else:
-        from bitsandbytes.functional import QuantState
-
-        held = QuantState.from_dict(
-            {key.removeprefix(f"{own}."): value for key, value in constants.items()}, codes.device
-        )
-        new = constants_4bit(held, stack.shape[0])
-    state[f"{prefix}parametrizations.{name}.original"] = codes.view(codes_of(module, name).shape)
-    for key, value in new.items():
-        getattr(stack, key).copy_(value)
+    codes, saved = saved_stack(codes, constants, module, name, stack.dtype, codes.device)
+    held = f"{prefix}parametrizations.{name}"
+    state[f"{held}.original"] = codes
+    state |= {f"{held}.0.{key}": value for key, value in saved.named_buffers()}
 
 
 @contextmanager

@@ -1,0 +1,141 @@
+"""Some rows of a model's tensor, along its first dimension, made of no more of a checkpoint than they need: experts of a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.mapping.stored import dense_shape
+from isotype.checkpoint.mapping.weight_map import CONVERSION_ERRORS, TURNED, Source, converted
+from isotype.checkpoint.values.unpack import Turn, dense
+from isotype.core.grouping import grouped
+
+
+class Tensors(Protocol):
+    """Where the tensors of files are read."""
+
+    def tensor(self, header: TensorHeader) -> torch.Tensor:
+        """A tensor as it is stored."""
+
+
+def read_source(
+    model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None
+) -> dict[str, torch.Tensor]:
+    """The dense tensors of a model that a source makes.
+
+    Args:
+        model: whose names and shapes they have; it may lie on the meta device.
+        source: of its `weight_map`.
+        files: where the source's tensors are.
+        dtype: what dequantized values are rounded to; values that are stored plainly keep their dtype.
+        turn: how tensors of a GGUF file are converted.
+    """
+    values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
+    if source.conversion is not TURNED:
+        return converted(model, source, values)
+    assert turn is not None
+    return turn(source, values)
+
+
+def read_parts(
+    model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None, shape: torch.Size
+) -> Iterator[tuple[torch.Tensor, Source]]:
+    """The tensor `source.target` of this shape in parts, one row at a time where a row can be made alone; each with what it was made of.
+
+    The arguments are those of `read_source`.
+    """
+    for row in range(shape[0]):
+        found = rows_of(model, source, files, source.target, shape, row, row + 1)
+        made = None if found is None else read_source(model, *found, dtype, turn).get(source.target)
+        if found is None or made is None or made.shape != (1, *shape[1:]):
+            yield read_source(model, source, files, dtype, turn)[source.target], source
+            return
+        yield made, found[0]
+
+
+def rows_of(
+    model: Any, source: Source, files: Tensors, name: str, shape: torch.Size, start: int, stop: int
+) -> tuple[Source, Tensors] | None:
+    """The part of a source that makes rows `start` to `stop` of the tensor `name` of this shape, and where it is read.
+
+    One row of it is made of one of the source's tensors (of each pattern), or of one row of each of them. None where that is not so.
+    """
+    rows = torch.Size((stop - start, *shape[1:]))
+    by_pattern = grouped(source.tensors, lambda each: each[1]).values()
+    if source.conversion not in (None, TURNED) and all(len(each) == shape[0] for each in by_pattern):
+        part = replace(source, tensors=tuple(each for tensors in by_pattern for each in tensors[start:stop]))
+        if _makes(model, part, name, rows):
+            return part, files
+    # Rows of a matrix may be permuted; experts are not.
+    if len(shape) != 3 and source.conversion is not None:
+        return None
+    sliced = _sliced(source, files, shape[0], start, stop)
+    return sliced if sliced is not None and _makes(model, sliced[0], name, rows) else None
+
+
+def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
+    if source.conversion is TURNED:  # known once it is made
+        return True
+    blank = {
+        tensor.name: torch.empty(dense_shape(tensor) or (), dtype=torch.bfloat16, device="meta")
+        for tensor, _ in source.tensors
+    }
+    try:
+        return converted(model, source, blank)[name].shape == shape
+    except CONVERSION_ERRORS:
+        return False
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of each tensor of files, under headers of these rows."""
+
+    files: Tensors
+    whole: Mapping[TensorHeader, TensorHeader]
+    start: int
+    stop: int
+
+    def tensor(self, header: TensorHeader) -> torch.Tensor:
+        whole = self.whole[header]
+        values = self.files.tensor(whole)
+        if whole.dtype is None:  # blocks of a GGUF file, in bytes
+            return values.view(whole.shape[0], -1)[self.start : self.stop].view(-1)
+        return values[self.start : self.stop]
+
+
+def _sliced(
+    source: Source, files: Tensors, rows: int, start: int, stop: int
+) -> tuple[Source, Tensors] | None:
+    """A source of these rows of each of the source's tensors; None where one has another number of rows."""
+    whole: dict[TensorHeader, TensorHeader] = {}
+
+    def some(header: TensorHeader) -> TensorHeader:
+        size = header.bytes // rows
+        begin = header.begin and header.begin + start * size
+        shape = (stop - start, *header.shape[1:])
+        part = replace(header, shape=shape, bytes=size * (stop - start), begin=begin)
+        whole[part] = header
+        return part
+
+    tensors = []
+    for tensor, pattern in source.tensors:
+        alike = all(part.shape[:1] == (rows,) and part.bytes % rows == 0 for part in tensor.parts)
+        if not alike or tensor.problem is not None or (tensor.constants and tensor.scheme is None):
+            return None
+        scheme = tensor.scheme
+        if scheme is not None:
+            scheme = replace(
+                scheme,
+                shape=(stop - start, *scheme.shape[1:]),
+                scale=some(scheme.scale),
+                zero=scheme.zero and some(scheme.zero),
+                second=scheme.second and some(scheme.second),
+            )
+        constants = tuple(map(some, tensor.constants))
+        part = replace(tensor, weight=some(tensor.weight), constants=constants, scheme=scheme)
+        tensors.append((part, pattern))
+    return replace(source, tensors=tuple(tensors)), _Rows(files, whole, start, stop)

@@ -1,0 +1,234 @@
+"""Stacked experts that are stored quantized: from every source one expert at a time, saved and loaded again, foreseen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import parametrize as bnb
+from safetensors.torch import load_file
+
+import isotype
+from isotype.checkpoint import fill
+from isotype.checkpoint.facts import facts_of_module
+from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.weightless import skeleton, store
+from isotype.core.errors import CheckpointError
+from isotype.model.experts.stack import (
+    QuantizedStack,
+    codes_of,
+    quantize_parts,
+    quantized_stack,
+    stacked_weights,
+)
+from tests.checkpoint.test_load import fp8_checkpoint, mxfp4_checkpoint
+from tests.models import CONFIGS, quiet, tiny_batch, tiny_config, tiny_model
+from tests.pairwise import pairwise
+from tests.policy import assert_policy_holds
+
+Saved = Callable[..., Path]
+STORAGES = ["nf4", "fp4", "int8"]
+
+
+def stacks(model: Any) -> dict[str, tuple[QuantizedStack, torch.Tensor]]:
+    """Name -> (parametrization, codes) of each stacked weight; all are quantized."""
+    held = {}
+    for path, module, name in stacked_weights(model):
+        stack = quantized_stack(module, name)
+        assert stack is not None, f"{path}.{name}"
+        held[f"{path}.{name}"] = stack, codes_of(module, name)
+    return held
+
+
+def assert_equal(model: Any, other: Any) -> None:
+    wanted = stacks(other)
+    assert wanted
+    for name, (stack, codes) in stacks(model).items():
+        assert torch.equal(codes, wanted[name][1]), name
+        for own, value in stack.named_buffers():
+            assert torch.equal(value, wanted[name][0].get_buffer(own)), f"{name} {own}"
+
+
+@pairwise(
+    "name, storage, double, dtype",
+    ["qwen3-moe", "gpt-oss", "deepseek-v3"],
+    STORAGES,
+    [False, True],
+    ["bfloat16", "float32"],
+)
+def test_codes_are_those_of_the_dense_weight(
+    saved: Saved, name: str, storage: str, double: bool, dtype: str
+) -> None:
+    path, four = saved(name, torch.bfloat16), storage != "int8"
+    asked = {"double_quant": double} if four else {}
+    policy = isotype.resolve_precision(path, dtype, storage, device="cpu", **asked)
+    model = isotype.load(path, policy)
+    assert assert_policy_holds(model, policy)["stack"] >= 2
+    dense = isotype.load(path, isotype.resolve_precision(path, dtype, device="cpu"))
+    for full, (stack, codes) in stacks(model).items():
+        owner, _, own = full.rpartition(".")
+        weight = dense.get_parameter(full).to(policy.plain)
+        turned = name == "gpt-oss"
+        wanted, expected = quantize_parts(
+            [weight], weight.shape, storage, policy.plain, double_quant=double and four, transposed=turned
+        )
+        assert torch.equal(codes, wanted), full
+        assert (stack.nested, stack.transposed) == (double and four, turned)
+        assert torch.equal(getattr(model.get_submodule(owner), own), expected(wanted).to(policy.compute))
+    assert math.isfinite(model(**tiny_batch(name)).loss.item())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_saved_and_loaded_again(saved: Saved, tmp_path: Path, name: str, storage: str) -> None:
+    policy = isotype.resolve_precision(saved(name), "bfloat16", storage, device="cpu")
+    model = isotype.load(saved(name), policy)
+    with quiet():
+        model.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    stacked = next(iter(stacks(model)))
+    assert {key for key in names if key.startswith(f"{stacked}.")} == {
+        f"{stacked}.{end}"
+        for end in (
+            ["SCB"] if storage == "int8" else ["absmax", "quant_map", f"quant_state.bitsandbytes__{storage}"]
+        )
+    }
+    again = isotype.load(tmp_path, isotype.resolve_precision(tmp_path, "bfloat16", device="cpu"))
+    assert_equal(again, model)
+
+
+def test_a_checkpoint_that_bitsandbytes_wrote(saved: Saved, tmp_path: Path) -> None:
+    """Its hook writes what ours does; here the very tensors are its own."""
+    policy = isotype.resolve_precision(saved("gpt-oss"), "bfloat16", "nf4", device="cpu")
+    model = isotype.load(saved("gpt-oss"), policy)
+    theirs = tiny_model("gpt-oss").to(torch.bfloat16)
+    for path, module, name in list(stacked_weights(theirs)):
+        bnb.replace_parameter_4bit(module, name)
+        state = model.state_dict()
+        full = f"{path}.{name}"
+        for key, value in theirs.state_dict().items():
+            if key.startswith(full) and (key == full or key[len(full)] == "."):
+                assert torch.equal(state[key], value), key
+    with quiet():
+        model.save_pretrained(tmp_path, state_dict={**model.state_dict(), **_stacked(theirs)})
+    assert_equal(isotype.load(tmp_path, policy), model)
+
+
+def _stacked(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        key: value for key, value in model.state_dict().items() if "experts." in key and "bias" not in key
+    }
+
+
+def gguf_checkpoint(directory: Path) -> Path:
+    """A Qwen3-MoE in a GGUF file, experts in Q8_0; transformers (5.23) takes 768 for the size of one, whatever the file says."""
+    import gguf
+    from gguf import GGMLQuantizationType as Kind
+
+    from isotype.checkpoint.mapping.weight_map import gguf_names
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setitem(CONFIGS, "wide", lambda: tiny_config("Qwen3MoeConfig", head_dim=16, num_experts=4))
+        model = tiny_model("wide")
+    config, weights = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(directory / "tiny.gguf", "qwen3moe")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    for name, own in gguf_names(model, "qwen3moe").items():
+        if own not in weights or name.endswith("_exps.bias"):
+            continue
+        value = weights[own].float()
+        if "_gate_exps" in name or "_up_exps" in name:
+            value = value.chunk(2, dim=1)[int("_up_exps" in name)].contiguous()
+        if value.ndim == 3:
+            codes = gguf.quants.quantize(value.numpy(), Kind.Q8_0)
+            writer.add_tensor(f"{name.removesuffix('.weight')}.weight", codes, raw_dtype=Kind.Q8_0)
+        else:
+            writer.add_tensor(name, value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return directory / "tiny.gguf"
+
+
+SOURCES: dict[str, Callable[[Path, Saved], Path]] = {
+    "a list of modules": lambda directory, saved: saved("qwen3-moe"),
+    "stacked": lambda directory, saved: saved("gpt-oss"),
+    "mxfp4": lambda directory, saved: mxfp4_checkpoint(directory)[0],
+    "fp8": lambda directory, saved: (fp8_checkpoint(directory, 32, 32), directory)[1],
+    "GGUF": lambda directory, saved: gguf_checkpoint(directory),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_one_expert_at_a_time(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    path = SOURCES[source](tmp_path, saved)
+    policy = isotype.resolve_precision(path, "bfloat16", "nf4", device="cpu")
+    dense = isotype.load(path, isotype.resolve_precision(path, "bfloat16", device="cpu"))
+    sizes: list[int] = []
+
+    def counted(parts: Any, *args: Any, **settings: Any) -> Any:
+        return quantize_parts((sizes.append(len(part)) or part for part in parts), *args, **settings)
+
+    monkeypatch.setattr(fill, "quantize_parts", counted)
+    model = isotype.load(path, policy)
+    held = stacks(model)
+    assert sizes == [1] * sum(stack.shape[0] for stack, _ in held.values())
+    for full, (_, codes) in held.items():
+        weight = dense.get_parameter(full)
+        assert torch.equal(codes, quantize_parts([weight], weight.shape, "nf4", torch.bfloat16)[0]), full
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_model_without_weights_has_the_same_bytes(saved: Saved, storage: str) -> None:
+    path = saved("qwen3-moe")
+    policy = isotype.resolve_precision(path, "bfloat16", storage, device="cpu")
+    foreseen = facts_of_module(store(skeleton(config_of(open_model(path)), policy), policy))
+    facts = facts_of_module(isotype.load(path, policy))
+    assert foreseen.parameter_bytes == facts.parameter_bytes
+    assert foreseen.parameters == facts.parameters
+    dense = facts_of_module(isotype.load(path, isotype.resolve_precision(path, "bfloat16", device="cpu")))
+    assert facts.parameters == dense.parameters
+
+
+def test_an_expert_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("gpt-oss")
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.experts.down_proj")[2, 3, 4] = math.nan
+    with quiet():
+        model.save_pretrained(tmp_path)
+    policy = isotype.resolve_precision(tmp_path, "bfloat16", "nf4", device="cpu")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.down_proj"):
+        isotype.load(tmp_path, policy)
+
+
+def test_modules_that_are_left_out_stay_dense(saved: Saved) -> None:
+    from transformers import BitsAndBytesConfig
+
+    policy = isotype.resolve_precision(saved("qwen3-moe"), "bfloat16", "nf4", device="cpu")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        llm_int8_skip_modules=["lm_head", "layers.0.mlp.experts"],
+    )
+    model = isotype.load(saved("qwen3-moe"), policy, quantization_config=config)
+    dense = [path for path, module, own in stacked_weights(model) if quantized_stack(module, own) is None]
+    assert set(dense) == {"model.layers.0.mlp.experts"}
