@@ -26,6 +26,7 @@ from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import UsageError
 from isotype.model.adapters import add_lora
+from isotype.model.experts.stack import stacked_weights
 from tests.adapters import save_adapter
 from tests.pairwise import few
 from tests.zoo import ARCHITECTURES
@@ -67,9 +68,11 @@ def merged(adapter: Path, output: Path, **settings: Any) -> dict[str, torch.Tens
         "nf4": ("llama", "nf4", {**PROJECTIONS, "modules_to_save": ["lm_head", "input_layernorm"]}),
         "int8": ("llama", "int8", PROJECTIONS),
         "experts": ("qwen3_moe", None, STACKED),
+        "quantized experts": ("qwen3_moe", "nf4", STACKED),
     },
     "nf4",
     "experts",
+    "quantized experts",
 )
 def test_block_by_block_is_bit_equal_to_all_at_once(
     kind: str, storage: str | None, lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -285,3 +288,24 @@ def test_an_adapter_that_peft_has_no_merge_for(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="this adapter cannot be merged"):
         merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("storage", ["nf4", "int8"])
+def test_quantized_experts_are_merged_as_they_are_computed_with(storage: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen3_moe")
+    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", storage, **STACKED)
+    found = merged(adapter, tmp_path / "merged", dtype="float32")
+    assert found.keys() == load_file(base / "model.safetensors").keys()
+    again = load(tmp_path / "merged", resolve_precision(tmp_path / "merged", "float32", device="cpu"))
+    quantized = load(base, resolve_precision(base, "bfloat16", storage, "cpu"))
+    trained = load_file(adapter / "adapter_model.safetensors")
+    for path, module, own in stacked_weights(quantized):
+        weight = getattr(module, own).float()
+        if own == "gate_up_proj":
+            a, b = (trained[f"base_model.model.{path}.lora_{each}.weight"].float() for each in "AB")
+            experts, rank = weight.shape[0], 4
+            a, b = a.view(experts, rank, -1), b.view(b.shape[0], rank, experts)
+            # PEFT's layouts: A by expert and then rank, B by rank and then expert.
+            weight = weight + torch.einsum("ore,eri->eoi", b, a) * 2
+        merged_weight = again.get_parameter(f"{path}.{own}")
+        assert torch.allclose(merged_weight, weight, atol=2e-3 * float(weight.abs().max())), own

@@ -17,7 +17,7 @@ from torch import nn
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
-from isotype.checkpoint.values.dequantize import dequantize, held_weight
+from isotype.checkpoint.values.dequantize import DenseStack, dequantize, held_weight
 from isotype.compat.glibc import give_back_memory
 from isotype.core.grouping import grouped
 from isotype.model.finite import refuse
@@ -36,6 +36,7 @@ class Block:
         sources: what its waiting weights are made of, by their names in the model.
         owners: the module that holds each of them, as it was before anything was put around it.
         dense: the layers that stand in the place of quantized ones, by these.
+        stacks: of experts, that were quantized.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Block:
     sources: dict[str, Source] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
     dense: dict[nn.Module, Any] = field(default_factory=dict)
+    stacks: list[DenseStack] = field(default_factory=list)
     _blank: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
@@ -158,7 +160,14 @@ class DeferredBlocks:
             block.dense[place.module] = dense
             return True
 
-        dequantize(model, dtype, later)
+        def stack_later(stack: DenseStack) -> bool:
+            block = _block_of(stack.name, blocks)
+            if not self._wait or block is None or stack.name in self._at_once:
+                return False
+            block.stacks.append(stack)
+            return True
+
+        dequantize(model, dtype, later, stack_later)
 
     def read(self, block: Block) -> None:
         """Give a block its weights.
@@ -175,6 +184,8 @@ class DeferredBlocks:
             _as_before(name, block.owners[name], _held(block, name), blank)
         for layer, dense in block.dense.items():
             dense.weight = nn.Parameter(held_weight(layer, dense.weight.dtype), requires_grad=False)
+        for stack in block.stacks:
+            stack.read()
         # What dense layers were made of; of what was dense before, the owners' weights are those that are used.
         self._blank_again(block, [name for name, owner in block.owners.items() if owner in block.dense])
 
@@ -183,6 +194,8 @@ class DeferredBlocks:
         self._blank_again(block, list(block._blank))
         for layer in block.dense.values():
             layer.weight = nn.Parameter(layer.weight.data.to("meta"), requires_grad=False)
+        for stack in block.stacks:
+            stack.drop()
         give_back_memory()
 
     def _blank_again(self, block: Block, names: Collection[str]) -> None:
@@ -204,8 +217,9 @@ class DeferredBlocks:
         A block may be passed by, its layers called on their own: then they read it, and the next block drops it.
         """
         for block in self.blocks:
-            if block.sources or block.dense:
-                for module in {block.module, *block.owners.values()}:
+            if block.sources or block.dense or block.stacks:
+                experts = (stack.module for stack in block.stacks)
+                for module in {block.module, *block.owners.values(), *experts}:
                     module.register_forward_pre_hook(lambda *_, block=block: self.use(block))
                 block.module.register_forward_hook(lambda *_: self.use(None))
 

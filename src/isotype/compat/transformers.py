@@ -108,7 +108,7 @@ def conversions(model: Any) -> list[Any] | None:
     return noted
 
 
-def set_conversions(model: Any, steps: list[Any]) -> None:
+def set_conversions(model: Any, steps: list[Any] | None) -> None:
     """Replace what `conversions` returns."""
     model._weight_conversions = steps
 

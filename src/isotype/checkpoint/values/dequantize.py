@@ -3,28 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import conversions, set_conversions
+from isotype.model.experts.stack import QuantizedStack, quantized_stack, stacked_weights, take_stack
 from isotype.model.mixed import dense_layer
 from isotype.model.quantized import holds_turned
 from isotype.model.walk import Place, places
 
 
+@dataclass(frozen=True)
+class DenseStack:
+    """A stacked weight that was quantized, and that is dense when `read` is called.
+
+    Attributes:
+        name: the weight's, in the model.
+        module: that holds it.
+        codes, stack: what it is made of.
+        dtype: of its values.
+    """
+
+    name: str
+    module: nn.Module
+    codes: torch.Tensor
+    stack: QuantizedStack
+    dtype: torch.dtype
+
+    def read(self) -> None:
+        """Give the module the weight, on the CPU."""
+        self._put(self.stack(self.codes).to("cpu", self.dtype))
+
+    def drop(self) -> None:
+        """Take it out of memory again."""
+        self._put(torch.empty(self.stack.shape, dtype=self.dtype, device="meta"))
+
+    def _put(self, weight: torch.Tensor) -> None:
+        own = self.name.rpartition(".")[2]
+        own_parameters(self.module)[own] = nn.Parameter(weight, requires_grad=False)
+
+
 def dequantize(
-    model: Any, dtype: torch.dtype, later: Callable[[Place, Any], bool] = lambda *_: False
+    model: Any,
+    dtype: torch.dtype,
+    later: Callable[[Place, Any], bool] = lambda *_: False,
+    stack_later: Callable[[DenseStack], bool] = lambda _: False,
 ) -> None:
-    """Replace every bitsandbytes layer by a dense one on the CPU with the very weights its forward computes with.
+    """Replace every bitsandbytes layer by a dense one on the CPU with the very weights its forward computes with, and stacked experts.
 
     Args:
         model: a transformers model; changed in place. One that is not quantized is left alone.
         dtype: dtype of the dense weights. 4-bit layers dequantize to the dtype of their quantization state; int8
             ones to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
         later: (quantized layer, dense one); true where the weights of the dense one come later.
+        stack_later: the same of stacked experts.
     """
+    quantized = [each for each in stacked_weights(model) if quantized_stack(*each[1:]) is not None]
+    for path, module, name in quantized:
+        dense = DenseStack(f"{path}.{name}", module, *take_stack(module, name), dtype)
+        dense.drop()
+        if not stack_later(dense):
+            dense.read()
+    if quantized:
+        set_conversions(model, None)  # saving reverses what loading does, as it does not with codes
     for place in list(places(model)):
         if place.kind not in ("linear4bit", "linear8bit"):
             continue

@@ -268,6 +268,16 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
     module.register_forward_hook(_drop_dense, always_call=True)
 
 
+def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedStack]:
+    """Undo `place_stack`: returns codes and parametrization; a dense weight on the meta device takes their place."""
+    stack, codes = quantized_stack(module, name), codes_of(module, name)
+    assert stack is not None
+    parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+    blank = torch.empty(stack.shape, dtype=stack.dtype, device="meta")
+    own_parameters(module)[name] = nn.Parameter(blank, requires_grad=False)
+    return codes.detach(), stack
+
+
 _KEPT: list[Any] = []
 
 
