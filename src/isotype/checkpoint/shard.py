@@ -23,6 +23,7 @@ from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name
+from isotype.model.experts.stack import QuantizedStack, held_stack, quantize_parts, with_constants
 from isotype.model.finite import require_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.heads import remember_drawn
@@ -170,6 +171,25 @@ class _Rows:
         layer.quant_state = state_4bit(self._from_all(absmax), double_quant=state.nested, **constants)
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
+    def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
+        """Codes of the experts that are this process's; the constants of all experts go beside the codes, whole in every process."""
+        experts = blank.shape[0]
+        start, stop = self._own(experts)
+        parts = (self._read(name, each, each + 1, self.policy.plain) for each in range(start, stop))
+        codes, own = quantize_parts(
+            parts,
+            torch.Size((stop - start, *blank.shape[1:])),
+            blank.storage,
+            self.policy.plain,
+            transposed=blank.transposed,
+            device=self.device,
+        )
+        (part,) = own.factors()
+        constants = torch.zeros(experts, *part.shape[1:], device=self.device)
+        constants[start:stop] = part
+        holder[0] = with_constants(blank, self._from_all(constants))
+        return codes
+
     def _own(self, rows: int) -> tuple[int, int]:
         """FSDP2's rows of this process: as `torch.chunk` cuts them."""
         each = math.ceil(rows / self.mesh.size())
@@ -205,7 +225,10 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
     read: dict[str, torch.Tensor] = {}  # rows that a second parameter, a trained copy of the first, takes too
     for parameter, (name, place, own) in sources.items():
         layer: Any = place.module
-        if place.kind == "linear4bit" and own == "weight":
+        stack = held_stack(layer)
+        if stack is not None:
+            values = rows.stack(name, layer, stack)
+        elif place.kind == "linear4bit" and own == "weight":
             values = rows.codes_4bit(name, parameter, layer)
         elif place.kind == "linear8bit" and own == "weight":
             values = rows.codes_8bit(name, parameter, layer)

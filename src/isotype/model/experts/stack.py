@@ -467,7 +467,35 @@ def quantize_parts(
             made, state = quantize_4bit(matrix, form.code, blocksize=form.block)
             codes[expert], constants[expert] = made.view(-1), state.absmax
     if double_quant and storage != "int8":
-        settings = {"shape": shape, "dtype": dtype, "blocksize": form.block, "quant_type": form.code}
-        held = constants_4bit(state_4bit(constants.view(-1), double_quant=True, **settings), shape[0])
-        stack = QuantizedStack(storage, shape, dtype, held, blocksize=form.block, transposed=transposed)
+        blank = blank_stack(shape, storage, dtype, double_quant=True, transposed=transposed, device=device)[1]
+        stack = with_constants(blank, constants)
     return codes, stack
+
+
+def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
+    """A parametrization like this one with values.
+
+    Args:
+        blank: whose storage, shape and dtype it has.
+        constants: float32, of the blocks of 4 bits `[experts, blocks]`, which are quantized where those of `blank` are; scales of int8.
+    """
+    held = {"scales": constants}
+    if blank.storage != "int8":
+        form = FORMATS[blank.storage]
+        state = state_4bit(
+            constants.view(-1),
+            double_quant=blank.nested,
+            shape=blank.shape,
+            dtype=blank.dtype,
+            blocksize=blank.blocksize,
+            quant_type=form.code,
+        )
+        held = constants_4bit(state, blank.shape[0])
+    return QuantizedStack(
+        blank.storage,
+        blank.shape,
+        blank.dtype,
+        held,
+        blocksize=blank.blocksize,
+        transposed=blank.transposed,
+    )
