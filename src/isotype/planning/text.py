@@ -13,7 +13,7 @@ from isotype.core.console import TerminalConsole
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.planning.record import GOALS, Device, Record, Row, Workload
-from isotype.report.narrow import NARROW, fitting, width_of, wrapped
+from isotype.report.narrow import NARROW, fitting, say, width_of
 from isotype.report.text import format_count, format_duration, format_share
 
 WIDTH = 100
@@ -95,7 +95,7 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
 def _say(console: Console, text: str = "", style: str = "") -> None:
     """Print lines, wrapped at words."""
     if text or not style:
-        console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
+        say(console, text, style)
 
 
 def _print_answer(console: Console, title: str, row: Row | None, rows: Sequence[Row]) -> None:

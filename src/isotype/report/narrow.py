@@ -62,6 +62,11 @@ def wrapped(text: str, console: Console) -> str:
     return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text as it is, `wrapped` to the console."""
+    console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def _wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]

@@ -27,7 +27,7 @@ from isotype.model.quantized import constant_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
-from isotype.report.narrow import NARROW, fitting, wrapped
+from isotype.report.narrow import NARROW, fitting, say
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
 from isotype.report.text import format_share
 from isotype.train.command.arguments import IsotypeArguments
@@ -99,8 +99,7 @@ def show_policy(
         third = -(-len(rows) // 3)
         words = [f"{_SHORT_ROLES.get(role, role)} {dtype}" for role, dtype, _ in rows]
         lines = [", ".join(words[at : at + third]) for at in range(0, len(words), third)]
-        text = wrapped("precision  " + "\n           ".join(lines), console)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(console, "precision  " + "\n           ".join(lines))
     else:
         full = extra is not None and extra.verbose
         table = Table(
@@ -149,7 +148,7 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
         else [report.summary, *report.fallbacks, *(line for line in lines if line.startswith("left"))]
     )
     for line in told:
-        console.print(wrapped(line, console), highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:

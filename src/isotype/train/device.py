@@ -13,7 +13,7 @@ from isotype.compat.transformers import gpus_left
 from isotype.core.errors import UsageError
 from isotype.precision.devices.attention import has_faulty_cudnn
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.report.narrow import wrapped
+from isotype.report.narrow import say
 from isotype.train.command.settings import Settings
 
 
@@ -49,7 +49,7 @@ def say_one_gpu(settings: Settings, console: Console) -> None:
     if left:
         command = f"torchrun --standalone --nproc_per_node {left + 1} -m isotype {settings.method.name} …"
         note = f"note: training on the first of {left + 1} GPUs; {command} trains on all of them"
-        console.print(wrapped(note, console), highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.narrow import wrapped
+from isotype.report.narrow import say
 from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
@@ -194,7 +194,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
     command = printed_command(settings.command.tokens())
     with only_writer(Path(settings.training.output_dir), command) as unlocked:
         if unlocked is not None:
-            console.print(wrapped(f"note: {unlocked}", console), highlight=False, markup=False)
+            say(console, f"note: {unlocked}")
         yield
 
 
@@ -275,7 +275,7 @@ def _build(run: Run, console: Console) -> Built:
     fusion = None
     if trainer.compilation is not None:
         text = str(compile_blocks(trainer.model, trainer.compilation))
-        console.print(wrapped(text, console), highlight=False, markup=False, soft_wrap=True)
+        say(console, text)
     elif settings.extra.fuse:
         fusion = fuse(trainer.model)
         if getattr(trainer, "ref_model", None) is not None:
@@ -283,13 +283,13 @@ def _build(run: Run, console: Console) -> Built:
         describe.show_fusion(console, fusion, settings.extra)
     packing = keep_rows(trainer)
     for name, text in describe.head_rows(trainer):
-        console.print(wrapped(f"{name}: {text}", console), highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{name}: {text}")
     dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
     cut = lengths and lengths.cut(training.max_length)
     twice = lengths and lengths.begun_twice()
     notes = tuple(note for note in (*said, twice, cut, dropped, packing, not_the_best(settings)) if note)
     for note in notes:
-        console.print(wrapped(f"note: {note}", console), highlight=False, markup=False, soft_wrap=True)
+        say(console, f"note: {note}")
     built = Built(trainer=trainer, asked=sample, choice=choice, fusion=fusion, notes=notes, lengths=lengths)
     if run.resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
@@ -450,7 +450,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         console.print("interrupted: the model was not asked after training; it is saved")
     early = (stopping and stopping.said(trainer.state, trainer.args.metric_for_best_model)) or ""
     if early:
-        console.print(wrapped(early, console), highlight=False, markup=False, soft_wrap=True)
+        say(console, early)
     return ended(record_of(sample, "finished"), early, adapter=root)
 
 

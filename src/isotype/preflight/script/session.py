@@ -20,7 +20,7 @@ from isotype.core.package import PACKAGE
 from isotype.preflight.script.family import Family, family
 from isotype.preflight.script.options import Options
 from isotype.preflight.script.processes import Processes
-from isotype.report.narrow import wrapped
+from isotype.report.narrow import say
 
 if TYPE_CHECKING:
     from isotype.preflight.script.diagnosis import Diagnosis
@@ -128,7 +128,7 @@ class Session:
 
     def _say(self, text: str) -> None:
         console = _errors(self._family)
-        console.print(wrapped(f"isotype: {text}", console), highlight=False, markup=False, soft_wrap=True)
+        say(console, f"isotype: {text}")
 
 
 def _errors(family: Family) -> Console:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import recover, write_whole
 from isotype.data.build import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.report.narrow import wrapped
+from isotype.report.narrow import say
 from isotype.report.run.record import JSON_NAME
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings
@@ -92,14 +91,8 @@ def say_what_is_overwritten(settings: Settings, console: Console) -> None:
     root = Path(settings.training.output_dir)
     held = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
     if (root / JSON_NAME).is_file() and held:
-        console.print(
-            wrapped(
-                f"note: {root} holds a finished run ({held[0]}, {JSON_NAME}); this run will overwrite it",
-                console,
-            ),
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+        say(
+            console, f"note: {root} holds a finished run ({held[0]}, {JSON_NAME}); this run will overwrite it"
         )
 
 
@@ -108,20 +101,19 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
     asked, root = settings.training.resume_from_checkpoint, settings.training.output_dir
     if asked in _NO_RESUME:
         return
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     newer = False
     for path in all_checkpoints(root):
         reason = damage(path, contents=newer or resume is None)
         newer = newer or path == resume
         if reason is not None:
-            say(f"note: {path} is not whole: {reason}")
+            say(console, f"note: {path} is not whole: {reason}")
     if resume is None:
-        say(f"no whole checkpoint in {root}: starting at step 0")
+        say(console, f"no whole checkpoint in {root}: starting at step 0")
     else:
-        say(f"going on from {resume}")
+        say(console, f"going on from {resume}")
         changed = changed_length(resume, identity)
         if changed is not None:
-            say(wrapped(f"note: {changed}", console))
+            say(console, f"note: {changed}")
 
 
 def _under_launcher(command: Command) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from isotype.core.errors import CheckpointError, Problem, SaveError
 from isotype.core.files import write_whole
+from isotype.report.narrow import say
 from isotype.report.run.html import to_html
 from isotype.report.run.record import HTML_NAME, JSON_NAME, RunRecord, from_json, to_json
 from isotype.train.output.resume import save_identity
@@ -72,11 +72,10 @@ def report_failure(
     record: RunRecord, write: Callable[..., Path], console: Console, *, made_steps: bool
 ) -> None:
     """`write_report` of a failed run, unless the failure, a full disk for one, keeps it from being written too."""
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
         write(record, made_steps=made_steps)
     except SaveError as error:
-        say(f"no run report: {error.headline}")
+        say(console, f"no run report: {error.headline}")
 
 
 def _has_steps(path: Path) -> bool:

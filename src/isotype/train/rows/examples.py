@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.core.names import plural
-from isotype.report.narrow import wrapped
+from isotype.report.narrow import say
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share
 from isotype.train.rows.lengths import Lengths
@@ -99,8 +99,7 @@ def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
 def show_data(console: Console, summary: DataSummary | None, example: list[tuple[bool, str]] | None) -> None:
     """Rows, tokens, padding, and the example; what is cut is a note of its own."""
     if summary is not None:
-        text = wrapped("\n".join(_sentences(summary)), console)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(console, "\n".join(_sentences(summary)))
     if example:
         table = Table(box=None, show_header=False, pad_edge=False, title="first example", title_justify="left", title_style="bold")  # fmt: skip
         table.add_column(style="dim", no_wrap=True)
