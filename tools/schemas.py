@@ -54,7 +54,7 @@ class Form:
 FORMS = {
     "report/check/schema.json": Form("check report", check.Check, check.SCHEMA_VERSION, check.NAMES),
     "report/run/schema.json": Form("run report", run.RunRecord, run.SCHEMA_VERSION, {}),
-    "planning/schema.json": Form("plan", plan.Planned, plan.SCHEMA_VERSION, plan.NAMES),
+    "planning/schema.json": Form("plan", plan.Plan, plan.SCHEMA_VERSION, plan.NAMES),
 }
 
 
@@ -171,12 +171,13 @@ def _line(text: str) -> str:
 
 
 def _attributes(record: Any) -> dict[str, str]:
-    """What a record's docstring says of each attribute."""
-    section = (inspect.getdoc(record) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    """What the docstrings of a record and those above it say of each attribute."""
     about: dict[str, str] = {}
-    for entry in re.split(r"\n(?=    \S)", section):
-        names, _, text = entry.partition(": ")
-        about |= {name.strip(): _line(text) for name in names.split(",")}
+    for kind in reversed(inspect.getmro(record)):
+        section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        for entry in re.split(r"\n(?=    \S)", section):
+            names, _, text = entry.partition(": ")
+            about |= {name.strip(): _line(text) for name in names.split(",")}
     return about
 
 

@@ -47,7 +47,7 @@ def test_packed_rows_are_counted_as_rows_and_packs() -> None:
     assert (work.rows, work.packs, work.steps, work.seconds) == (100, 40, 14, 14 * 6.0)
     assert (work.tokens, work.cut, work.padding, work.packed_seconds) == (4000, 0.25, 0, None)
     device = Device("t4", "NVIDIA T4", None, "", "", (), replace(some, work=work))
-    lines = list(lines_of(Record("m", "sft", "", "balanced", (device,), ()), device))
+    lines = list(lines_of(Record("m", "sft", "", "balanced", (device,)), device))
     assert lines[-1].startswith(
         "data       100 rows in about 40 packs, 2 epochs: 14 steps, 1 min 24 s of steps; "
     )

@@ -78,6 +78,16 @@ def test_other_values_make_another_record_and_leave_the_command(tmp_path: Path) 
     assert settings.but(model_name_or_path="runs/Qwen3-0.6B").training.output_dir == "runs/sft-Qwen3-0.6B"
 
 
+def test_held_back_rows_are_an_evaluation_to_take_the_best_model_by() -> None:
+    flags = "--model_name_or_path m --eval_split 0.1 --load_best_model_at_end True --save_steps 0.4"
+    training = parse_settings(METHODS["sft"], flags.split()).training
+    assert (training.eval_strategy, training.eval_steps, training.metric_for_best_model) == (
+        "steps",
+        0.2,
+        "loss",
+    )
+
+
 def test_what_transformers_refuses_of_a_decision_is_an_error() -> None:
     settings = parse_settings(
         METHODS["sft"], ["--model_name_or_path", "m", "--load_best_model_at_end", "--eval_strategy", "steps"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,83 +34,12 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class PlannedRow:
-    """One set of settings, traced as it is written.
-
-    Attributes:
-        row: the settings.
-        command: the training command, quoted for a shell.
-        on_front: whether no other row takes less memory and is as fast.
-    """
-
-    row: Row
-    command: str
-    on_front: bool
-
-
-@dataclass(frozen=True)
-class PlannedDevice:
-    """A device with its rows.
-
-    Attributes:
-        device: what it is.
-        chosen: index of the row that the goal picks; null where nothing fits.
-        rows: every set of settings.
-    """
-
-    device: Device
-    chosen: int | None
-    rows: tuple[PlannedRow, ...]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What can be trained on a device, as `isotype plan --json` and `Plan.to_json()` write it. Numbers are not rounded.
-
-    Attributes:
-        plan: the record.
-        devices: in the order that they were named in.
-    """
-
-    plan: Record
-    devices: tuple[PlannedDevice, ...]
-
-
-NAMES: Names = {
-    Planned: "model=plan.model method=plan.method settings=plan.settings goal=plan.goal devices refused=plan.refused notes=plan.notes "
-    "command=plan.command",
-    PlannedDevice: "name=device.name title=device.title memory_bytes=device.memory room=device.room rates=device.rates "
-    "notes=device.notes chosen rows",
-    PlannedRow: "storage=row.storage compute=row.compute checkpointing=row.checkpointing sharding=row.sharding devices=row.devices "
-    "rows=row.rows length=row.length accumulation=row.accumulation tokens=row.tokens fits=row.fits peak_bytes=row.peak "
-    "room_bytes=row.room spare_bytes=row.spare peak_phase=row.phase peak_kinds=row.kinds time=row.time "
-    "tokens_per_second=row.tokens_per_second tokens_per_second_low=row.lowest_speed tokens_per_second_high=row.highest_speed longest=row.longest longest_is_all=row.longest_is_all work=row.work damage=row.damage "
-    "command on_front",
-    Time: "seconds low high spread least bound launches",
-}
-
-
-def to_json(plan: Record) -> str:
-    """Strict JSON; bytes, seconds and tokens stay unrounded numbers."""
-    planned = Planned(plan, tuple(_device(device, plan.of(device.name)) for device in plan.devices))
-    return text_of(planned, SCHEMA_VERSION, NAMES)
-
-
-def _device(device: Device, rows: tuple[Row, ...]) -> PlannedDevice:
-    best = front(rows)
-    chosen = None if device.chosen is None else rows.index(device.chosen)
-    return PlannedDevice(
-        device, chosen, tuple(PlannedRow(row, shlex.join(row.command.tokens()), row in best) for row in rows)
-    )
-
-
-@dataclass(frozen=True)
 class Plan(Record):
-    """What fits on a device; see `Record` for its data."""
+    """What can be trained on a device, as `isotype plan --json` and `Plan.to_json()` write it. Numbers are not rounded."""
 
     def to_json(self) -> str:
         """Strict JSON, by `planning/schema.json`. Bytes, seconds and tokens stay unrounded numbers."""
-        return to_json(self)
+        return text_of(self, SCHEMA_VERSION, NAMES)
 
     def to_html(self, path: str | Path) -> Path:
         """Write a page with the tables and a picture of memory against tokens a second.
@@ -123,6 +51,16 @@ class Plan(Record):
 
     def __str__(self) -> str:
         return to_text(self)
+
+
+NAMES: Names = {
+    Plan: "model method settings goal devices refused notes command",
+    Device: "name title memory_bytes=memory room rates notes chosen=chosen_index rows",
+    Row: "storage compute checkpointing sharding devices rows length accumulation tokens fits peak_bytes=peak room_bytes=room "
+    "spare_bytes=spare peak_phase=phase peak_kinds=kinds time tokens_per_second tokens_per_second_low=lowest_speed "
+    "tokens_per_second_high=highest_speed longest longest_is_all work damage command=command_line on_front",
+    Time: "seconds low high spread least bound launches",
+}
 
 
 def plan(
@@ -196,18 +134,23 @@ def plan_of_request(request: PlanRequest) -> Plan:
             rows[row.device].append(row)
         for profile in alike:
             chosen[profile.name] = _chosen(search, rows[profile.name], request.goal)
-    devices = tuple(
-        Device(
-            profile.name,
-            profile.title,
-            profile.memory_bytes,
-            rooms[profile.name].words,
-            rated[profile.name][1],
-            _costs(rows[profile.name], profile),
-            chosen[profile.name],
+    devices = []
+    for profile in profiles:
+        best, here = front(rows[profile.name]), rows[profile.name]
+        marked = tuple(replace(row, on_front=row in best) for row in here)
+        pick = chosen[profile.name]
+        devices.append(
+            Device(
+                profile.name,
+                profile.title,
+                profile.memory_bytes,
+                rooms[profile.name].words,
+                rated[profile.name][1],
+                _costs(here, profile),
+                None if pick is None else marked[here.index(pick)],
+                marked,
+            )
         )
-        for profile in profiles
-    )
     refused = dict.fromkeys(each for search in searches for each in search.refused)
     notes = dict.fromkeys(each for search in searches for each in search.notes)
     return Plan(
@@ -215,8 +158,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
         request.step.method,
         _settings(request, notes),
         request.goal,
-        devices,
-        tuple(row for profile in profiles for row in rows[profile.name]),
+        tuple(devices),
         tuple(refused),
         (*notes, *_left_out(request)),
     )

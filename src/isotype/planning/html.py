@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from isotype.core.package import VERSION
@@ -49,7 +48,7 @@ def to_html(plan: Record) -> str:
 
 
 def _device(plan: Record, device: Device) -> dict[str, object]:
-    rows, chosen = plan.of(device.name), device.chosen
+    rows, chosen = device.rows, device.chosen
     heads = heads_of(rows)
     return {
         "title": title_of(plan, device),
@@ -64,7 +63,7 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
             for row in rows
         ],
         "lines": list(lines_of(plan, device)),
-        "command": "" if chosen is None else shlex.join(chosen.command.tokens()),
+        "command": "" if chosen is None else chosen.command_line,
     }
 
 

@@ -108,6 +108,7 @@ class Row:
         base_memory: bytes that a mixed base's weights take at most; None where nothing says it.
         policy: the precision policy.
         command: that trains so.
+        on_front: whether no other row of the device takes less memory and is as fast.
     """
 
     device: str
@@ -132,6 +133,12 @@ class Row:
     work: Workload | None = None
     damage: float | None = None
     base_memory: int | None = None
+    on_front: bool = False
+
+    @property
+    def command_line(self) -> str:
+        """The training command, quoted for a shell."""
+        return shlex.join(self.command.tokens())
 
     @property
     def spare(self) -> Signed | None:
@@ -180,6 +187,7 @@ class Device:
         rates: where the rates of its time come from, as a clause; "" where there are none.
         notes: what its dtypes cost.
         chosen: the row by the goal; None where nothing fits.
+        rows: every set of settings, with those that do not fit.
     """
 
     name: str
@@ -189,6 +197,12 @@ class Device:
     rates: str
     notes: tuple[str, ...]
     chosen: Row | None
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def chosen_index(self) -> int | None:
+        """Index of the row that the goal picks; None where nothing fits."""
+        return None if self.chosen is None else self.rows.index(self.chosen)
 
 
 @dataclass(frozen=True)
@@ -201,7 +215,6 @@ class Record:
         settings: adapters and optimizer, in words.
         goal: what the row is chosen by, a key of `GOALS`.
         devices: in the order that they were named in.
-        rows: of all devices, with those that do not fit.
         refused: storages that cannot be trained on a device, with the reason.
         notes: what is not counted.
     """
@@ -211,9 +224,13 @@ class Record:
     settings: str
     goal: Annotated[str, ("enum", tuple(GOALS))]
     devices: tuple[Device, ...]
-    rows: tuple[Row, ...]
     refused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of all devices."""
+        return tuple(row for device in self.devices for row in device.rows)
 
     @property
     def chosen(self) -> Row | None:
@@ -228,11 +245,7 @@ class Record:
     @property
     def command(self) -> str | None:
         """The chosen row's command, quoted for a shell; None where nothing fits."""
-        return None if self.chosen is None else shlex.join(self.chosen.command.tokens())
-
-    def of(self, device: str) -> tuple[Row, ...]:
-        """The rows of one device, by the name of its profile."""
-        return tuple(row for row in self.rows if row.device == device)
+        return None if self.chosen is None else self.chosen.command_line
 
 
 _SLOWER = 1.25

@@ -83,7 +83,7 @@ def _named(plan: Plan, name: str) -> Plan:
         return replace(row, command=row.command.but(model_name_or_path=name))
 
     def device_of(device: Device) -> Device:
-        return replace(device, chosen=None if device.chosen is None else row_of(device.chosen))
+        chosen = None if device.chosen is None else row_of(device.chosen)
+        return replace(device, chosen=chosen, rows=tuple(map(row_of, device.rows)))
 
-    rows, devices = tuple(map(row_of, plan.rows)), tuple(map(device_of, plan.devices))
-    return replace(plan, model=name, rows=rows, devices=devices)
+    return replace(plan, model=name, devices=tuple(map(device_of, plan.devices)))

@@ -40,7 +40,7 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
     _say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
     _say(console, f"   {plan.settings}")
     for device in plan.devices:
-        _print_answer(console, title_of(plan, device), device.chosen, plan.of(device.name))
+        _print_answer(console, title_of(plan, device), device.chosen, device.rows)
         if device.chosen is not None:
             _say(console, _unlike_asked(plan, device.chosen), "yellow")
     _say(console)
@@ -82,7 +82,7 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
         largest = fitting_plans[0] if fitting_plans else plans[-1]
         title = title_of(largest, device)
         name = f"{largest.model} on {title}" if fitting_plans else title
-        _print_answer(console, name, largest.devices[at].chosen, largest.of(device.name))
+        _print_answer(console, name, largest.devices[at].chosen, largest.devices[at].rows)
         rows += [
             ({**several, "model": plan.model.rpartition("/")[2]}, plan.devices[at].chosen) for plan in plans
         ]
@@ -176,7 +176,7 @@ def _notes(device: Device) -> Iterator[str]:
 
 def title_of(plan: Record, device: Device) -> str:
     """The device's name, and how many of it train together."""
-    count = next((row.devices for row in plan.of(device.name)), 1)
+    count = next((row.devices for row in device.rows), 1)
     return device.title if count == 1 else f"{count} × {device.title}"
 
 
@@ -284,7 +284,7 @@ def lines_of(plan: Record, device: Device) -> Iterator[str]:
 
 
 def _unlike_asked(plan: Record, row: Row) -> str:
-    others = {each.length for each in plan.of(row.device) if each.command != row.command}
+    others = {each.length for each in plan.rows if each.device == row.device and each.command != row.command}
     if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
         return f"rows of {max(others):,} tokens do not fit, these are the longest that do"
     return ""

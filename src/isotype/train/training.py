@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from rich.console import Console
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
@@ -26,8 +27,9 @@ from isotype.core.commands import printed_command
 from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
 from isotype.core.files import recover
 from isotype.core.lock import only_writer
-from isotype.lora.fuse import fuse
+from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.reductions import float32_reductions
+from isotype.model.enforce import Change
 from isotype.model.recompute import CHECKPOINTING, checkpointing_arguments
 from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
@@ -37,6 +39,7 @@ from isotype.report.narrow import say
 from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
+from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
@@ -235,12 +238,12 @@ def _build(run: Run, console: Console) -> Built:
     source = tokenizer_source(run.checkpoint)
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
     check_tokenizer(settings, source, tokenizer, data)
-    noted: list[str] = []
-    data = plain_contents(tokenizer, data, noted.append)
+    said = list(run.notes)
+    data = plain_contents(tokenizer, data, said.append)
     run = replace(run, data=data)
     lengths = _lengths(settings, tokenizer, data)
-    rows = labelled_rows(settings, tokenizer, data, say=noted.append)
-    said = (*run.notes, *noted, *plain_turns(settings, tokenizer, data))
+    rows = labelled_rows(settings, tokenizer, data, say=said.append)
+    said += plain_turns(settings, tokenizer, data)
     choice = choice_of_run(run, tokenizer, lengths)
     describe.show_policy(console, policy, training.optim, settings.extra, choice)
     if run.resume is None:
@@ -268,19 +271,8 @@ def _build(run: Run, console: Console) -> Built:
             peft_config=peft_config,
             **run.rewards,
         )
-    changes = Counter(change.what for change in enforce_trainer(trainer, policy, masters))
-    if changes:
-        places = ", ".join(f"{what} ({count} places)" for what, count in changes.items())
-        console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
-    fusion = None
-    if trainer.compilation is not None:
-        text = str(compile_blocks(trainer.model, trainer.compilation))
-        say(console, text)
-    elif settings.extra.fuse:
-        fusion = fuse(trainer.model)
-        if getattr(trainer, "ref_model", None) is not None:
-            fuse(trainer.ref_model)
-        describe.show_fusion(console, fusion, settings.extra)
+    _say_restored(enforce_trainer(trainer, policy, masters), console)
+    fusion = _compiled_or_fused(trainer, settings.extra, console)
     packing = keep_rows(trainer)
     for name, text in describe.head_rows(trainer):
         say(console, f"{name}: {text}")
@@ -295,6 +287,26 @@ def _build(run: Run, console: Console) -> Built:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
     return built
+
+
+def _say_restored(changes: Iterable[Change], console: Console) -> None:
+    if counts := Counter(change.what for change in changes):
+        places = ", ".join(f"{what} ({count} places)" for what, count in counts.items())
+        console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
+
+
+def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) -> FusionReport | None:
+    """What computes in functions of ours; None where the blocks are compiled, or stay as PEFT has them."""
+    if trainer.compilation is not None:
+        say(console, str(compile_blocks(trainer.model, trainer.compilation)))
+        return None
+    if not extra.fuse:
+        return None
+    fusion = fuse(trainer.model)
+    if getattr(trainer, "ref_model", None) is not None:
+        fuse(trainer.ref_model)
+    describe.show_fusion(console, fusion, extra)
+    return fusion
 
 
 def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
@@ -390,8 +402,6 @@ def _first_answer(run: Run, model: Any, tokenizer: Any, console: Console) -> tup
 
 
 def _train(run: Run, built: Built, console: Console) -> Outcome:
-    from transformers import PrinterCallback, ProgressCallback
-
     from isotype.train.callback.callback import PrecisionCallback
     from isotype.train.monitor.progress import ProgressView
 
@@ -421,12 +431,8 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
             report = write(record, made_steps=recorder.made_steps)
             return Outcome(record, adapter, report, trainer.last_checkpoint(), stopped_by=by)
 
-        for shown in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(shown)
         stopping, kept = early_stopping(settings), Kept(lambda: write(so_far(), made_steps=True))
-        for callback in (PrecisionCallback(run.policy, ranges=run.ranges), recorder, kept, stopping):
-            if callback is not None:
-                trainer.add_callback(callback)
+        _watch(trainer, PrecisionCallback(run.policy, ranges=run.ranges), recorder, kept, stopping)
         try:
             with lost_process_named(trainer, goes_on), freed_memory_kept(), float32_reductions():
                 stopped_by = _train_and_save(trainer, root, run.resume, hooks, console)
@@ -452,6 +458,14 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     if early:
         say(console, early)
     return ended(record_of(sample, "finished"), early, adapter=root)
+
+
+def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
+    """Callbacks in the place of those that transformers shows a run by."""
+    for shown in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(shown)
+    for callback in filter(None, callbacks):
+        trainer.add_callback(callback)
 
 
 def _train_and_save(

@@ -67,11 +67,8 @@ def parse_command(
     if model is not None:
         if "model_name_or_path" in typed:
             problems.append(_two_models(model))
-        named = Value(model, (model,), "command line")  # it wins over the file's, as a flag does
-        values = {
-            "model_name_or_path": named,
-            **{n: v for n, v in values.items() if n != "model_name_or_path"},
-        }
+        values.pop("model_name_or_path", None)  # a flag wins over the file, and so does a model without one
+        values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
     for name, value in (keywords or {}).items():
         if value is not None and name not in mine:
             problems += _add(values, method, name, value, "keyword", None)
