@@ -906,3 +906,19 @@ def test_a_gguf_that_cannot_be_written_to_the_end_leaves_nothing(tmp_path: Path)
     with largest_file(50_000), pytest.raises(SaveError, match="the merged model cannot be written"):
         merge_adapter(tmp_path / "adapter", tmp_path / "merged", stored="f16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+def test_what_can_be_done_with_a_merged_model() -> None:
+    """Nobody talks to a model of scores, and only what can be exported has a command for it."""
+
+    def said(**changes: object) -> list[str]:
+        console = Console(width=200)
+        with console.capture() as captured:
+            show_merge(console, replace(report(0), **changes), ("isotype", "merge", "a", "-o", "m.gguf"))
+        return [line.strip() for line in captured.get().splitlines() if line.startswith("    isotype")]
+
+    chat, export = "isotype chat merged", "isotype merge a -o m.gguf --gguf q8_0"
+    assert said(exportable=True) == [chat, export]
+    assert said(exportable=True, cheapest=None) == [chat, export]
+    assert said(exportable=False) == [chat]
+    assert said(answers=False) == []

@@ -211,3 +211,11 @@ def test_a_model_that_is_named_without_a_flag_wins_over_the_file(tmp_path: Path)
     path = tmp_path / "c.yaml"
     path.write_text("model_name_or_path: of-file\nlora_r: 4\n")
     assert parse_command("sft", ["--config", str(path)], model="named")[0]["model_name_or_path"] == "named"
+
+
+def test_an_object_is_the_same_from_a_file_and_from_a_flag(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    for name in ("chat_template_kwargs", "generation_kwargs", "lr_scheduler_kwargs"):
+        path.write_text(f"{name}: {{a: 1}}\n")
+        of_file = parse_command("grpo", ["--config", str(path)])[0]
+        assert of_file.same_settings(parse_command("grpo", [f"--{name}", '{"a": 1}'])[0]), name

@@ -15,8 +15,8 @@ from isotype.cli.output import quiet_libraries
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.compat.interrupt import interrupts_kept
 from isotype.preflight.from_function import function_arguments
-from isotype.report.narrow import wrapped
-from isotype.train.command.command import Command
+from isotype.report.narrow import show_commands, wrapped
+from isotype.train.command.command import Command, here
 from isotype.train.preflight.command import Repaired, repaired_command
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
@@ -41,14 +41,35 @@ def run(argv: Sequence[str], console: Console) -> int:
 def _run(argv: Sequence[str], console: Console) -> int:
     if argv and _names_function(argv[0]):
         options, function, device = function_options(argv)
+        command = None
         report, repaired = _check_function(options, function, device)
     else:
         options, command = parse_options(argv)
         report, repaired = _check_plan(plan_of(options, command), options, command)
     _show(report, options, console, repaired)
-    if repaired is not None and not options.json and options.sarif != "-":
-        console.print(wrapped(repaired.text, console), highlight=False, markup=False, soft_wrap=True)
-    return exit_status(report, options.fail_on)
+    status = exit_status(report, options.fail_on)
+    if not options.json and options.sarif != "-":
+        if repaired is not None:
+            console.print(wrapped(repaired.text, console), highlight=False, markup=False, soft_wrap=True)
+        elif status == 0:
+            show_commands(console, _next(options, command, report))
+    return status
+
+
+def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
+    """After a step that runs: the training of a command that was checked in whole, the plan of a bare model."""
+    if command is None:
+        return {}
+    if options.bare:
+        arguments = command.but(per_device_train_batch_size=None).arguments()
+        tokens = ("isotype", "plan", command.method, *arguments)
+        return {"see how fast it trains, and the command for it": tokens}
+    if (
+        options.fsdp == 1 or "dataset_name" not in command
+    ):  # no arguments of ours shard so; nothing to train on
+        return {}
+    trained = here(command, report.trace.setup.profile.present).with_processes(options.devices or 1)
+    return {"train it": trained.tokens()}
 
 
 def exit_status(report: Report, fail_on: str) -> int:

@@ -12,6 +12,7 @@ from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser
 from isotype.core.dtypes import GGUF_TYPES
+from isotype.core.files import unused
 from isotype.core.formats import QUANTIZATIONS
 
 
@@ -72,5 +73,17 @@ def run(argv: Sequence[str], console: Console) -> int:
             stored=options.gguf or options.quantization,
             rows=rows,
         )
-    show_merge(console, report if why_not is None else replace(report, notes=(*report.notes, why_not)))
+    given = {"--base": options.base, "--model_revision": options.model_revision}
+    asked = (word for name, value in given.items() if value is not None for word in (name, value))
+    export = (
+        "isotype",
+        "merge",
+        str(options.adapter),
+        "-o",
+        str(unused(Path(f"{options.output}.gguf"))),
+        *asked,
+    )
+    show_merge(
+        console, report if why_not is None else replace(report, notes=(*report.notes, why_not)), export
+    )
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,7 +16,8 @@ from isotype.cli.output import console_of_failure, print_error, quiet_libraries,
 from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
 from isotype.core.commands import printed_command
-from isotype.report.narrow import wrapped
+from isotype.core.files import unused
+from isotype.report.narrow import show_commands, wrapped
 
 if TYPE_CHECKING:
     from isotype.train.command.command import Command
@@ -146,6 +148,14 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
             say(wrapped(f"\nstopped; {whole} is whole. Go on with:\n    {command}", console))
         else:
             say("\nstopped before the first checkpoint; nothing to go on from")
-    elif outcome.adapter is not None and settings.method.answers:
-        command = printed_command(("isotype", "chat", str(outcome.adapter)), indent=4)
-        say(wrapped(f"\ntry it:\n{command}", console))
+    elif outcome.adapter is not None:
+        show_commands(console, _uses(outcome.adapter, settings))
+
+
+def _uses(trained: Path, settings: Settings) -> dict[str, tuple[str, ...]]:
+    """What can be done with what was trained -> its command."""
+    chat = {"try it": ("isotype", "chat", str(trained))} if settings.method.answers else {}
+    if not settings.model.use_peft:
+        return chat
+    merged = ("isotype", "merge", str(trained), "-o", str(unused(trained / "merged")))
+    return {**chat, "merge it into its base": merged}

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 
 from isotype.core.terminal import as_typed
@@ -219,3 +220,9 @@ def bring_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def unused(path: Path) -> Path:
+    """The path, or where something lies there the first of `NAME-2`, `NAME-3`, … beside it that nothing has."""
+    names = chain((path,), (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
+    return next(each for each in names if not each.exists())

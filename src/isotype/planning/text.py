@@ -13,7 +13,8 @@ from isotype.core.console import TerminalConsole
 from isotype.core.names import plural
 from isotype.core.units import format_bytes
 from isotype.planning.record import GOALS, Device, Record, Row, Workload
-from isotype.report.narrow import NARROW, fitting, say, width_of
+from isotype.precision.devices.profile import device_profile
+from isotype.report.narrow import NARROW, fitting, say, show_commands, width_of
 from isotype.report.text import format_count, format_duration, format_share
 
 WIDTH = 100
@@ -66,6 +67,8 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
         _say(console, f"note       {text}")
     if not whole:
         _say(console, "-v         prints what memory and time are made of", "dim")
+    if plan.chosen is not None and len(plan.devices) == 1:
+        show_commands(console, {"check it before it runs": _check(plan.chosen)})
 
 
 def render_models(plans: Sequence[Record], console: Console, whole: bool = False) -> None:
@@ -124,6 +127,17 @@ def _print_answer(console: Console, title: str, row: Row | None, rows: Sequence[
         _say(console, f"   {_work(row, row.work)}")
     text = printed_command(row.command.tokens(), width_of(console), 0 if width_of(console) is None else 4)
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _check(row: Row) -> tuple[str, ...]:
+    """The command that checks a row's step on its device."""
+    command = row.command
+    here = (
+        "device" in command or device_profile(row.device).present
+    )  # the check looks at this machine by itself
+    device = () if here else ("--device", row.device)
+    devices = ("--devices", str(row.devices)) if row.devices > 1 else ()
+    return ("isotype", "check", command.method, *command.arguments(), *device, *devices)
 
 
 def _print_table(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -10,18 +11,23 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.merge.report import ENOUGH, share
-from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.units import format_bytes
-from isotype.report.narrow import fitting, wrapped
+from isotype.report.narrow import fitting, show_commands
 
 if TYPE_CHECKING:
     from isotype.checkpoint.merge.report import LogitsDifference, MergeReport
 
 
-def show_merge(console: Console, report: MergeReport) -> None:
-    """What was merged, what the rounding cost, and where the model lies."""
+def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
+    """What was merged, what the rounding cost, where the model lies, and what to do with it.
+
+    Args:
+        console: the terminal.
+        report: of the merge.
+        export: the command that writes the model for llama.cpp; empty for none.
+    """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -32,8 +38,12 @@ def show_merge(console: Console, report: MergeReport) -> None:
         console.print(Text.assemble(("note: ", "dim"), note), highlight=False)
     for warning in report.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning), highlight=False)
-    command = printed_command(("isotype", "chat", str(report.model or report.output)), indent=4)
-    console.print(wrapped(f"\ntry it:\n{command}", console), highlight=False, markup=False, soft_wrap=True)
+    if report.answers:
+        show_commands(console, {"try it": ("isotype", "chat", str(report.model or report.output))})
+    if report.exportable and export:
+        form = shlex.split("" if report.cheapest is None else report.cheapest.arguments)
+        chosen = form if "--gguf" in form else ("--gguf", "q8_0")
+        show_commands(console, {"write it for llama.cpp, and what is built on it": (*export, *chosen)})
 
 
 def _share(error: float) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import textwrap
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -65,6 +66,12 @@ def wrapped(text: str, console: Console) -> str:
 def say(console: Console, text: str, style: str | None = None) -> None:
     """Print a text as it is, `wrapped` to the console."""
     console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
+    """What can be typed next: words, and under them a command's tokens, on lines that can be pasted."""
+    for words, tokens in commands.items():
+        say(console, f"\n{words}:\n{printed_command(tokens, indent=4)}")
 
 
 def _wrapped(line: str, width: int) -> list[str]:

@@ -103,6 +103,15 @@ def check_exportable(config: Any) -> Architecture:
     return architecture
 
 
+def is_exportable(config: Any) -> bool:
+    """Whether a model of this config can be written."""
+    try:
+        check_exportable(config)
+    except UsageError:
+        return False
+    return True
+
+
 def _refused(what: str, expected: str) -> UsageError:
     return UsageError.of("this model cannot be exported to GGUF", what, expected, _FIX)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter
-from isotype.checkpoint.export.gguf_model import check_exportable, require_program
+from isotype.checkpoint.export.gguf_model import check_exportable, is_exportable, require_program
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.kept import (
     Candidate,
@@ -158,6 +158,8 @@ def merge_adapter(
             notes=(*notes, *changes, *_cautions(saved, policy, base is None, known is not None)),
             passed=_passed(saved.policy, target, stored),
             cheapest=cheap,
+            answers=bool(getattr(model_class, "can_generate", bool)()),
+            exportable=stored is None and is_exportable(config_of(open_model(source, revision))),
         )
         _require_change(report, trained is not None and stored == trained.storage)
     return report

@@ -112,6 +112,8 @@ class MergeReport:
         passed: what is known of values that pass the range of `dtype`, in sentences.
         model: what to open: `output`, or the GGUF file in it.
         cheapest: the form of fewest bits that keeps `ENOUGH`; None where none was tried.
+        answers: whether the merged model writes text.
+        exportable: whether it is a dense model of a kind that can be written as a GGUF file, too.
     """
 
     adapter: Path
@@ -128,6 +130,8 @@ class MergeReport:
     stored: str | None = None
     model: Path | None = None
     cheapest: Form | None = None
+    answers: bool = True
+    exportable: bool = False
 
     @property
     def median_error(self) -> float:

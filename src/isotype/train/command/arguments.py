@@ -324,6 +324,9 @@ ARGUMENTS: tuple[Argument, ...] = (
     _json("fsdp_config", '{"version": 2}'),
     _json("dataset_kwargs", '{"skip_prepare_dataset": true}'),
     _json("generation_kwargs", '{"top_k": 50}'),
+    _json("chat_template_kwargs", '{"enable_thinking": false}'),
+    _json("liger_kernel_config", '{"rope": false}'),
+    _json("transformers_continuous_batching_config", '{"max_batch_tokens": 4096}'),
 )
 """Every argument that something more is known of; problems are said in this order."""
 
