@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -271,3 +272,36 @@ def test_fix_shows_the_command(capsys, config):
     status, out, _ = run(capsys, config, "--device", "h100", "--length", 16, "--fix")
     assert status == 0
     assert out.endswith("nothing to repair\n")
+
+
+def test_what_is_auto_is_planned_for_the_device_that_is_named(capsys, config, tmp_path):
+    """TRL refused it: "expected a whole number"."""
+    training = ["sft", "--model_name_or_path", config, "--dataset_name", "embedded:precision_qa"]
+    (tmp_path / "c.yaml").write_text("per_device_train_batch_size: auto\nmax_length: auto\n")
+    for auto in (
+        ["--per_device_train_batch_size", "auto", "--max_length", "auto"],
+        ["--config", tmp_path / "c.yaml"],
+    ):
+        status, out, err = run(capsys, *training, *auto, "--device", "t4")
+        assert (status, err) == (0, "")
+        assert out.startswith("planned: float16, 8 of ")
+        train = shlex.split(out.partition("train it:")[2])
+        assert "auto" not in train
+        assert train[train.index("--per_device_train_batch_size") + 1] == "8"
+
+
+def test_a_fix_that_arguments_make_has_its_command(capsys, config):
+    _, out, _ = run(capsys, config, "--dtype", "bfloat16", "--device", "v100")
+    assert "; its values end at 65,504 (a setting; unsafe; " in " ".join(out.split())
+    (line,) = [each.strip() for each in out.splitlines() if "--dtype float16" in each]
+    program, check, *words = shlex.split(line)
+    assert (program, check) == ("isotype", "check")
+    again, out, _ = run(capsys, *words)
+    assert again == 0
+    assert "IST601" not in out
+    assert "1 row of" in out  # as many as were checked before
+    training = ["sft", "--model_name_or_path", config, "--dataset_name", "embedded:precision_qa"]
+    _, out, _ = run(capsys, *training, "--dtype", "bfloat16", "--device", "v100")
+    (line,) = [each.strip() for each in out.splitlines() if "--dtype float16" in each]
+    assert line.startswith("isotype sft ")
+    assert "--device" not in line

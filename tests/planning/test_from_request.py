@@ -24,6 +24,8 @@ from isotype.planning.request import parse_request
 from isotype.planning.text import render, speed_of
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
+from isotype.train.preflight.synthetic import least_length
+from tests.models import CONFIGS
 from tests.planning.conftest import noted
 
 SCHEMA = Draft202012Validator(
@@ -157,7 +159,7 @@ def test_nothing_fits(config: Path, formula: object) -> None:
     title, least, fix = str(plan).splitlines()[3:6]
     assert title == "NVIDIA GeForce RTX 4090: nothing fits"
     assert re.fullmatch(r"   a step takes \d.* MiB at least \(nf4\), and may take 100 KiB", least)
-    assert fix == "   a smaller model, a larger device, or more of them (--devices)"
+    assert fix == "   a smaller model, a larger device"  # nor do 64 of them hold it
     arguments = ["plan", str(config), "--device", "t4", "--max-memory", "100KiB", "--quantization", "nf4"]
     assert main(arguments) == 1
 
@@ -252,3 +254,36 @@ def test_what_cannot_be_asked(config: Path) -> None:
     with pytest.raises(PrecisionError, match="unknown device"):
         isotype.plan(config, "rtx1")
     assert main(["plan", str(config), "--device", ""]) == 2
+
+
+# Nothing fits
+
+
+def test_so_many_of_a_device_are_enough_as_a_plan_for_them_says(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]()
+    config.num_hidden_layers, config.intermediate_size = 16, 2048
+    config.save_pretrained(tmp_path)
+    int8 = {"quantization": "int8", "gradient_checkpointing": True, "per_device_train_batch_size": 1}
+    one = isotype.plan(tmp_path, device="rtx4090", max_memory="20MiB", **int8)
+    enough = one.devices[0].enough
+    assert one.chosen is None
+    assert enough is not None
+    assert f"a larger device, or {enough} of this one (--devices {enough})" in str(one)
+    many = isotype.plan(tmp_path, device="rtx4090", max_memory="20MiB", devices=enough, **int8)
+    assert many.chosen is not None
+    none = isotype.plan(tmp_path, device="rtx4090", max_memory="1KiB", **int8)
+    assert none.devices[0].enough is None
+    assert "a smaller model, a larger device\n" in str(none)
+
+
+def test_no_row_that_is_tried_is_too_short_for_a_picture(tmp_path: Path) -> None:
+    """Nobody has named a length: rows of 64 tokens were tried, which was refused as if somebody had."""
+    config = CONFIGS["gemma3-vision"]()
+    config.mm_tokens_per_image = 100
+    config.vision_config.image_size = 160
+    config.text_config.max_position_embeddings = 256
+    config.save_pretrained(tmp_path)
+    plan = isotype.plan(tmp_path, device="rtx4090", max_memory="1MiB")
+    assert plan.chosen is None
+    assert {row.longest for row in plan.rows if row.checkpointing == "every layer"} == {0}
+    assert least_length(config) == 102

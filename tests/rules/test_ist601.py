@@ -39,7 +39,9 @@ def test_bfloat16_weights_on_a_v100() -> None:
     assert finding.cause == "base_model.model.model.embed_tokens.weight is bfloat16"
     half, single = finding.fixes
     assert (half.safety, single.safety) == ("unsafe", "safe")
-    assert half.description == "run the step in float16 with a GradScaler and cast the weights"
+    assert half.description == (
+        "run the step in float16 with a GradScaler and cast the weights; its values end at 65,504"
+    )
     casts = {action.target: action.value for action in half.actions if action.kind == "parameter"}
     assert casts["base_model.model.lm_head.weight"] == "float16"
     assert not any("lora" in name for name in casts)  # float32 masters stay what they are

@@ -219,3 +219,19 @@ def test_an_object_is_the_same_from_a_file_and_from_a_flag(tmp_path: Path) -> No
         path.write_text(f"{name}: {{a: 1}}\n")
         of_file = parse_command("grpo", ["--config", str(path)])[0]
         assert of_file.same_settings(parse_command("grpo", [f"--{name}", '{"a": 1}'])[0]), name
+
+
+def test_a_command_that_leaves_its_file_keeps_what_the_file_sets_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WALKED", "")
+    path = tmp_path / "c.yaml"
+    path.write_text("quantization: nf4\nlora_r: 4\nenv:\n  WALKED: a b\n")
+    command = parse_command("sft", ["--config", str(path)])[0]
+    assert command.tokens() == ("isotype", "sft", "--config", str(path))
+    alone = command.but(quantization=None)
+    assert alone.tokens() == ("env", "WALKED=a b", "isotype", "sft", "--lora_r", "4")
+    launched = alone.with_processes(2).tokens()
+    assert launched[:3] == ("env", "WALKED=a b", "torchrun")
+    printed = printed_command(launched, width=40)
+    assert tuple(shlex.split(printed.replace("\\\n", " "))) == launched

@@ -7,7 +7,9 @@ import pytest
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
-from isotype.train.command.settings import parse_settings
+from isotype.precision.devices.profile import device_profile
+from isotype.train.command.parse import parse_command
+from isotype.train.command.settings import parse_settings, settings_of
 
 BASE = ("--model_name_or_path", "m", "--dataset_name", "d")
 
@@ -261,3 +263,13 @@ def test_gradient_checkpointing_is_not_reentrant_unless_asked_for():
 def test_as_many_rows_are_evaluated_as_are_trained_on(method: str, argv: list[str], rows: int) -> None:
     training = parse_settings(METHODS[method], [*BASE, *argv]).training
     assert training.per_device_eval_batch_size == rows
+
+
+@pytest.mark.parametrize(("device", "takes"), [("h100", True), ("t4", False), ("mi300x", False)])
+def test_tf32_is_judged_by_the_device_that_is_named(device: str, takes: bool) -> None:
+    command = parse_command("sft", ["--model_name_or_path", "m", "--tf32", "True", "--device", device])[0]
+    if takes:
+        assert settings_of(command).command["tf32"] is True
+        return
+    with pytest.raises(UsageError, match=f"--tf32 True on {device_profile(device).title}"):
+        settings_of(command)

@@ -17,7 +17,7 @@ from isotype.compat.interrupt import interrupts_kept
 from isotype.preflight.from_function import function_arguments
 from isotype.report.narrow import show_commands, wrapped
 from isotype.train.command.command import Command, here
-from isotype.train.preflight.command import Repaired, repaired_command
+from isotype.train.preflight.command import Repaired, repaired_command, with_commands
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
 
@@ -45,6 +45,13 @@ def _run(argv: Sequence[str], console: Console) -> int:
         report, repaired = _check_function(options, function, device)
     else:
         options, command = parse_options(argv)
+        if command.planned:
+            from isotype.planning.auto import resolve_auto, words_of
+
+            command, row = resolve_auto(command)
+            if not options.json and options.sarif != "-":
+                text = wrapped(words_of(row), console)
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
         report, repaired = _check_plan(plan_of(options, command), options, command)
     _show(report, options, console, repaired)
     status = exit_status(report, options.fail_on)
@@ -62,7 +69,7 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
         return {}
     if options.bare:
         arguments = command.but(per_device_train_batch_size=None).arguments()
-        tokens = ("isotype", "plan", command.method, *arguments)
+        tokens = (*command.environment(), "isotype", "plan", command.method, *arguments)
         return {"see how fast it trains, and the command for it": tokens}
     if (
         options.fsdp == 1 or "dataset_name" not in command
@@ -90,9 +97,12 @@ def _check_plan(plan: StepPlan, options: Options, command: Command) -> tuple[Rep
         from isotype.planning.nearest import with_nearest
 
         report = replace(report, findings=with_nearest(report.findings, plan, command))
+    present = report.trace.setup.profile.present
+    if options.fsdp != 1:  # which no argument of a training asks for
+        findings = with_commands(report.findings, command, bare=options.bare, present=present)
+        report = replace(report, findings=findings)
     if not options.fix:
         return report, None
-    present = report.trace.setup.profile.present
     return report, repaired_command(command, *planned(report, command=True), present=present)
 
 

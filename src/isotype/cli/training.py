@@ -154,7 +154,9 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
 
 def _uses(trained: Path, settings: Settings) -> dict[str, tuple[str, ...]]:
     """What can be done with what was trained -> its command."""
-    chat = {"try it": ("isotype", "chat", str(trained))} if settings.method.answers else {}
+    chat: dict[str, tuple[str, ...]] = (
+        {"try it": ("isotype", "chat", str(trained))} if settings.method.answers else {}
+    )
     if not settings.model.use_peft:
         return chat
     merged = ("isotype", "merge", str(trained), "-o", str(unused(trained / "merged")))

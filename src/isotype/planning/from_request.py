@@ -13,9 +13,11 @@ from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
+from isotype.core.formats import QUANTIZATIONS
 from isotype.core.json_records import Names, text_of
 from isotype.core.random_states import random_states_kept
 from isotype.core.units import format_bytes
+from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import ADAPTED
 from isotype.planning.command import EXAMPLE_DATA
 from isotype.planning.html import to_html
@@ -31,6 +33,9 @@ from isotype.report.html import write_report
 from isotype.train.preflight.step import row_length
 
 SCHEMA_VERSION = 1
+
+COUNTS = (2, 4, 8, 16, 32, 64)
+"""Numbers of devices that are tried where a step fits on none."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
                 _costs(here, profile),
                 None if pick is None else marked[here.index(pick)],
                 marked,
+                None if pick is not None else _enough(request, profile, here),
             )
         )
     refused = dict.fromkeys(each for search in searches for each in search.refused)
@@ -162,6 +168,27 @@ def plan_of_request(request: PlanRequest) -> Plan:
         tuple(refused),
         (*notes, *_left_out(request)),
     )
+
+
+def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
+    """How many of a device the settings that take the least fit on, sharded by FSDP2; None where none of `COUNTS` do."""
+    least = min(rows, key=lambda row: row.peak, default=None)
+    if not request.longest or least is None or profile.kind in ("cpu", "mps"):
+        return None
+    storage = least.storage if least.storage in QUANTIZATIONS else request.step.precision.quantization
+    step = replace(
+        request.step,
+        fsdp=2,
+        auto=False,
+        checkpointing=CHECKPOINTING if least.checkpointing_value else None,
+        precision=replace(request.step.precision, quantization=storage),
+    )
+    for count in (each for each in COUNTS if each > request.count):
+        rows_of_step = None if request.step_rows is None else max(request.step_rows, count)
+        again = replace(request, step=step, devices=(profile.name,), count=count, step_rows=rows_of_step)
+        if plan_of_request(replace(again, longest=False, goal="balanced")).chosen is not None:
+            return count
+    return None
 
 
 def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:

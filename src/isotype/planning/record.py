@@ -188,6 +188,7 @@ class Device:
         notes: what its dtypes cost.
         chosen: the row by the goal; None where nothing fits.
         rows: every set of settings, with those that do not fit.
+        enough: how many of it the smallest step fits on, sharded, where it does not fit on fewer; None where nobody looked, or none are.
     """
 
     name: str
@@ -198,6 +199,7 @@ class Device:
     notes: tuple[str, ...]
     chosen: Row | None
     rows: tuple[Row, ...] = ()
+    enough: int | None = None
 
     @property
     def chosen_index(self) -> int | None:

@@ -28,6 +28,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.records.step_time import StepTime
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.step import PlannedStep, row_length
+from isotype.train.preflight.synthetic import least_length
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 
 
@@ -419,17 +420,17 @@ class Search:
         rows = self.request.rows or 1
         positions = row_length(replace(option.step.plan, length=2**20), self.config)
         far = positions if self.request.goal == "longest" else min(positions, max(FARTHEST, self.length))
-        if far < LENGTHS:
+        low, high = -(-least_length(self.config) // LENGTHS), far // LENGTHS
+        if high < low:
             return (far, True) if steps.peak(rows, far) <= size else (0, False)
-        low, high = 1, far // LENGTHS
 
         def measure(units: int) -> int:
             return steps.peak(rows, units * LENGTHS)
 
         near = self.length // LENGTHS
-        if near and steps.peak(rows, self.length) <= size:
+        if near >= low and steps.peak(rows, self.length) <= size:
             low = min(near, high)
-        elif near:
+        elif near >= low:
             high = min(near, high)
         while low * 4 < high:  # a longer row than needed takes long to trace
             if measure(low * 4) > size:

@@ -41,7 +41,7 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
     _say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
     _say(console, f"   {plan.settings}")
     for device in plan.devices:
-        _print_answer(console, title_of(plan, device), device.chosen, device.rows)
+        _print_answer(console, title_of(plan, device), device)
         if device.chosen is not None:
             _say(console, _unlike_asked(plan, device.chosen), "yellow")
     _say(console)
@@ -85,7 +85,7 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
         largest = fitting_plans[0] if fitting_plans else plans[-1]
         title = title_of(largest, device)
         name = f"{largest.model} on {title}" if fitting_plans else title
-        _print_answer(console, name, largest.devices[at].chosen, largest.devices[at].rows)
+        _print_answer(console, name, largest.devices[at])
         rows += [
             ({**several, "model": plan.model.rpartition("/")[2]}, plan.devices[at].chosen) for plan in plans
         ]
@@ -101,18 +101,22 @@ def _say(console: Console, text: str = "", style: str = "") -> None:
         say(console, text, style)
 
 
-def _print_answer(console: Console, title: str, row: Row | None, rows: Sequence[Row]) -> None:
+def _print_answer(console: Console, title: str, device: Device) -> None:
     """What fits on a device, how fast it is, what the data takes, and its command; what is lacking where nothing fits."""
     _say(console)
+    row = device.chosen
     if row is None:
-        least = min(rows, key=lambda each: each.peak, default=None)
+        least = min(device.rows, key=lambda each: each.peak, default=None)
         if least is None:
             _say(console, f"{title}: nothing could be traced", "bold red")
             return
         room = "" if least.room is None else f", and may take {format_bytes(least.room)}"
         _say(console, f"{title}: nothing fits", "bold red")
         _say(console, f"   a step takes {format_bytes(least.peak)} at least ({least.storage}){room}")
-        _say(console, "   a smaller model, a larger device, or more of them (--devices)")
+        more = (
+            "" if device.enough is None else f", or {device.enough} of this one (--devices {device.enough})"
+        )
+        _say(console, f"   a smaller model, a larger device{more}")
         return
     room = "" if row.room is None else f" of {format_bytes(row.room)}"
     each = " on each" if row.devices > 1 else ""
@@ -137,7 +141,15 @@ def _check(row: Row) -> tuple[str, ...]:
     )  # the check looks at this machine by itself
     device = () if here else ("--device", row.device)
     devices = ("--devices", str(row.devices)) if row.devices > 1 else ()
-    return ("isotype", "check", command.method, *command.arguments(), *device, *devices)
+    return (
+        *command.environment(),
+        "isotype",
+        "check",
+        command.method,
+        *command.arguments(),
+        *device,
+        *devices,
+    )
 
 
 def _print_table(

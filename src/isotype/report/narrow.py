@@ -21,7 +21,7 @@ NARROW = 60
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
 """What stands before a line's first word: its indent, a bullet, a label of one or two words."""
 
-_COMMAND = re.compile(r" {4}(?=(?:isotype|torchrun) )")
+_COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:

@@ -117,6 +117,10 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
     return f"the step computes in {name}"
 
 
+_UNSAFE = {torch.float16: "its values end at 65,504", torch.bfloat16: "it rounds each to 8 bits"}
+"""Why a cast of weights to a dtype may cost."""
+
+
 def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     """Run the whole step in `target` where it runs in `dtype`: settings, weights, quantized layers."""
     name = dtype_name(target)
@@ -131,8 +135,9 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     lossless = target == torch.float32 or not any(not weight.trainable for weight in plain)
     scaler = " with a GradScaler" if target == torch.float16 else ""
     weights = " and cast the weights" if plain else ""
+    why = "" if lossless else f"; {_UNSAFE[target]}"
     return Fix(
-        f"run the step in {name}{scaler}{weights}",
+        f"run the step in {name}{scaler}{weights}{why}",
         "safe" if lossless else "unsafe",
         actions=tuple(dict.fromkeys(actions)),
     )

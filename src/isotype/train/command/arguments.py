@@ -413,7 +413,8 @@ def short_help(method: str) -> str:
             lines[-1] = lines[-1].rstrip()
     lines += [
         "",
-        "-q less output, -v more. --help-all lists every argument: they are those of",
+        "-q less output, -v more. --print-config writes the command as a file for",
+        "--config, and does not train. --help-all lists every argument: they are those of",
         f"trl {method}. isotype check {method} … foretells a run without starting it.",
     ]
     return "\n".join(lines) + "\n"

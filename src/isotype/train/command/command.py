@@ -149,7 +149,13 @@ class Command:
             if self.processes > 1
             else ()
         )
-        return (*launcher, "isotype", self.method, *self.arguments())
+        return (*self.environment(), *launcher, "isotype", self.method, *self.arguments())
+
+    def environment(self) -> tuple[str, ...]:
+        """What sets the variables of the file's `env` in front of a command line that cannot name the file; else nothing."""
+        if self.file is None or not self.file.env or self._taken_back() is not None:
+            return ()
+        return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
     def arguments(self) -> tuple[str, ...]:
         """The command line behind `isotype METHOD`."""

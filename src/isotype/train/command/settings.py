@@ -14,10 +14,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from isotype.compat.transformers import train_on_first_gpu
 from isotype.core.errors import Problem, UsageError, one_line
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
+from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.train.command.arguments import IsotypeArguments, number_problems
 from isotype.train.command.command import Command
 from isotype.train.command.parse import MODELS, parse_command
@@ -134,6 +137,9 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("device") == "cpu":
         values["use_cpu"] = True
     values |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
+    if values.get("tf32") and not (profile := device_profile(values.get("device", "auto"))).present:
+        values["tf32"] = None  # transformers would ask the machine at hand
+        _require_tf32(profile)
     for name in (f"{name}_kwargs" for name in RECOMPUTE):
         if isinstance(values.get(name), dict):
             # torch takes the other kind where nothing is said, transformers this one where nothing else is given.
@@ -205,6 +211,17 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
     model.load_in_8bit = bool(command.given("load_in_8bit"))
     model.lora_target_modules = target_modules(model.lora_target_modules)
     return [script, training, model, dataset, extra]
+
+
+def _require_tf32(profile: DeviceProfile) -> None:
+    """TF32 came with the same generation of NVIDIA's GPUs as bfloat16."""
+    if profile.kind != "cuda" or profile.supports(torch.bfloat16) != "native":
+        raise UsageError.of(
+            "arguments that cannot work",
+            f"--tf32 True on {profile.title}",
+            "an NVIDIA GPU of compute capability 8.0 or higher",
+            "leave --tf32 out",
+        )
 
 
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})

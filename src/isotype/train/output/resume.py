@@ -127,7 +127,8 @@ def _under_launcher(command: Command) -> tuple[str, ...]:
     where: tuple[str, ...] = ("--standalone",)
     if machines > 1:
         where = ("--nnodes", str(machines), "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:29500")
-    return ("torchrun", *where, "--nproc_per_node", str(machine), "-m", *command.tokens())
+    launcher = (*command.environment(), "torchrun", *where, "--nproc_per_node", str(machine), "-m")
+    return (*launcher, "isotype", command.method, *command.arguments())
 
 
 def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:

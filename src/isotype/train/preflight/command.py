@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any
 
 from isotype.core.commands import printed_command
@@ -33,6 +34,36 @@ class Repaired:
         left = [{"code": each.code, "cause": each.cause, "reason": reason} for each, reason in self.left]
         command = None if self.command is None else printed_command(self.command.tokens())
         return {"fixes": fixes, "left": left, "command": command}
+
+
+def with_commands(
+    findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
+) -> tuple[Finding, ...]:
+    """The findings, each fix that arguments make with the command that has them.
+
+    Args:
+        findings: of a check.
+        command: that was checked.
+        bare: whether a model was checked and no training; its command is another check.
+        present: whether the device is in this machine.
+    """
+
+    def commanded(fix: Fix) -> Fix:
+        if fix.command or fix.scope != "setting":
+            return fix
+        fixed = reduce(_acted, fix.actions, command)
+        if fixed.same_settings(command):
+            return fix
+        check = (*fixed.environment(), "isotype", "check", fixed.method, *_one_row(fixed).arguments())
+        return replace(fix, command=check if bare else here(fixed, present).tokens())
+
+    return tuple(replace(each, fixes=tuple(map(commanded, each.fixes))) for each in findings)
+
+
+def _one_row(command: Command) -> Command:
+    """With the rows of a bare model's check, where nothing says another number."""
+    rows = "per_device_train_batch_size"
+    return command if rows in command else command.but(**{rows: 1})
 
 
 def repaired_command(

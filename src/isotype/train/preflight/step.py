@@ -40,7 +40,7 @@ from isotype.train.output.resume import RUN_FILE
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step_plan import DEFAULT_LENGTH, training_plan
-from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, step_inputs
+from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_length, step_inputs
 from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 from isotype.train.rows.lengths import Lengths, one_a_row
 from isotype.train.run import Run
@@ -312,6 +312,8 @@ def row_length(plan: StepPlan, config: Any) -> int:
         positions = None
     default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
     wanted = plan.length or default
+    if plan.lengths is not None:  # rows of text alone may be shorter than the picture that is traced in each
+        wanted = max(wanted, least_length(config))
     return wanted if positions is None else min(wanted, positions)
 
 

@@ -43,10 +43,9 @@ def synthetic_batch(model: Any, rows: int, length: int) -> dict[str, torch.Tenso
     image = image_shape(base.config)
     if image is not None:
         tokens, placeholder, size = image
-        if tokens + 2 > length:
-            flag = f"--length {length}"
-            fix = f"give at least {tokens + 2}"
-            problem = Problem(flag, f"room for the {tokens} tokens of an image and some text", fix)
+        if least_length(base.config) > length:
+            expected = f"room for the {tokens} tokens of an image and some text"
+            problem = Problem(f"rows of {length} tokens", expected, f"--max_length {tokens + 2}, or more")
             raise UsageError("the image does not fit into the sequence", [problem])
         ids[:, 1 : 1 + tokens] = placeholder
         batch["pixel_values"] = torch.zeros(rows, 3, size, size)
@@ -55,6 +54,12 @@ def synthetic_batch(model: Any, rows: int, length: int) -> dict[str, torch.Tenso
     classifier = type(base).__name__.endswith("ForSequenceClassification")
     batch["labels"] = torch.zeros(rows, dtype=torch.long) if classifier else ids.clone()
     return batch
+
+
+def least_length(config: Any) -> int:
+    """Tokens of the shortest row that `synthetic_batch` makes of a model of this config."""
+    image = image_shape(config)
+    return 2 if image is None else image[0] + 2
 
 
 def batch_notes(config: Any) -> tuple[str, ...]:
