@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import isotype
+import results
 from isotype.model.experts.stack import place_stack, quantize_parts, stacked_weights
 
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -56,6 +57,11 @@ def model_of(arguments: argparse.Namespace, way: str) -> Any:
     return model.train()
 
 
+def _name(arguments: argparse.Namespace) -> str:
+    sizes = f"{arguments.experts} experts, {arguments.chosen} a token, {arguments.inner} wide"
+    return f"{sizes}, {arguments.layers} layers, {arguments.tokens} tokens, {arguments.storage}"
+
+
 def seconds(model: Any, ids: torch.Tensor) -> float:
     began = time.process_time()
     model(input_ids=ids, labels=ids).loss.backward()
@@ -78,7 +84,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--storage", default="none", choices=("none", "nf4", "int8"))
     parser.add_argument("--skip-peft", action="store_true")
-    arguments = parser.parse_args()
+    arguments = results.parsed(parser, "skip_peft", "rounds")
     torch.set_num_threads(1)
     ways = ["attention", "isotype"] + ([] if arguments.skip_peft else ["PEFT", "PEFT eager"])
     models = {way: model_of(arguments, way) for way in ways}
@@ -94,6 +100,12 @@ def main() -> None:
     for way, times in taken.items():
         ratios = sorted(a / b for a, b in zip(times, taken["attention"], strict=True))
         rows[way] = {"seconds": statistics.median(times), "ratio": statistics.median(ratios)}
+        if arguments.record:
+            measures = {
+                "seconds": results.Measure(rows[way]["seconds"], "s"),
+                "ratio": results.Measure(rows[way]["ratio"], "×", (ratios[0], ratios[-1])),
+            }
+            results.append(f"experts/{_name(arguments)}", measures, way, "attention")
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         print(f"{way:<12} {rows[way]['seconds']:>8.3f} {rows[way]['ratio']:>6.2f}  {spread}")
     print(json.dumps({"setup": vars(arguments), "rows": rows}))

@@ -174,6 +174,8 @@ class FusionReport:
         parts = [f"{len(self.fused)} of {plural(len(self.fused) + len(self.left), 'LoRA layer')}"]
         if self.together:
             parts.append(f"{plural(len(self.together), 'group')} on the same input")
+        if self.experts:
+            parts.append(f"the experts of {plural(len(self.experts), 'layer')}")
         if self.gated:
             parts.append(plural(len(self.gated), "gated MLP"))
         if self.norms:
