@@ -16,7 +16,6 @@ from isotype.compat.hub import asking
 from isotype.compat.transformers import rename
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.enforce import enforce_model, policy_of
-from isotype.model.experts.layer import use_where_needed
 from isotype.model.experts.stack import seen_dense
 from isotype.model.heads import save_drawn, task_type_of
 from isotype.model.targets import choose_targets, what_is_adapted
@@ -83,7 +82,6 @@ def add_lora(
         warnings.warn("; ".join(left_out), stacklevel=2)
     save_policy_too(model)
     _magnitudes_again(model, adapter_name)
-    use_where_needed(model)
     enforce_model(model, policy)
     return model
 

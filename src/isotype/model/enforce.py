@@ -16,6 +16,7 @@ from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.boundary_choice import boundary_of_dtypes, computes_float32, range_boundaries
+from isotype.model.experts.layer import use_where_needed
 from isotype.model.experts.stack import QuantizedStack
 from isotype.model.quantized import align_4bit, align_8bit, align_stack, quantization_state
 from isotype.model.walk import Place, own_float_parameters, places
@@ -53,7 +54,8 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
     Trainable parameters become masters; frozen weights take the storage dtype and pinned ones float32 (all keep their
     current dtypes where the policy says `keep_frozen`); quantization states and compute dtypes are set to match;
     float32 buffers are restored where something rounded them; modules whose own weights are float32, and norms that return float32
-    whatever they are given, get a boundary, so that they meet 16-bit neighbours in the compute dtype; methods that Liger-Kernel has bound to modules are taken out. Values that were rounded before are not brought back, except
+    whatever they are given, get a boundary, so that they meet 16-bit neighbours in the compute dtype; experts that are stored quantized
+    compute in their own function; methods that Liger-Kernel has bound to modules are taken out. Values that were rounded before are not brought back, except
     for rotary buffers, which are computed again.
 
     Raises:
@@ -70,6 +72,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
         changes += _quantization(place, policy, by_ranges.get(place.name.partition(_PARAMETRIZED)[0]))
         changes += _buffers(place, policy)
         changes += _boundary(place, policy, by_ranges.get(place.name))
+    use_where_needed(model)
     setattr(model, POLICY_ATTRIBUTE, policy)
     return tuple(changes)
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from isotype.compat.bitsandbytes import dequantize_4bit
-from isotype.compat.swapped import Swapped
+from isotype.compat.swapped import Swapped, swap
 from isotype.compat.torch import UncastBuffers, own_modules, own_parameters
 from isotype.core.formats import FORMATS
 from isotype.core.stacks import why_dense
@@ -272,6 +272,9 @@ def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedSta
     """Undo `place_stack`: returns codes and parametrization; a dense weight on the meta device takes their place."""
     stack, codes = quantized_stack(module, name), codes_of(module, name)
     assert stack is not None
+    if isinstance(module, Swapped):
+        # torch takes the name out of the class itself, not out of one that it is the base of
+        swap(module, module.original)
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     blank = torch.empty(stack.shape, dtype=stack.dtype, device="meta")
     own_parameters(module)[name] = nn.Parameter(blank, requires_grad=False)
