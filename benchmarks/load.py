@@ -6,7 +6,8 @@ resident memory during the call beyond what was resident before it, pages of map
 loaded parameters and quantization constants take.
 
 Checkpoints are synthetic: a Llama of 1.1 billion parameters in bfloat16 (22 layers of width 2048), a gpt-oss of 16
-experts in mxfp4 (4 layers of width 1024), and `embedded:smollm2`, a GGUF file of 135 million parameters, where it is
+experts in mxfp4 (4 layers of width 1024), a Qwen3-MoE of 64 experts in 4 layers of width 1024 (0.6 GB in bfloat16; transformers leaves
+experts in bfloat16), and `embedded:smollm2`, a GGUF file of 135 million parameters, where it is
 installed. `--small` takes a Llama of 0.1 billion.
 
 Run: python benchmarks/load.py [CASE …] [--rounds 3] [--small] [--keep DIR] [--record]. Prints a table and one line of JSON.
@@ -47,6 +48,7 @@ CASES = {
     "bf16 -> fp16": Case("llama", "float16"),
     "mxfp4 -> bf16": Case("gpt-oss", "bfloat16"),
     "GGUF -> bf16": Case("gguf", "bfloat16"),
+    "experts, bf16 -> nf4": Case("qwen3-moe", "bfloat16", "nf4"),
 }
 
 
@@ -120,7 +122,42 @@ def write_gpt_oss(directory: Path, small: bool) -> None:
     path.write_text(json.dumps(written), encoding="utf-8")
 
 
-WRITERS = {"llama": write_llama, "gpt-oss": write_gpt_oss}
+def write_qwen3_moe(directory: Path, small: bool) -> None:
+    """A bfloat16 Qwen3-MoE as it is published: a tensor for each layer of each expert."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=512 if small else 1024,
+        moe_intermediate_size=256 if small else 384,
+        num_experts=32 if small else 64,
+        num_hidden_layers=2 if small else 4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=8192,
+        dtype=torch.bfloat16,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    with torch.device("meta"):
+        state = transformers.Qwen3MoeForCausalLM(config).state_dict()
+    random = torch.Generator().manual_seed(0)
+    weights: dict[str, Any] = {}
+    for name, value in state.items():
+        if value.ndim != 3:
+            weights[name] = (0.02 * torch.randn(value.shape, generator=random)).to(torch.bfloat16)
+            continue
+        owner, _, own = name.rpartition(".")
+        for expert in range(len(value)):
+            for part in ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,):
+                shape = (value.shape[1] // (2 if own == "gate_up_proj" else 1), value.shape[2])
+                drawn = 0.02 * torch.randn(shape, generator=random)
+                weights[f"{owner}.{expert}.{part}.weight"] = drawn.to(torch.bfloat16)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(directory)
+
+
+WRITERS = {"llama": write_llama, "gpt-oss": write_gpt_oss, "qwen3-moe": write_qwen3_moe}
 
 
 def loader(case: Case, side: str, path: str) -> Callable[[], Any]:
@@ -130,8 +167,9 @@ def loader(case: Case, side: str, path: str) -> Callable[[], Any]:
     import transformers
     from transformers.models.gpt_oss import modeling_gpt_oss
     from transformers.models.llama import modeling_llama
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-    assert all((bitsandbytes, modeling_llama, modeling_gpt_oss))
+    assert all((bitsandbytes, modeling_llama, modeling_gpt_oss, modeling_qwen3_moe))
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, case.dtype)

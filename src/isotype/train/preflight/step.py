@@ -343,7 +343,13 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
     saved = quantization_of(config)
     if saved is None or saved.format != "mxfp4":
         return
-    experts = [weight for weight in trace.weights if len(weight.shape) == 3 and not weight.trainable]
+    experts = [
+        weight
+        for weight in trace.weights
+        if len(weight.shape) == 3
+        and weight.dtype.is_floating_point
+        and not (weight.trainable or weight.buffer)
+    ]
     loaded = sum(weight.bytes * weight.repeats for weight in experts)
     if not loaded:
         return
