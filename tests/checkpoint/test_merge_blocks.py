@@ -154,33 +154,42 @@ def test_what_is_not_quantized_keeps_its_dtype_too(mixed: Path, tmp_path: Path) 
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("storage", [None, "nf4"])
-def test_one_block_is_in_memory_at_a_time(storage: str | None, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", dtype=torch.float32)
-    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", storage, **PROJECTIONS)
+@pytest.mark.parametrize(
+    ("kind", "storage", "lora"),
+    [("llama", None, PROJECTIONS), ("llama", "nf4", PROJECTIONS), ("qwen3_moe", "nf4", STACKED)],
+)
+def test_one_block_is_in_memory_at_a_time(kind: str, storage: str | None, lora: Any, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", kind, dtype=torch.float32)
+    adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", storage, **lora)
     policy = resolve_precision(base, "bfloat16", storage, "cpu")
     merging = Merging(read_adapter(adapter), str(base), policy, torch.bfloat16)
     model: Any = merging.model
     names: list[str] = []
+    stacks = [stack for block in merging._deferred.blocks for stack in block.stacks]
+    assert len(stacks) == (6 if kind == "qwen3_moe" else 0)
     for number, part in enumerate(merging.parts()):
         names += part
+        assert all(stack.codes.is_meta for stack in stacks)
         held = [_matrices(layer) for layer in model.model.layers]
         assert held == [7 if number == at + 1 else 0 for at in range(3)]
-    assert names == list(merging.shapes) or sorted(names) == sorted(load_file(base / "model.safetensors"))
+    assert sorted(names) == sorted(merging.shapes)
+    if kind == "llama":  # experts are split where they are written
+        assert sorted(names) == sorted(load_file(base / "model.safetensors"))
     assert len(merging.weights) == 6
 
 
 def _matrices(block: nn.Module) -> int:
     """The weights of a block's layers that have values; adapters left out."""
     return sum(
-        parameter.ndim == 2 and not parameter.is_meta and parameter.numel() > 0
+        parameter.ndim in (2, 3) and not parameter.is_meta and parameter.numel() > 0
         for name, parameter in block.named_parameters()
         if "lora_" not in name
     )
 
 
-def test_a_forward_reads_each_block_and_drops_it(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", dtype=torch.float32)
+@pytest.mark.parametrize(("kind", "weights"), [("llama", 7), ("qwen3_moe", 6)])  # of which two are stacks
+def test_a_forward_reads_each_block_and_drops_it(kind: str, weights: int, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", kind, dtype=torch.float32)
     policy = resolve_precision(base, "bfloat16", "nf4", "cpu")
     deferred = DeferredBlocks()
     model = load(base, policy, deferred=deferred)
@@ -194,7 +203,7 @@ def test_a_forward_reads_each_block_and_drops_it(tmp_path: Path) -> None:
     expected = load(base, policy)(input_ids=ids).logits
     for _ in range(2):
         assert torch.equal(model(input_ids=ids).logits, expected)
-    assert held == [[7, 0, 0], [0, 7, 0], [0, 0, 7]] * 2
+    assert held == [[weights * (at == block) for at in range(3)] for block in range(3)] * 2
     assert [_quantized(layer) for layer in model.model.layers] == [0, 0, 0]
 
 

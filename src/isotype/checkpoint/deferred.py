@@ -20,6 +20,8 @@ from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
 from isotype.checkpoint.values.dequantize import DenseStack, dequantize, held_weight
 from isotype.compat.glibc import give_back_memory
 from isotype.core.grouping import grouped
+from isotype.core.names import unparametrized
+from isotype.model.experts.stack import QuantizedStack, codes_of, place_stack, quantized_stack
 from isotype.model.finite import refuse
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import align_4bit, align_8bit
@@ -45,7 +47,7 @@ class Block:
     owners: dict[str, nn.Module] = field(default_factory=dict)
     dense: dict[nn.Module, Any] = field(default_factory=dict)
     stacks: list[DenseStack] = field(default_factory=list)
-    _blank: dict[str, nn.Parameter] = field(default_factory=dict)
+    _blank: dict[str, tuple[nn.Parameter, QuantizedStack | None]] = field(default_factory=dict)
 
 
 class DeferredBlocks:
@@ -139,7 +141,8 @@ class DeferredBlocks:
         uses = Counter(map(id, named.values()))
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
         known = {*self._at_once, *tied, *tied.values()}
-        for name, parameter in named.items():
+        for held, parameter in named.items():
+            name = unparametrized(held)
             matrix = parameter.is_meta and parameter.ndim > 1 and uses[id(parameter)] == 1
             if matrix and name not in known and torch.device(placement.device(name)).type == "cpu":
                 yield name
@@ -180,8 +183,8 @@ class DeferredBlocks:
             block._blank = {name: _held(block, name) for name in block.sources}
             _, broken = fill(self._model, WeightMap(block.sources, (), ()), self._placement, shown=False)
             refuse(self._source, broken)
-        for name, blank in block._blank.items():
-            _as_before(name, block.owners[name], _held(block, name), blank)
+        for name, (blank, former) in block._blank.items():
+            _as_before(name, block.owners[name], _held(block, name)[0], blank, former)
         for layer, dense in block.dense.items():
             dense.weight = nn.Parameter(held_weight(layer, dense.weight.dtype), requires_grad=False)
         for stack in block.stacks:
@@ -200,10 +203,13 @@ class DeferredBlocks:
 
     def _blank_again(self, block: Block, names: Collection[str]) -> None:
         for name in names:
-            blank = block._blank.pop(name, None)
-            if blank is None:
+            if name not in block._blank:
                 continue
+            blank, former = block._blank.pop(name)
             owner: Any = block.owners[name]
+            if former is not None:
+                place_stack(owner, name.rpartition(".")[2], blank, former)
+                continue
             setattr(owner, name.rpartition(".")[2], blank)
             kind = kind_of(owner)
             if kind == "linear4bit":
@@ -255,14 +261,21 @@ def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
     return None
 
 
-def _held(block: Block, name: str) -> nn.Parameter:
-    parameter: nn.Parameter = block.owners[name]._parameters[name.rpartition(".")[2]]  # type: ignore[assignment]
-    return parameter
+def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]:
+    """A weight, or codes with their parametrization."""
+    owner, own = block.owners[name], name.rpartition(".")[2]
+    stack = quantized_stack(owner, own)
+    return (owner.get_parameter(own), None) if stack is None else (codes_of(owner, own), stack)
 
 
-def _as_before(name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter) -> None:
+def _as_before(
+    name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
+) -> None:
     """Bring a weight that was just read to the form that its blank had been brought to since the load."""
-    kind = kind_of(owner)
+    stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
+    if stack is not None:
+        stack.dtype = stack.dtype if former is None else former.dtype
+        return
     if kind == "linear4bit" and hasattr(blank, "quant_state"):
         align_4bit(name, owner, owner.compute_dtype)
     elif kind == "linear8bit" and hasattr(blank, "SCB"):

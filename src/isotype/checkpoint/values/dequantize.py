@@ -35,8 +35,12 @@ class DenseStack:
     dtype: torch.dtype
 
     def read(self) -> None:
-        """Give the module the weight, on the CPU."""
-        self._put(self.stack(self.codes).to("cpu", self.dtype))
+        """Give the module the weight, on the CPU: of the codes that it has, if these were read anew."""
+        own, codes, stack = self.name.rpartition(".")[2], self.codes, self.stack
+        if quantized_stack(self.module, own) is not None:
+            codes, stack = take_stack(self.module, own)
+            stack.dtype = self.stack.dtype
+        self._put(stack(codes).to("cpu", self.dtype))
 
     def drop(self) -> None:
         """Take it out of memory again."""
