@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import isotype
 import results
-from isotype.model.experts.stack import place_stack, quantize_parts, stacked_weights
+from isotype.model.experts.quantize import quantize_parts
+from isotype.model.experts.stack import place_stack, stacked_weights
 
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

@@ -18,13 +18,8 @@ from isotype.checkpoint.facts import facts_of_module
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError
-from isotype.model.experts.stack import (
-    QuantizedStack,
-    codes_of,
-    quantize_parts,
-    quantized_stack,
-    stacked_weights,
-)
+from isotype.model.experts.quantize import quantize_parts
+from isotype.model.experts.stack import QuantizedStack, codes_of, quantized_stack, stacked_weights
 from tests.checkpoint.test_load import fp8_checkpoint, mxfp4_checkpoint
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_config, tiny_model
 from tests.pairwise import pairwise

@@ -21,11 +21,11 @@ from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
 from isotype.core.formats import FORMATS
 from isotype.model.enforce import dtypes_to_load
+from isotype.model.experts.quantize import quantize_parts
 from isotype.model.experts.stack import (
     codes_of,
     is_transposed,
     place_stack,
-    quantize_parts,
     quantized_stack,
     saved_stack,
     shape_of,

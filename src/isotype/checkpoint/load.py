@@ -56,7 +56,8 @@ from isotype.core.formats import QUANTIZATIONS
 from isotype.core.pretrained import pretrained
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, enforce_model
-from isotype.model.experts.stack import formats_of_stacks, quantized_stack, stacked_weights, store_blank
+from isotype.model.experts.quantize import formats_of_stacks, store_blank
+from isotype.model.experts.stack import quantized_stack, stacked_weights
 from isotype.model.finite import not_finite, refuse
 from isotype.model.heads import remember_drawn
 from isotype.model.mixed import leave_dense, store_layers

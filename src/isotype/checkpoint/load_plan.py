@@ -21,7 +21,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError
 from isotype.core.formats import QUANTIZATIONS
 from isotype.model.enforce import dtypes_to_load
-from isotype.model.experts.stack import formats_of_stacks
+from isotype.model.experts.quantize import formats_of_stacks
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 

@@ -22,7 +22,7 @@ from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError
 from isotype.core.names import listed
 from isotype.model.enforce import enforce_model
-from isotype.model.experts.stack import formats_of_stacks, store_blank
+from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.finite import not_finite, refuse
 from isotype.model.mixed import store_layers
 from isotype.model.walk import places

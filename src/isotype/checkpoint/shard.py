@@ -23,7 +23,8 @@ from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name
-from isotype.model.experts.stack import QuantizedStack, held_stack, quantize_parts, with_constants
+from isotype.model.experts.quantize import quantize_parts, with_constants
+from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import require_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.heads import remember_drawn

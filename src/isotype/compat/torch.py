@@ -355,10 +355,14 @@ class UncastBuffers(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def moved(buffer: torch.Tensor) -> torch.Tensor:
-            new = fn(buffer)
-            return new if new.dtype == buffer.dtype else buffer.to(new.device)
+            return new if (new := fn(buffer)).dtype == buffer.dtype else buffer.to(new.device)
 
         return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+
+
+def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
+    """What is called when a module has written its `state_dict`."""
+    return module._state_dict_hooks
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:

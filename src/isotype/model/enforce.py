@@ -17,7 +17,7 @@ from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.boundary_choice import boundary_of_dtypes, computes_float32, range_boundaries
 from isotype.model.experts.layer import use_where_needed
-from isotype.model.experts.stack import QuantizedStack
+from isotype.model.experts.stack import QuantizedStack, adopt_stacks
 from isotype.model.quantized import align_4bit, align_8bit, align_stack, quantization_state
 from isotype.model.walk import Place, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
@@ -48,6 +48,9 @@ class Change:
 _LIGER = "Liger's forward -> the module's own: the policy holds in that one"
 
 
+_BY_EXPERT = "bitsandbytes' parametrization -> one that is read by expert"
+
+
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
     """Restore `policy` on `model` in place and return what had to be changed (nothing, the second time).
 
@@ -63,6 +66,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
             its quantization state.
     """
     changes = [Change(name, _LIGER) for name in without_liger(model)]
+    changes += [Change(name, _BY_EXPERT) for name in adopt_stacks(model)]
     all_places = tuple(places(model))
     _check_storage(model, all_places, policy)
     by_ranges = range_boundaries(model, all_places, policy)

@@ -14,14 +14,10 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.core.stacks import why_dense
 from isotype.model.experts import layer
-from isotype.model.experts.stack import (
-    place_stack,
-    quantize_parts,
-    quantized_stack,
-    stacked_weights,
-    why_dense,
-)
+from isotype.model.experts.quantize import quantize_parts
+from isotype.model.experts.stack import place_stack, quantized_stack, stacked_weights
 from tests.zoo import ARCHITECTURES
 
 FAMILIES = (

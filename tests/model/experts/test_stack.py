@@ -12,12 +12,12 @@ from torch import nn
 
 from isotype.core.names import plain_name
 from isotype.core.stacks import why_dense
+from isotype.model.experts.quantize import blank_stack, quantize_parts
 from isotype.model.experts.stack import (
     QuantizedStack,
-    blank_stack,
+    adopt_stacks,
     codes_of,
     place_stack,
-    quantize_parts,
     quantized_stack,
     stacked_weights,
 )
@@ -200,3 +200,29 @@ def test_the_name_of_codes_is_that_of_the_weight() -> None:
         plain_name("base_model.model.a.experts.parametrizations.gate_up_proj.original")
         == "a.experts.gate_up_proj"
     )
+
+
+@FOUR_BITS
+@NESTED
+def test_a_stack_of_bitsandbytes_is_adopted(form: str, double_quant: bool) -> None:
+    model = nn.Module()
+    model.experts = theirs(form, double_quant)
+    dense, state = model.experts.up.clone(), model.state_dict()
+    assert adopt_stacks(model) == ["experts.up"]
+    assert adopt_stacks(model) == []
+    stack = quantized_stack(model.experts, "up")
+    assert stack is not None
+    assert torch.equal(stack.part(codes_of(model.experts, "up"), 2, 4), dense[2:4])
+    again = model.state_dict()
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    x = torch.randn(3, 40)
+    assert torch.equal(model.experts(x)[5], x @ dense[5].T.float())
+
+
+def test_a_weight_of_bitsandbytes_that_is_no_stack_of_blocks_is_left_alone() -> None:
+    model = nn.Module()
+    model.experts = Experts(torch.randn(4, 5, 7))
+    bnb.replace_parameter_4bit(model.experts, "up")
+    assert adopt_stacks(model) == []
+    assert model.experts.up.shape == (4, 5, 7)

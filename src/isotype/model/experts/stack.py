@@ -18,7 +18,7 @@ copied, and is pickled by its `state_dict` only, as torch wants it of every para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,15 +29,12 @@ from torch.nn.utils import parametrize
 
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.swapped import Swapped, swap
-from isotype.compat.torch import UncastBuffers, own_modules, own_parameters
+from isotype.compat.torch import UncastBuffers, own_modules, own_parameters, state_dict_hooks
 from isotype.core.formats import FORMATS
-from isotype.core.stacks import why_dense
 from isotype.model.hooks import listening
-from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
 from isotype.model.walk import is_tuner_layer, places
-from isotype.precision.policy import PrecisionPolicy, is_pinned
 
-_NESTED = 256
+NESTED = 256
 """Constants of 4 bits that share one of their own (bitsandbytes' `compress_statistics`)."""
 
 
@@ -109,7 +106,7 @@ class QuantizedStack(UncastBuffers):
             # An offset on the meta device has no value to be saved.
             state.offset = torch.zeros(()) if constants.offset.is_meta else constants.offset
             state.state2 = QuantState(
-                constants.nested_absmax, code=constants.nested_code, blocksize=_NESTED, dtype=torch.float32
+                constants.nested_absmax, code=constants.nested_code, blocksize=NESTED, dtype=torch.float32
             )
             state.nested = True
         return state
@@ -123,15 +120,15 @@ class QuantizedStack(UncastBuffers):
         from bitsandbytes import functional
 
         blocks = constants.absmax.shape[1]
-        first, last = start * blocks // _NESTED, -(-stop * blocks // _NESTED)
-        whole = constants.absmax.reshape(-1)[first * _NESTED : last * _NESTED]
+        first, last = start * blocks // NESTED, -(-stop * blocks // NESTED)
+        whole = constants.absmax.reshape(-1)[first * NESTED : last * NESTED]
         nested = functional.QuantState(
             constants.nested_absmax[first:last],
             code=constants.nested_code,
-            blocksize=_NESTED,
+            blocksize=NESTED,
             dtype=torch.float32,
         )
-        at = start * blocks - first * _NESTED
+        at = start * blocks - first * NESTED
         values = functional.dequantize_blockwise(whole, nested)[at : at + absmax.numel()]
         return self._state_of(shape, values + constants.offset)
 
@@ -212,43 +209,10 @@ def shape_of(module: nn.Module, name: str) -> torch.Size:
     return module.get_parameter(name).shape if stack is None else stack.shape
 
 
-def formats_of_stacks(
-    model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
-) -> dict[str, str]:
-    """Name of each stacked expert weight that is stored quantized under a policy -> its format.
-
-    Args:
-        model: dense or quantized; it may lie on the meta device.
-        policy: from `isotype.resolve_precision`.
-        skipped: names of modules that are not quantized, as transformers' quantizers take them.
-    """
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    formats = {}
-    for path, module, name in stacked_weights(model) if policy.quantized else ():
-        full = f"{path}.{name}".lstrip(".")
-        storage = policy.storage_of(full)
-        kept = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
-        if not kept and storage in FORMATS and why_dense(shape_of(module, name), storage) is None:
-            formats[full] = storage
-    return formats
-
-
 def held_stack(holder: object) -> QuantizedStack | None:
     """The parametrization beside codes, of the module that `named_parameters` names as their owner; None of any other."""
     held = holder[0] if isinstance(holder, parametrize.ParametrizationList) else None
     return held if isinstance(held, QuantizedStack) else None
-
-
-def store_blank(model: nn.Module, formats: Mapping[str, str], policy: PrecisionPolicy) -> None:
-    """Store stacked weights without values in the formats that `formats_of_stacks` says."""
-    for full, storage in formats.items():
-        path, _, name = full.rpartition(".")
-        module = model.get_submodule(path)
-        turned, shape = is_transposed(module), shape_of(module, name)
-        double = policy.double_quant
-        blank = blank_stack(shape, storage, policy.plain, double_quant=double, transposed=turned)
-        place_stack(module, name, *blank)
 
 
 def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: QuantizedStack) -> None:
@@ -260,12 +224,46 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
         return
     own_parameters(module)[name] = nn.Parameter(codes, requires_grad=False)
     parametrize.register_parametrization(module, name, stack, unsafe=True)
-    # The names are bound to the function, not the module: a copy of the module has its own.
-    module.register_state_dict_post_hook(partial(_write_state, name=name))  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(partial(_read_state, name=name))  # type: ignore[no-untyped-call]
+    _save_and_load(module, name)
     # A forward that reads one expert after another makes the weight dense once. A recomputed forward ends early, by an exception.
     module.register_forward_pre_hook(_keep_dense)
     module.register_forward_hook(_drop_dense, always_call=True)
+
+
+def adopt_stacks(model: nn.Module) -> list[str]:
+    """Let stacks that `bitsandbytes.nn.parametrize` holds quantized be read by expert, in place; returns the weights' names.
+
+    The codes and constants are the same memory. What is no stack of whole blocks is left as it is.
+    """
+    adopted = []
+    for path, module in list(model.named_modules()):
+        for name, held in list(getattr(module, "parametrizations", {}).items()):
+            state = getattr(held[0], "quant_state", None)
+            if state is None or len(state.shape) != 3 or state.shape[1:].numel() % state.blocksize:
+                continue
+            experts, codes = state.shape[0], held.original.data.view(torch.uint8)
+            held.original = nn.Parameter(codes.view(experts, -1), requires_grad=False)
+            held[0] = QuantizedStack(
+                state.quant_type,
+                state.shape,
+                state.dtype,
+                constants_4bit(state, experts),
+                blocksize=state.blocksize,
+                transposed=is_transposed(module),
+            )
+            hooks = state_dict_hooks(module)
+            for number, hook in list(hooks.items()):  # its own asks for its own parametrization
+                if getattr(hook, "keywords", {}).get("param_name") == name:
+                    del hooks[number]
+            _save_and_load(module, name)
+            adopted.append(f"{path}.{name}")
+    return adopted
+
+
+def _save_and_load(module: nn.Module, name: str) -> None:
+    # The names are bound to the function, not the module: a copy of the module has its own.
+    module.register_state_dict_post_hook(partial(_write_state, name=name))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(partial(_read_state, name=name))  # type: ignore[no-untyped-call]
 
 
 def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedStack]:
@@ -392,113 +390,3 @@ def seen_dense(model: nn.Module) -> Iterator[None]:
                 del own_parameters(module)[name]
             own_modules(module)["parametrizations"] = lists
             module.__class__ = cls
-
-
-# ------------------------------------------------------------------------------------------------------ quantizing
-
-
-def blank_stack(
-    shape: torch.Size,
-    storage: str,
-    dtype: torch.dtype,
-    *,
-    double_quant: bool = False,
-    transposed: bool = False,
-    device: Any = "meta",
-) -> tuple[torch.Tensor, QuantizedStack]:
-    """Codes and parametrization of a stacked weight without values; the arguments are those of `quantize_parts`."""
-    form = FORMATS[storage]
-    experts, rows, columns = shape
-    if storage == "int8":
-        codes = torch.empty(shape, dtype=torch.int8, device=device)
-        scales = torch.empty((experts, 1, columns) if transposed else (experts, rows, 1), device=device)
-        return codes, QuantizedStack(storage, shape, dtype, {"scales": scales}, transposed=transposed)
-    codes = torch.empty(experts, rows * columns // 2, dtype=torch.uint8, device=device)
-    blocks = rows * columns // form.block
-    constants = {"absmax": torch.empty(experts, blocks, device=device), "code": _table(form.code, device)}
-    if double_quant:
-        constants["absmax"] = constants["absmax"].to(torch.uint8)
-        constants["nested_absmax"] = torch.empty(-(-experts * blocks // _NESTED), device=device)
-        constants |= {
-            "nested_code": torch.empty(256, device=device),
-            "offset": torch.empty((), device=device),
-        }
-    return codes, QuantizedStack(
-        storage, shape, dtype, constants, blocksize=form.block, transposed=transposed
-    )
-
-
-def _table(code: str, device: Any) -> torch.Tensor:
-    from bitsandbytes.functional import get_4bit_type
-
-    table: torch.Tensor = get_4bit_type(code, device="cpu")
-    return table.to(device)
-
-
-def quantize_parts(
-    parts: Iterable[torch.Tensor],
-    shape: torch.Size,
-    storage: str,
-    dtype: torch.dtype,
-    *,
-    double_quant: bool = False,
-    transposed: bool = False,
-    device: Any = "cpu",
-) -> tuple[torch.Tensor, QuantizedStack]:
-    """Codes and parametrization of a stacked weight that comes some experts at a time.
-
-    Args:
-        parts: dense `[some, d1, d2]`, in the order of experts, which `shape` counts together.
-        shape: of the whole, `[experts, d1, d2]`, for which `why_dense` has nothing to say.
-        storage: `"nf4"`, `"fp4"` or `"int8"`.
-        dtype: in which values are quantized, and come back.
-        double_quant: whether the constants of 4 bits are quantized, too.
-        transposed: whether the input dimension is `d1`.
-        device: of the codes.
-    """
-    form = FORMATS[storage]
-    codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device=device)
-    constants: Any = stack.scales if storage == "int8" else stack.absmax
-    matrices = (matrix for part in parts for matrix in part)
-    for expert, matrix in enumerate(matrices):
-        matrix = matrix.to(device, dtype)
-        if storage == "int8":
-            made, scales = quantize_int8(matrix.T if transposed else matrix)
-            codes[expert] = made.T if transposed else made
-            constants[expert] = scales.view(constants.shape[1:])
-        else:
-            made, state = quantize_4bit(matrix, form.code, blocksize=form.block)
-            codes[expert], constants[expert] = made.view(-1), state.absmax
-    if double_quant and storage != "int8":
-        blank = blank_stack(shape, storage, dtype, double_quant=True, transposed=transposed, device=device)[1]
-        stack = with_constants(blank, constants)
-    return codes, stack
-
-
-def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
-    """A parametrization like this one with values.
-
-    Args:
-        blank: whose storage, shape and dtype it has.
-        constants: float32, of the blocks of 4 bits `[experts, blocks]`, which are quantized where those of `blank` are; scales of int8.
-    """
-    held = {"scales": constants}
-    if blank.storage != "int8":
-        form = FORMATS[blank.storage]
-        state = state_4bit(
-            constants.view(-1),
-            double_quant=blank.nested,
-            shape=blank.shape,
-            dtype=blank.dtype,
-            blocksize=blank.blocksize,
-            quant_type=form.code,
-        )
-        held = constants_4bit(state, blank.shape[0])
-    return QuantizedStack(
-        blank.storage,
-        blank.shape,
-        blank.dtype,
-        held,
-        blocksize=blank.blocksize,
-        transposed=blank.transposed,
-    )

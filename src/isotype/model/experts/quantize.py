@@ -1,0 +1,163 @@
+"""Stacked expert weights are quantized, or shaped as if they were: which, in what format, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.core.formats import FORMATS
+from isotype.core.stacks import why_dense
+from isotype.model.experts.stack import (
+    NESTED,
+    QuantizedStack,
+    constants_4bit,
+    is_transposed,
+    place_stack,
+    shape_of,
+    stacked_weights,
+)
+from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
+from isotype.precision.policy import PrecisionPolicy, is_pinned
+
+
+def formats_of_stacks(
+    model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
+) -> dict[str, str]:
+    """Name of each stacked expert weight that is stored quantized under a policy -> its format.
+
+    Args:
+        model: dense or quantized; it may lie on the meta device.
+        policy: from `isotype.resolve_precision`.
+        skipped: names of modules that are not quantized, as transformers' quantizers take them.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    formats = {}
+    for path, module, name in stacked_weights(model) if policy.quantized else ():
+        full = f"{path}.{name}".lstrip(".")
+        storage = policy.storage_of(full)
+        kept = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
+        if not kept and storage in FORMATS and why_dense(shape_of(module, name), storage) is None:
+            formats[full] = storage
+    return formats
+
+
+def store_blank(model: nn.Module, formats: Mapping[str, str], policy: PrecisionPolicy) -> None:
+    """Store stacked weights without values in the formats that `formats_of_stacks` says."""
+    for full, storage in formats.items():
+        path, _, name = full.rpartition(".")
+        module = model.get_submodule(path)
+        turned, shape = is_transposed(module), shape_of(module, name)
+        double = policy.double_quant
+        blank = blank_stack(shape, storage, policy.plain, double_quant=double, transposed=turned)
+        place_stack(module, name, *blank)
+
+
+def blank_stack(
+    shape: torch.Size,
+    storage: str,
+    dtype: torch.dtype,
+    *,
+    double_quant: bool = False,
+    transposed: bool = False,
+    device: Any = "meta",
+) -> tuple[torch.Tensor, QuantizedStack]:
+    """Codes and parametrization of a stacked weight without values; the arguments are those of `quantize_parts`."""
+    form = FORMATS[storage]
+    experts, rows, columns = shape
+    if storage == "int8":
+        codes = torch.empty(shape, dtype=torch.int8, device=device)
+        scales = torch.empty((experts, 1, columns) if transposed else (experts, rows, 1), device=device)
+        return codes, QuantizedStack(storage, shape, dtype, {"scales": scales}, transposed=transposed)
+    codes = torch.empty(experts, rows * columns // 2, dtype=torch.uint8, device=device)
+    blocks = rows * columns // form.block
+    constants = {"absmax": torch.empty(experts, blocks, device=device), "code": _table(form.code, device)}
+    if double_quant:
+        constants["absmax"] = constants["absmax"].to(torch.uint8)
+        constants["nested_absmax"] = torch.empty(-(-experts * blocks // NESTED), device=device)
+        constants |= {
+            "nested_code": torch.empty(256, device=device),
+            "offset": torch.empty((), device=device),
+        }
+    return codes, QuantizedStack(
+        storage, shape, dtype, constants, blocksize=form.block, transposed=transposed
+    )
+
+
+def _table(code: str, device: Any) -> torch.Tensor:
+    from bitsandbytes.functional import get_4bit_type
+
+    table: torch.Tensor = get_4bit_type(code, device="cpu")
+    return table.to(device)
+
+
+def quantize_parts(
+    parts: Iterable[torch.Tensor],
+    shape: torch.Size,
+    storage: str,
+    dtype: torch.dtype,
+    *,
+    double_quant: bool = False,
+    transposed: bool = False,
+    device: Any = "cpu",
+) -> tuple[torch.Tensor, QuantizedStack]:
+    """Codes and parametrization of a stacked weight that comes some experts at a time.
+
+    Args:
+        parts: dense `[some, d1, d2]`, in the order of experts, which `shape` counts together.
+        shape: of the whole, `[experts, d1, d2]`, for which `why_dense` has nothing to say.
+        storage: `"nf4"`, `"fp4"` or `"int8"`.
+        dtype: in which values are quantized, and come back.
+        double_quant: whether the constants of 4 bits are quantized, too.
+        transposed: whether the input dimension is `d1`.
+        device: of the codes.
+    """
+    form = FORMATS[storage]
+    codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device=device)
+    constants: Any = stack.scales if storage == "int8" else stack.absmax
+    matrices = (matrix for part in parts for matrix in part)
+    for expert, matrix in enumerate(matrices):
+        matrix = matrix.to(device, dtype)
+        if storage == "int8":
+            made, scales = quantize_int8(matrix.T if transposed else matrix)
+            codes[expert] = made.T if transposed else made
+            constants[expert] = scales.view(constants.shape[1:])
+        else:
+            made, state = quantize_4bit(matrix, form.code, blocksize=form.block)
+            codes[expert], constants[expert] = made.view(-1), state.absmax
+    if double_quant and storage != "int8":
+        blank = blank_stack(shape, storage, dtype, double_quant=True, transposed=transposed, device=device)[1]
+        stack = with_constants(blank, constants)
+    return codes, stack
+
+
+def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
+    """A parametrization like this one with values.
+
+    Args:
+        blank: whose storage, shape and dtype it has.
+        constants: float32, of the blocks of 4 bits `[experts, blocks]`, which are quantized where those of `blank` are; scales of int8.
+    """
+    held = {"scales": constants}
+    if blank.storage != "int8":
+        form = FORMATS[blank.storage]
+        state = state_4bit(
+            constants.view(-1),
+            double_quant=blank.nested,
+            shape=blank.shape,
+            dtype=blank.dtype,
+            blocksize=blank.blocksize,
+            quant_type=form.code,
+        )
+        held = constants_4bit(state, blank.shape[0])
+    return QuantizedStack(
+        blank.storage,
+        blank.shape,
+        blank.dtype,
+        held,
+        blocksize=blank.blocksize,
+        transposed=blank.transposed,
+    )
