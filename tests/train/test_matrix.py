@@ -12,6 +12,7 @@ import torch
 
 import isotype
 from isotype.model.enforce import enforce_model
+from isotype.model.experts.stack import quantized_stack, stacked_weights
 from tests.models import tiny_batch
 from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, train
@@ -76,7 +77,7 @@ def test_trains_under_its_policy(
     assert ("linear4bit" in seen) == (quantization in ("nf4", "fp4"))
     assert ("linear8bit" in seen) == (quantization == "int8")
     assert bool(seen.get("pinned")) == (name in ("gpt-oss",) and dtype != "float32")
-    assert_experts_unquantized(model, name, policy)
+    assert_experts_stored(model, name, policy)
 
     losses = train(model, policy, batch)
     assert all(math.isfinite(loss) for loss in losses), losses
@@ -93,8 +94,15 @@ def test_trains_under_its_policy(
     assert enforce_model(model, policy) == ()
 
 
-def assert_experts_unquantized(model: torch.nn.Module, name: str, policy: isotype.PrecisionPolicy) -> None:
-    for stack in STACKED_EXPERTS.get(name, ()):
-        stacks = [p for n, p in model.named_parameters() if ".experts." in n and n.endswith(f".{stack}")]
-        assert stacks, f"{name} has no {stack} any more"
-        assert {(p.ndim, p.dtype) for p in stacks} == {(3, policy.plain)}
+def assert_experts_stored(model: torch.nn.Module, name: str, policy: isotype.PrecisionPolicy) -> None:
+    for own in STACKED_EXPERTS.get(name, ()):
+        held = [module for _, module, stacked in stacked_weights(model) if stacked == own]
+        assert held, f"{name} has no {own} any more"
+        for module in held:
+            stack = quantized_stack(module, own)
+            if policy.quantized:
+                assert stack is not None
+                assert stack.storage == policy.storage
+            else:
+                weight = module.get_parameter(own)
+                assert (weight.ndim, weight.dtype) == (3, policy.plain)

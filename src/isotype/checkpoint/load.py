@@ -288,8 +288,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
         stacks = formats_of_stacks(model, policy, quantizer.modules_to_not_convert or ())
     device_map = settings.device_map or {"": "cpu"}
     return Placement(
-        placement_dtypes(model, policy, tuple(settings.dtype_plan))
-        | dict.fromkeys((*quantized, *stacks), policy.plain),
+        placement_dtypes(model, policy, tuple(settings.dtype_plan)) | dict.fromkeys(quantized, policy.plain),
         frozenset(quantized),
         lambda name: get_device(device_map, name, valid_torch_device=True),
         stacks=stacks,

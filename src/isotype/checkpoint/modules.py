@@ -81,7 +81,7 @@ def load_module(
     quantized = frozenset(f"{place.name}.weight" for place in places(model) if place.kind in kinds)
     stacks = formats_of_stacks(model, policy)
     dtypes = placement_dtypes(model, policy, policy.pinned)
-    dtypes |= dict.fromkeys((*quantized, *stacks), policy.plain)
+    dtypes |= dict.fromkeys(quantized, policy.plain)
     store_blank(model, stacks, policy)
     placement = Placement(
         dtypes,

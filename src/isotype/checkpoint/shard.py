@@ -175,13 +175,15 @@ class _Rows:
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
         """Codes of the experts that are this process's; the constants of all experts go beside the codes, whole in every process."""
         experts = blank.shape[0]
+        # Experts that pass the compute dtype's range are quantized as they are computed.
+        dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
         start, stop = self._own(experts)
-        parts = (self._read(name, each, each + 1, self.policy.plain) for each in range(start, stop))
+        parts = (self._read(name, each, each + 1, dtype) for each in range(start, stop))
         codes, own = quantize_parts(
             parts,
             torch.Size((stop - start, *blank.shape[1:])),
             blank.storage,
-            self.policy.plain,
+            dtype,
             transposed=blank.transposed,
             device=self.device,
         )

@@ -10,6 +10,7 @@ from torch import nn
 
 from isotype.core.formats import FORMATS
 from isotype.core.stacks import why_dense
+from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.experts.stack import (
     NESTED,
     QuantizedStack,
@@ -20,6 +21,7 @@ from isotype.model.experts.stack import (
     stacked_weights,
 )
 from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
+from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
@@ -36,10 +38,13 @@ def formats_of_stacks(
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     formats = {}
+    by_ranges = range_boundaries(model, tuple(places(model)), policy) if policy.exceptions else {}
     for path, module, name in stacked_weights(model) if policy.quantized else ():
         full = f"{path}.{name}".lstrip(".")
         storage = policy.storage_of(full)
         kept = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
+        # Values beyond float16: PEFT's own path, which such experts take, is wrong on a parametrized weight.
+        kept |= computes_float32(by_ranges.get(path))
         if not kept and storage in FORMATS and why_dense(shape_of(module, name), storage) is None:
             formats[full] = storage
     return formats
