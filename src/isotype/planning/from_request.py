@@ -21,6 +21,7 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import ADAPTED
 from isotype.planning.command import EXAMPLE_DATA
 from isotype.planning.html import to_html
+from isotype.planning.lighter import lighter
 from isotype.planning.rates import with_rates
 from isotype.planning.record import Device, Record, Row, Time, front, picked
 from isotype.planning.request import OWN, PlanRequest, parse_request, require_known_goal
@@ -139,6 +140,13 @@ def plan_of_request(request: PlanRequest) -> Plan:
             rows[row.device].append(row)
         for profile in alike:
             chosen[profile.name] = _chosen(search, rows[profile.name], request.goal)
+    if request.longest and not any(chosen.values()):
+        for given_up, less in lighter(request, config):
+            answer = plan_of_request(replace(less, longest=False))
+            if answer.chosen is not None:
+                return replace(
+                    answer, notes=(f"given up, since nothing fits with it: {given_up}", *answer.notes)
+                )
     devices = []
     for profile in profiles:
         best, here = front(rows[profile.name]), rows[profile.name]

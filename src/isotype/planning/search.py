@@ -269,7 +269,7 @@ class Search:
             fixed
             or not self.request.quantize
             or base.lora is None
-            or getattr(self.config, "quantization_config", None) is not None
+            or self.checkpoint.facts.saved_format is not None
         ):
             return (None,)
         return STORAGES

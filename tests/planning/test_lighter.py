@@ -1,0 +1,65 @@
+"""Where nothing fits with adapters on experts, a plan says what fits with less, and what is given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+import isotype
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a model most of whose adapters would be those of experts."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=128,
+        moe_intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    folder = tmp_path_factory.mktemp("experts")
+    config.save_pretrained(folder)
+    return folder
+
+
+def _plan(experts: Path, memory: int | None = None, **arguments: object) -> isotype.Plan:
+    more = {} if memory is None else {"max_memory": str(memory)}
+    arguments = {"quantization": "nf4", "gradient_checkpointing": True, **more, **arguments}
+    return isotype.plan(experts, device="a100-80g", rows=1, length=64, **arguments)
+
+
+def test_adapters_of_experts_are_given_up_where_nothing_fits_with_them(experts: Path) -> None:
+    attention = ["k_proj", "o_proj", "q_proj", "v_proj"]
+    least = min(row.peak for row in _plan(experts, lora_target_modules=attention).devices[0].rows)
+    whole = min(row.peak for row in _plan(experts).devices[0].rows)
+    states = min(row.peak for row in _plan(experts, optim="adamw_bnb_8bit").devices[0].rows)
+    assert least < states < whole
+
+    plan = _plan(experts, (least + states) // 2)
+    assert plan.chosen is not None
+    assert "--lora_target_modules k_proj o_proj q_proj v_proj" in plan.command
+    assert plan.notes[0] == (
+        "given up, since nothing fits with it: adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
+    )
+    plan = _plan(experts, (states + whole) // 2)
+    assert "--optim adamw_bnb_8bit" in plan.command
+    assert (
+        plan.notes[0]
+        == "given up, since nothing fits with it: optimizer states in 32 bits (--optim adamw_bnb_8bit)"
+    )
+
+
+def test_what_was_asked_for_is_not_given_up(experts: Path) -> None:
+    least = min(row.peak for row in _plan(experts).devices[0].rows)
+    plan = _plan(experts, least - 1, lora_target_modules=["all-linear"], optim="adamw_torch")
+    assert plan.chosen is None
+    assert not any(note.startswith("given up") for note in plan.notes)
