@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
 import isotype
 from isotype.checkpoint.weightless import wanted_quantization
 from isotype.model.boundary import original_class
+from isotype.model.experts.stack import quantized_stack, stacked_weights
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 from tests.models import quiet
 from tests.zoo import ARCHITECTURES
@@ -57,6 +59,10 @@ def same(ours: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and torch.equal(*(value.detach().reshape(-1).view(torch.uint8) for value in (ours, other)))
 
 
+def quantized_stacks(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    return [each for each in stacked_weights(model) if quantized_stack(*each[1:]) is not None]
+
+
 def assert_same_values(path: Path, dtype: str, quantization: str | None) -> int:
     """Equal to transformers' load, with two differences in dtype: what the policy keeps in float32 has the checkpoint's
     digits, and what a class makes in float32 without pinning it (`A_log` of a Mamba layer) is stored as the policy says."""
@@ -66,7 +72,17 @@ def assert_same_values(path: Path, dtype: str, quantization: str | None) -> int:
     other = dict(tensors(theirs(path, policy, cls, policy.plain, policy.quantized)))
     wide = dict(tensors(theirs(path, policy, cls, torch.float32, False)))
     quantized = theirs(path, policy, cls, policy.plain, policy.quantized) if policy.quantized else None
-    found = dict(tensors(model))
+    found = {name: value for name, value in tensors(model) if ".parametrizations." not in name}
+    stacks = {f"{path}.{name}": getattr(module, name) for path, module, name in quantized_stacks(model)}
+    for name, value in stacks.items():
+        dense = other.pop(name)
+        codes, state = (
+            quantize_4bit(dense.data, quant_type=policy.storage) if policy.storage != "int8" else (None, None)
+        )
+        if codes is not None:
+            assert same(value, dequantize_4bit(codes, state)), name
+        else:
+            assert (value - dense).abs().max() <= 0.51 / 127 * dense.abs().max(), name
     assert list(found) == list(other)
     for name, value in found.items():
         kept = value.dtype == torch.float32 and other[name].dtype != torch.float32
