@@ -1,0 +1,82 @@
+"""Memory that `isotype check` foresees for mixtures of experts as published, from their configs alone.
+
+One row of 1,024 tokens on an H100, nf4, r 16, float32 masters, AdamW, gradient checkpointing; adapters on attention alone, and on experts too.
+
+Run: python benchmarks/experts_memory.py [--record]
+Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+import results
+
+_GIB = 1 << 30
+_STEP = "--quantization nf4 --device h100 --batch 1 --length 1024 --gradient_checkpointing True --optim adamw_torch --lora_r 16"
+_ATTENTION = "--lora_target_modules q_proj k_proj v_proj o_proj"
+TARGETS = {"attention": _ATTENTION, "experts": ""}
+
+
+def configs() -> dict[str, Any]:
+    """As on the hub, what memory depends on."""
+    qwen = transformers.Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    oss = transformers.GptOssConfig(num_hidden_layers=24, num_local_experts=32, dtype="bfloat16")
+    qwen.architectures, oss.architectures = ["Qwen3MoeForCausalLM"], ["GptOssForCausalLM"]
+    return {"Qwen3-30B-A3B": qwen, "gpt-oss-20b": oss}
+
+
+def foreseen(folder: Path, targets: str) -> dict[str, Any]:
+    """Peak bytes, and those of each kind in its phase."""
+    command = [sys.executable, "-m", "isotype", "check", "sft", "--model_name_or_path", str(folder), "--json"]
+    done = subprocess.run(
+        [*command, *_STEP.split(), *targets.split()], capture_output=True, text=True, check=False
+    )
+    memory: dict[str, Any] = json.loads(done.stdout)["memory"]
+    return memory
+
+
+def main() -> None:
+    arguments = results.parsed(argparse.ArgumentParser(description=__doc__))
+    for name, config in configs().items():
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            for targets, flags in TARGETS.items():
+                memory = foreseen(Path(folder), flags)
+                kinds = {
+                    kind: size
+                    for kind, size in memory["phases"][memory["peak_phase"]].items()
+                    if size > _GIB // 10
+                }
+                words = ", ".join(f"{kind} {size / _GIB:.2f}" for kind, size in kinds.items())
+                print(f"{name:<14} {targets:<10} {memory['peak_bytes'] / _GIB:5.1f} GiB   {words}")
+                if arguments.record:
+                    measures = {"peak": results.Measure(memory["peak_bytes"] / _GIB, "GiB")}
+                    results.append(f"experts-memory/{name}", measures, targets)
+
+
+if __name__ == "__main__":
+    main()
