@@ -11,8 +11,10 @@ from rich.console import Console
 
 import isotype
 from isotype.lora.fuse import FusionReport
+from isotype.model.experts.quantize import quantize_parts
+from isotype.model.experts.stack import place_stack, stacked_weights
 from isotype.train.command.arguments import IsotypeArguments
-from isotype.train.describe import show_fusion
+from isotype.train.describe import parameter_counts, show_fusion
 from tests.models import quiet, tiny_model
 
 
@@ -44,3 +46,14 @@ def test_a_line_for_attention_without_a_kernel() -> None:
         "NVIDIA T4 has no fused kernel for bfloat16: all scores are written out in float32"
     )
     assert f"attention: {report.attention.slow}" in shown(report, verbose=False)
+
+
+def test_experts_in_4_bits_count_as_the_values_they_stand_for() -> None:
+    model = tiny_model("qwen3-moe")
+    counts = parameter_counts(model.requires_grad_(False))
+    for _, module, name in list(stacked_weights(model)):
+        weight = getattr(module, name).data
+        place_stack(module, name, *quantize_parts([weight], weight.shape, "nf4", weight.dtype))
+    assert (
+        parameter_counts(model) == counts == (sum(p.numel() for p in tiny_model("qwen3-moe").parameters()), 0)
+    )

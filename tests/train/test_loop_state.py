@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+import isotype
 from isotype.data.methods import METHODS
 from isotype.train import training
 from isotype.train.command.settings import parse_settings
+from isotype.train.output.checkpoints import begin_epoch
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -74,3 +78,10 @@ def test_a_checkpoint_that_cannot_say_is_answered(tmp_path: Path, caplog: pytest
     trained(tmp_path, "out", "grpo", f"{flags} --max_steps 2 --resume_from_checkpoint {checkpoint}")
     why = "not saved by isotype: rows may come in another order, and completions are generated again"
     assert f"{checkpoint} is {why}" in caplog.messages
+
+
+def test_a_checkpoint_without_the_reference_model_that_a_run_moves_is_refused(tmp_path):
+    trainer = SimpleNamespace(args=SimpleNamespace(sync_ref_model=True), ref_model=torch.nn.Linear(2, 2))
+    with pytest.raises(isotype.UsageError, match="cannot go on with its reference model"):
+        begin_epoch(trainer, SimpleNamespace(), tmp_path, 0)
+    begin_epoch(trainer, SimpleNamespace(), None, 0)

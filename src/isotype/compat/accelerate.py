@@ -25,3 +25,8 @@ def mixed_precision() -> str:
     """The mixed precision that this process was set up with (`fp16`, `bf16`, `no`); "None" before, "" without accelerate."""
     state = sys.modules.get("accelerate.state")
     return "" if state is None else str(state.AcceleratorState._shared_state.get("_mixed_precision"))
+
+
+def only_places(hook: Any) -> bool:
+    """Whether a hook of accelerate's does nothing to an input that lies on the weights' device already, as of a device map."""
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device

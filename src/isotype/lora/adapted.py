@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from isotype.compat.accelerate import HOOK
+from isotype.compat.accelerate import HOOK, only_places
 from isotype.compat.peft import DORA_CACHE
 from isotype.compat.torch import CHILDREN, HOOKS, PARAMETERS
 from isotype.lora.spec import Adapter, Layer
@@ -198,17 +198,12 @@ class _Parts(NamedTuple):
         """Whether hooks of accelerate's fetch weights for each call."""
         # Asked for every product, and most have none.
         placed = any(map(contains, self.called, repeat(HOOK)))
-        return placed and any(HOOK in part and not _only_places(part[HOOK]) for part in self.called)
+        return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
         """Whether a part has hooks, but for those of a recorder; those of the layer itself are called whatever its path."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
-
-
-def _only_places(hook: Any) -> bool:
-    """Whether a hook of accelerate's does nothing to an input that lies on the weights' device already, as of a device map."""
-    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device
 
 
 def _parts_of(layer: Any) -> _Parts:

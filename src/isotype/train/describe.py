@@ -154,8 +154,9 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
 def parameter_counts(model: Any) -> tuple[int, int]:
     """(all, trainable) parameters; packed 4-bit weights count as the values they stand for."""
     total = trainable = 0
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
+    for place, parameter in model.named_parameters():
+        stack = held_stack(model.get_submodule(place.rpartition(".")[0]))
+        state = getattr(parameter, "quant_state", None) if stack is None else stack
         count = state.shape.numel() if state is not None else parameter.numel()
         total += count
         trainable += count if parameter.requires_grad else 0

@@ -29,6 +29,7 @@ from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
+from isotype.model.experts.stack import seen_dense
 from isotype.model.fold import fold as fold_layers
 from isotype.model.heads import save_drawn, task_type_of
 from isotype.precision.policy import PrecisionPolicy
@@ -127,9 +128,17 @@ def _with_reference(settings: Settings, model: Any) -> Any:
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() leaves it on the model"
-        model.add_adapter(_REFERENCE, model.peft_config["default"])
+        with seen_dense(model):
+            model.add_adapter(_REFERENCE, model.peft_config["default"])
         enforce_model(model, policy)
     return model
+
+
+def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
+    """PEFT's `add_adapter`, which finds experts that are stored quantized; nothing where the adapter is `there`."""
+    if not there:
+        with seen_dense(model):
+            type(model).add_adapter(model, name, config)
 
 
 @contextmanager
@@ -140,15 +149,15 @@ def one_reference(settings: Settings, start: Adapter | None, model: Any) -> Iter
     computes the same.
     """
     adapters = getattr(model, "peft_config", None) or {}
-    if _REFERENCE in adapters:
-        model.add_adapter = lambda *_: None
-        try:
-            yield
-        finally:
+    there = _REFERENCE in adapters
+    if adapters:
+        model.add_adapter = partial(_add_adapter, model, there=there)
+    try:
+        yield
+    finally:
+        if adapters:
             del model.add_adapter
-        return
-    yield
-    if is_its_own_reference(settings, start) and _REFERENCE in adapters:
+    if not there and is_its_own_reference(settings, start) and _REFERENCE in adapters:
         model.delete_adapter(_REFERENCE)
 
 

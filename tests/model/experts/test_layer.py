@@ -190,24 +190,26 @@ def test_outputs_and_gradients_are_those_of_formed_deltas(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss-cls"])
 @pytest.mark.parametrize("storage", [None, "nf4"])
+@pytest.mark.parametrize("rows", [14, 10_000])
 def test_several_experts_at_once_give_the_same(
-    name: str, storage: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str, storage: str | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from isotype.model.experts import compute
 
     model = _adapted(name, torch.float32, storage, rank=8)  # grouped products take whole 16 bytes
     inputs = _inputs(layer.base_of(model.base_model.model.experts), torch.float32)
+    monkeypatch.setattr(compute, "_ROWS", 0)
     exact, gradients = _ours(model, inputs)
     groups: list[int] = []
 
-    def together(*arguments: Any, alone: bool) -> Any:
-        assert alone, "a CPU takes one expert after another"
-        made = list(whole(*arguments, alone=False))
+    def noted(*arguments: Any) -> Any:
+        made = list(whole(*arguments))
         groups.append(max(each.stop - each.first for each in made))
         return iter(made)
 
     whole = compute._groups
-    monkeypatch.setattr(compute, "_groups", together)
+    monkeypatch.setattr(compute, "_groups", noted)
+    monkeypatch.setattr(compute, "_ROWS", rows)
     monkeypatch.setattr(compute, "_DENSE_BYTES", 2 * 64 * 192 * 4)
     out, own = _ours(model, inputs)
     assert max(groups, default=0) > 1

@@ -29,7 +29,9 @@ from isotype.core.dtypes import NoAutocast
 from isotype.precision.devices.simulated import simulates_cpu
 
 _DENSE_BYTES = 1 << 28
-"""Bytes of dense weights that a GPU holds at a time, of experts that are stored in another form."""
+"""Bytes of dense weights that are held at a time, of experts that are stored in another form."""
+_ROWS = 512
+"""Rows that a CPU computes at once, where experts have fewer: each call costs, and larger results leave the caches."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Product:
         adapters: the active ones.
         bytes: of one expert's dense weight where it is stored in another form; 0 where it is stored dense.
         bias: `[experts, out]`, frozen; None for none.
+        sizes: d1 and d2 where the weight is stored in another form.
     """
 
     weights: Callable[[int, int], torch.Tensor]
@@ -62,6 +65,7 @@ class Product:
     adapters: tuple[Adapter, ...] = ()
     bytes: int = 0
     bias: torch.Tensor | None = None
+    sizes: tuple[int, ...] = ()
 
     def matrices(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """The weights `[stop - start, in, out]` of these experts in a dtype."""
@@ -170,20 +174,30 @@ def _sorted(
         counts = _balanced(flat.numel(), spec.count)
     else:
         counts = torch.bincount(flat, minlength=spec.count)[: spec.count].tolist()
-    alone = simulates_cpu(x) if isinstance(x, FakeTensor) else x.device.type == "cpu"
-    return order, list(_groups(spec, counts, x.device, alone=alone or not _can_be_grouped(spec, x, factors)))
+    return order, list(_groups(spec, counts, x.device, _together(spec, x, sum(counts), factors)))
 
 
-_ALIGNED = 16
-"""Bytes that strides of the operands of torch's grouped product are multiples of."""
+def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch.Tensor]) -> int:
+    """How many experts are computed at once."""
+    if x.is_meta or not _can_be_grouped(spec, x, factors):
+        return 1
+    stored = max(spec.up.bytes, spec.down.bytes)
+    most = max(1, _DENSE_BYTES // stored) if stored else spec.count
+    on_cpu = simulates_cpu(x) if isinstance(x, FakeTensor) else x.device.type == "cpu"
+    return min(most, max(1, _ROWS * spec.count // max(1, rows))) if on_cpu else most
+
+
+_ALIGNED = 8
+"""Values that strides of the operands of torch's grouped product are multiples of: 16 bytes, in the 16 bits that fakes are taken for
+(`isotype.core.operators.BFLOAT16_WITHOUT_MEMORY`)."""
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
     """Whether torch's grouped product takes several experts at once: not in float64, and no odd ranks and widths."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
-        sizes += product.weights(0, 1).shape[1:] if not product.bytes else ()
-    return spec.working.itemsize <= 4 and not any(size * spec.working.itemsize % _ALIGNED for size in sizes)
+        sizes += product.sizes or product.weights(0, 1).shape[1:]
+    return spec.working.itemsize <= 4 and not any(size % _ALIGNED for size in sizes)
 
 
 def _balanced(rows: int, experts: int) -> list[int]:
@@ -192,10 +206,8 @@ def _balanced(rows: int, experts: int) -> list[int]:
     return [share + (expert < more) for expert in range(experts)]
 
 
-def _groups(spec: Experts, counts: list[int], device: torch.device, *, alone: bool) -> Iterator[_Group]:
+def _groups(spec: Experts, counts: list[int], device: torch.device, together: int) -> Iterator[_Group]:
     ends = [0, *accumulate(counts)]
-    bytes_each = max(spec.up.bytes, spec.down.bytes)
-    together = 1 if alone else max(1, _DENSE_BYTES // bytes_each) if bytes_each else spec.count
     for first in range(0, spec.count, together):
         stop = min(first + together, spec.count)
         begin, end = ends[first], ends[stop]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.accelerate import HOOK
+from isotype.compat.accelerate import HOOK, only_places
 from isotype.compat.peft import PARAMETER_WRAPPER_REPAIRS, takes_outputs_first
 from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.compat.torch import (
@@ -226,7 +226,8 @@ def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
         return "a compiler or a transform looks at what runs"
     for part in (part for part in outer.modules() if part is not outer):
         hooks = (forward_hooks(part), forward_pre_hooks(part))
-        if any(map(must_be_called, hooks)) or HOOK in part.__dict__:
+        placed = HOOK in part.__dict__ and not only_places(part.__dict__[HOOK])
+        if placed or any(map(must_be_called, hooks)):
             return f"a {type(part).__name__} in it has hooks"
     if any(map(is_sharded, outer.parameters())):
         return "a process holds a part of its weights only"
@@ -291,7 +292,8 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
         assert weight is not None, "an experts module has its weights"
         return Product(lambda start, stop: weight[start:stop], layout.inputs_first, adapters, 0, bias)
     size = stack.shape[1] * stack.shape[2] * stack.dtype.itemsize
-    return Product(partial(stack.part, codes_of(base, name)), layout.inputs_first, adapters, size, bias)
+    part = partial(stack.part, codes_of(base, name))
+    return Product(part, layout.inputs_first, adapters, size, bias, tuple(stack.shape[1:]))
 
 
 def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[torch.Tensor]]:

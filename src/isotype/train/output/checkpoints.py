@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_model, save_model
 
 from isotype.compat.trl import completions_of, put_completions
-from isotype.core.errors import first_line
+from isotype.core.errors import UsageError, first_line
 from isotype.core.files import write_whole
 from isotype.model.shard import has_shards
 from isotype.precision.policy import POLICY_FILE
@@ -228,6 +228,9 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
         loader: of its training batches.
         checkpoint: that the run goes on from with this epoch; None for an epoch that begins by itself.
         skipped: batches of the epoch that were trained on before.
+
+    Raises:
+        UsageError: the checkpoint lacks the reference model that a run moves: the base in its place would be another run.
     """
     part = loader
     while (inner := getattr(part, "batch_sampler", None)) is not None:
@@ -237,7 +240,12 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
         if (checkpoint / REFERENCE).exists():
             load_model(trainer.ref_model, checkpoint / REFERENCE)
         else:
-            logger.warning("%s holds no reference model of --sync_ref_model: the base is taken", checkpoint)
+            raise UsageError.of(
+                "the run cannot go on with its reference model",
+                f"{checkpoint} with --sync_ref_model, which holds no reference model: sharded runs save none",
+                "a checkpoint of an unsharded run",
+                "begin again, or train without --sync_ref_model",
+            )
     if not hasattr(sampler, "generator") or hasattr(sampler, "set_epoch"):
         return None
     if checkpoint is not None:
