@@ -53,7 +53,7 @@ def facts_of_module(model: Any) -> ModelFacts:
     if getattr(model, "peft_config", None) or has_own_adapters(model):
         prefix = getattr(getattr(model, "base_model", None), "prefix", None)
         prefixes = (prefix or "lora_", "modules_to_save")
-    stored = list(_stored_parameters(base, prefixes))
+    stored = list(stored_parameters(base, prefixes))
     counts, trained = _weigh(stored, config_dtype(config))
     pinned, strict = _pins(base)
     return ModelFacts(
@@ -104,7 +104,8 @@ class _Stored:
     bytes: int
 
 
-def _stored_parameters(model: nn.Module, adapters: tuple[str, ...]) -> Iterator[_Stored]:
+def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
+    """Every parameter of a model as it is stored, but for those with a part of a name that begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue

@@ -91,8 +91,8 @@ def fill(
 ) -> tuple[set[str], dict[str, str]]:
     """Give every tensor of a model that the checkpoint has its values.
 
-    Peak memory is the filled model and the largest tensor; of stacked experts that are quantized, one of them. A tensor that is taken as it is stored stays mapped. Where weights go to
-    a GPU a thread reads ahead of them, into two pinned buffers, which come on top.
+    Peak memory is the filled model and the largest tensor; of stacked experts that are quantized, one of them. A tensor that is taken as
+    it is stored stays mapped. Where weights go to a GPU a thread reads ahead of them, into two pinned buffers, which come on top.
 
     Args:
         model: on the meta device; its quantized layers are bitsandbytes' already.

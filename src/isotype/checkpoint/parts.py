@@ -28,7 +28,7 @@ def read_source(
     """The dense tensors of a model that a source makes.
 
     Args:
-        model: whose names and shapes they have; it may lie on the meta device.
+        model: the owner of the names and shapes; meta tensors are enough.
         source: of its `weight_map`.
         files: where the source's tensors are.
         dtype: what dequantized values are rounded to; values that are stored plainly keep their dtype.
@@ -49,12 +49,12 @@ def read_parts(
     The arguments are those of `read_source`.
     """
     for row in range(shape[0]):
-        found = rows_of(model, source, files, source.target, shape, row, row + 1)
-        made = None if found is None else read_source(model, *found, dtype, turn).get(source.target)
-        if found is None or made is None or made.shape != (1, *shape[1:]):
+        part = rows_of(model, source, files, source.target, shape, row, row + 1)
+        value = None if part is None else read_source(model, *part, dtype, turn).get(source.target)
+        if part is None or value is None or value.shape != (1, *shape[1:]):
             yield read_source(model, source, files, dtype, turn)[source.target], source
             return
-        yield made, found[0]
+        yield value, part[0]
 
 
 def rows_of(
@@ -62,7 +62,7 @@ def rows_of(
 ) -> tuple[Source, Tensors] | None:
     """The part of a source that makes rows `start` to `stop` of the tensor `name` of this shape, and where it is read.
 
-    One row of it is made of one of the source's tensors (of each pattern), or of one row of each of them. None where that is not so.
+    A row comes of one of the source's tensors (of each pattern), or of one row of each of them; None if it comes of more.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda each: each[1]).values()
@@ -110,7 +110,7 @@ class _Rows:
 def _sliced(
     source: Source, files: Tensors, rows: int, start: int, stop: int
 ) -> tuple[Source, Tensors] | None:
-    """A source of these rows of each of the source's tensors; None where one has another number of rows."""
+    """The source, cut to these rows of each of its tensors; None if one of them has another number of rows."""
     whole: dict[TensorHeader, TensorHeader] = {}
 
     def some(header: TensorHeader) -> TensorHeader:

@@ -73,8 +73,8 @@ def run(argv: Sequence[str], console: Console) -> int:
             stored=options.gguf or options.quantization,
             rows=rows,
         )
-    given = {"--base": options.base, "--model_revision": options.model_revision}
-    asked = (word for name, value in given.items() if value is not None for word in (name, value))
+    base = {"--base": options.base, "--model_revision": options.model_revision}
+    asked = (word for name, value in base.items() if value is not None for word in (name, value))
     export = (
         "isotype",
         "merge",

@@ -153,7 +153,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
 
 
 def _uses(trained: Path, settings: Settings) -> dict[str, tuple[str, ...]]:
-    """What can be done with what was trained -> its command."""
+    """Each use of a trained model -> its command."""
     chat: dict[str, tuple[str, ...]] = (
         {"try it": ("isotype", "chat", str(trained))} if settings.method.answers else {}
     )

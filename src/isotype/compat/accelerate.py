@@ -28,5 +28,5 @@ def mixed_precision() -> str:
 
 
 def only_places(hook: Any) -> bool:
-    """Whether a hook of accelerate's does nothing to an input that lies on the weights' device already, as of a device map."""
+    """True if a hook of accelerate's leaves an input on the weights' device as it is, as one of a device map does."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device

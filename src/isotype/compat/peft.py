@@ -21,7 +21,7 @@ def all_linear(config: Any, model: Any) -> set[str]:
 
 
 def takes_outputs_first(wrapper: Any) -> bool:
-    """Whether a `ParamWrapper` takes a weight `[experts, d1, d2]` for one of d2 inputs and d1 outputs."""
+    """True if a `ParamWrapper` takes a weight `[experts, d1, d2]` for one of d2 inputs and d1 outputs."""
     return bool(wrapper._did_swap_in_out_features)
 
 

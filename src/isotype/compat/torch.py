@@ -361,7 +361,7 @@ class UncastBuffers(nn.Module):
 
 
 def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
-    """What is called when a module has written its `state_dict`."""
+    """The hooks that run when a module has written its `state_dict`."""
     return module._state_dict_hooks
 
 

@@ -389,10 +389,10 @@ def calling_trainer() -> Any:
 
 
 def gate_of(experts: Any) -> Any:
-    """What an experts module of transformers' interface does between its products, of gate and up side by side; None of another module."""
+    """The function of gate and up, side by side, between the products of an experts module; None of another module."""
     return getattr(experts, "_apply_gate", None)
 
 
 def has_parallel_experts(experts: Any) -> bool:
-    """Whether a process holds some of the module's experts only."""
+    """True if a process holds some of the module's experts only."""
     return bool(getattr(experts, "_is_expert_parallel", False))

@@ -277,7 +277,7 @@ def fuse(
         for name, module in model.named_modules()
         if is_tuner_layer(module) and hasattr(module, "lora_A") and not isinstance(module, FusedExperts)
     }
-    reasons = {n: of_experts[id(m)] if id(m) in of_experts else why_not(m) for n, m in layers.items()}
+    reasons = {name: of_experts.get(id(layer)) or why_not(layer) for name, layer in layers.items()}
     fused = {name: layer for name, layer in layers.items() if reasons[name] is None}
     for layer in fused.values():
         if kind_of(layer.get_base_layer()) == "linear4bit":

@@ -64,7 +64,8 @@ def add_lora(
     remember_base(model, config)
     notes = (*getattr(model, "adapter_notes", ()), *save_drawn(model, config))
     targets = choose_targets(model, config)
-    with seen_dense(model), _dropout_set_later(config) as rate:
+    rate = _take_dropout(config)
+    with seen_dense(model):
         if isinstance(model, peft.PeftModel):
             model.add_adapter(adapter_name, config)
             model.set_adapter(adapter_name)
@@ -75,7 +76,7 @@ def add_lora(
                 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
                 model = peft.get_peft_model(model, config, adapter_name=adapter_name)
     if rate:
-        set_dropout(model, adapter_name, rate)
+        _set_dropout(model, adapter_name, rate)
     left_out = what_is_adapted(model, targets, config)
     model.adapter_notes = (*notes, *left_out)
     if left_out and (targets.unable or targets.reads):
@@ -86,9 +87,8 @@ def add_lora(
     return model
 
 
-@contextmanager
-def _dropout_set_later(config: Any) -> Iterator[float]:
-    """Let PEFT see no dropout where a config names parameters, and yield the rate that its layers get then; 0 if they have it from PEFT.
+def _take_dropout(config: Any) -> float:
+    """Take the dropout out of a config that names parameters, for `_set_dropout`; 0 if PEFT's layers have it from the config.
 
     PEFT 0.21 adapts no parameter under a config with dropout (`ParamWrapper`), and reads no such config of a saved adapter: the config
     keeps 0, which says nothing about inference.
@@ -98,10 +98,10 @@ def _dropout_set_later(config: Any) -> Iterator[float]:
     )
     if rate:
         config.lora_dropout = 0.0
-    yield rate
+    return rate
 
 
-def set_dropout(model: Any, adapter_name: str, rate: float) -> None:
+def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:
     """Give every LoRA layer of an adapter this dropout, those of experts too."""
     for layer in model.modules():
         if is_tuner_layer(layer) and adapter_name in getattr(layer, "lora_dropout", ()):

@@ -1,9 +1,9 @@
-"""What a training of experts gives up where nothing fits with adapters on all of them."""
+"""Trainings of experts that give something up, for a device on which nothing fits with adapters on all of them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +18,18 @@ _EIGHT_BITS = "adamw_bnb_8bit"
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """(what is given up, the request without it), the least first; nothing unless adapters are on experts because all layers were asked for."""
+    """(what is given up, the request without it), the least first; none unless `all-linear` put adapters on experts."""
     names = _beside_experts(request, config)
     if not names:
         return
-    attention = f"adapters on experts (they stay on {', '.join(names)})"
-    changes: list[tuple[str, Callable[[PlanRequest], PlanRequest]]] = []
     on_gpu = all(device_profile(name).kind == "cuda" for name in request.devices)
-    if on_gpu and "optim" not in request.command.values:
-        changes.append(("optimizer states in 32 bits (--optim adamw_bnb_8bit)", _with_8_bits))
-    changes.append((attention, lambda each: _on(names, each)))
-    if len(changes) > 1:
-        changes.append(
-            (f"{attention}, optimizer states in 32 bits", lambda each: _with_8_bits(_on(names, each)))
-        )
-    for words, change in changes:
-        yield words, change(request)
+    choosable = on_gpu and "optim" not in request.command.values
+    experts, less = f"adapters on experts (they stay on {', '.join(names)})", _on(names, request)
+    if choosable:
+        yield "optimizer states in 32 bits (--optim adamw_bnb_8bit)", _with_8_bits(request)
+    yield experts, less
+    if choosable:
+        yield f"{experts}, optimizer states in 32 bits", _with_8_bits(less)
 
 
 def _with_8_bits(request: PlanRequest) -> PlanRequest:

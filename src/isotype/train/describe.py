@@ -7,10 +7,12 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isotype.checkpoint.facts import stored_parameters
 from isotype.core.allocator import allocator_setting
 from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
@@ -22,8 +24,6 @@ from isotype.core.terminal import as_typed, lost_output
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
 from isotype.lora.loss.trl_head import HEAD_CHOICE
-from isotype.model.experts.stack import held_stack
-from isotype.model.quantized import constant_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
@@ -153,26 +153,16 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
 
 def parameter_counts(model: Any) -> tuple[int, int]:
     """(all, trainable) parameters; packed 4-bit weights count as the values they stand for."""
-    total = trainable = 0
-    for place, parameter in model.named_parameters():
-        stack = held_stack(model.get_submodule(place.rpartition(".")[0]))
-        state = getattr(parameter, "quant_state", None) if stack is None else stack
-        count = state.shape.numel() if state is not None else parameter.numel()
-        total += count
-        trainable += count if parameter.requires_grad else 0
-    return total, trainable
+    total = sum(each.elements for each in stored_parameters(model))
+    return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
     """Bytes of the weights by storage dtype, most first; quantization constants count with their weights."""
     sizes: Counter[str] = Counter()
-    for place, parameter in model.named_parameters():
-        state = getattr(parameter, "quant_state", None)
-        layer = model.get_submodule(place.rpartition(".")[0])
-        stack = held_stack(layer)
-        name = state.quant_type if state is not None else dtype_name(parameter.dtype)
-        name = name if stack is None else stack.storage
-        sizes[name] += parameter.nbytes + constant_bytes(layer, parameter)
+    for each in stored_parameters(model):
+        form = dtype_name(each.dtype) if isinstance(each.dtype, torch.dtype) else str(each.dtype)
+        sizes[form] += each.bytes
     return tuple(sizes.most_common())
 
 

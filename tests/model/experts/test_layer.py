@@ -17,7 +17,13 @@ import isotype
 from isotype.core.stacks import why_dense
 from isotype.model.experts import layer
 from isotype.model.experts.quantize import quantize_parts
-from isotype.model.experts.stack import place_stack, quantized_stack, stacked_weights
+from isotype.model.experts.stack import (
+    place_stack,
+    quantized_stack,
+    seen_dense,
+    shape_of,
+    stacked_weights,
+)
 from tests.zoo import ARCHITECTURES
 
 FAMILIES = (
@@ -53,8 +59,8 @@ def _inputs(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(5)
     lay = layer.layout_of(experts)
     assert lay is not None
-    count, *_ = layer._shape(experts, layer.DOWN)
-    up = layer._shape(experts, lay.up)
+    count, *_ = shape_of(experts, layer.DOWN)
+    up = shape_of(experts, lay.up)
     width = up[1] if lay.inputs_first else up[2]
     rows = TOKENS if lay.routed else TOKENS * count
     x = torch.randn(rows, width, generator=generator).to(dtype)
@@ -83,19 +89,13 @@ def _adapted(name: str, dtype: torch.dtype, storage: str | None, rank: int = RAN
     config = peft.LoraConfig(
         r=rank, lora_alpha=7, use_rslora=True, target_parameters=names, target_modules=[]
     )
-    with layer_dense(block):
+    with seen_dense(block):
         model: Any = peft.get_peft_model(block, config)
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
     return model.train()
-
-
-def layer_dense(model: nn.Module) -> Any:
-    from isotype.model.experts.stack import seen_dense
-
-    return seen_dense(model)
 
 
 def _reference(model: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

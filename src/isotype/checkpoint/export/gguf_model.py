@@ -104,7 +104,7 @@ def check_exportable(config: Any) -> Architecture:
 
 
 def is_exportable(config: Any) -> bool:
-    """Whether a model of this config can be written."""
+    """True if a model of this config can be written."""
     try:
         check_exportable(config)
     except UsageError:

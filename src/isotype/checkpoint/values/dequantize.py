@@ -35,7 +35,7 @@ class DenseStack:
     dtype: torch.dtype
 
     def read(self) -> None:
-        """Give the module the weight, on the CPU: of the codes that it has, if these were read anew."""
+        """Give the module the weight, on the CPU: from its present codes, if these were read again."""
         own, codes, stack = self.name.rpartition(".")[2], self.codes, self.stack
         if quantized_stack(self.module, own) is not None:
             codes, stack = take_stack(self.module, own)

@@ -56,7 +56,7 @@ class Product:
         inputs_first: whether d1 is the number of inputs: x W; otherwise x Wᵀ.
         adapters: the active ones.
         bytes: of one expert's dense weight where it is stored in another form; 0 where it is stored dense.
-        bias: `[experts, out]`, frozen; None for none.
+        bias: `[experts, out]`, frozen; None if there is none.
         sizes: d1 and d2 where the weight is stored in another form.
     """
 
@@ -75,16 +75,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Experts:
-    """What one call computes.
+    """The arithmetic of one call.
 
     Attributes:
         up: the product with the gate and up weights.
         down: the product with the down weights.
-        gate: what is between them, of h `[rows, …]`.
+        gate: the function between them, of h `[rows, …]`.
         compute: dtype that h is kept in.
         working: dtype of the products.
         count: number of experts.
-        normed: what is done to y `[rows, out]` before it is weighted; None for nothing.
+        normed: the function of y `[rows, out]` before it is weighted; None if there is none.
     """
 
     up: Product
@@ -157,11 +157,11 @@ class _Group:
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
         """A vector of each row's expert, `[n, out]` or `[1, out]`, of `[experts, out]` of the whole layer."""
-        own = per_expert[self.first : self.stop]
+        vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
-            return own
+            return vectors
         sizes = torch.diff(self.offsets, prepend=self.offsets.new_zeros(1))
-        return own.repeat_interleave(sizes, dim=0, output_size=self.end - self.begin)
+        return vectors.repeat_interleave(sizes, dim=0, output_size=self.end - self.begin)
 
 
 def _sorted(
@@ -193,7 +193,7 @@ _ALIGNED = 8
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-    """Whether torch's grouped product takes several experts at once: not in float64, and no odd ranks and widths."""
+    """True if torch's grouped product takes several experts at once: it takes no float64, and no odd ranks and widths."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
@@ -234,7 +234,7 @@ class _Low:
     seed: int
 
     def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """What dropout leaves of the rows of a group, scaled up; of a gradient as of an input."""
+        """The rows of a group after dropout, scaled up; of a gradient as of an input."""
         probability = self.adapter.dropout
         if not probability:
             return rows
@@ -249,11 +249,11 @@ class _Low:
 
     def add_up(self, out: torch.Tensor, hidden: torch.Tensor, group: _Group) -> None:
         """Add s hidden B to `out` `[n, out]`."""
-        own = self.b[group.first : group.stop]
+        up = self.b[group.first : group.stop]
         if group.offsets is None:
-            out.addmm_(hidden, own[0], alpha=self.adapter.scale)
+            out.addmm_(hidden, up[0], alpha=self.adapter.scale)
         else:
-            out.add_(group.product(hidden, own), alpha=self.adapter.scale)
+            out.add_(group.product(hidden, up), alpha=self.adapter.scale)
 
     def through(
         self,
@@ -269,9 +269,9 @@ class _Low:
 
         `weighted`: what the gradient `d_out` has to be multiplied by, row by row, for those of A and B.
         """
-        own = slice(group.first, group.stop)
-        d_hidden = group.product(d_out, self.b[own].transpose(1, 2)).mul_(self.adapter.scale)
-        d_rows.add_(self.dropped(group.product(d_hidden, self.a[own].transpose(1, 2)), group))
+        experts = slice(group.first, group.stop)
+        d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)
+        d_rows.add_(self.dropped(group.product(d_hidden, self.a[experts].transpose(1, 2)), group))
         hidden = hidden * (self.adapter.scale if weighted is None else self.adapter.scale * weighted)
         d_hidden = d_hidden if weighted is None else d_hidden * weighted
         d_a, d_b = gradients[self.place : self.place + 2]
@@ -280,7 +280,7 @@ class _Low:
 
 
 def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
-    """`[experts, m, n]` such that a product reads each matrix as it lies."""
+    """`[experts, m, n]` whose matrices a product reads without a copy."""
     if 1 in factor.stride()[1:]:
         return factor
     rows_first = factor.stride(1) >= factor.stride(2)
@@ -306,9 +306,26 @@ def _lows(spec: Experts, factors: Sequence[torch.Tensor], seed: int) -> tuple[li
     return lows[: len(spec.up.adapters)], lows[len(spec.up.adapters) :]
 
 
-def _times(spec: Experts, product: Product, rows: torch.Tensor, group: _Group) -> torch.Tensor:
+def _output(
+    spec: Experts,
+    product: Product,
+    rows: torch.Tensor,
+    group: _Group,
+    lows: Sequence[_Low],
+    hidden: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """A product of the rows of a group with bias and adapters, `[n, out]`; `hidden`: drop(rows) A of each adapter."""
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
-    return out if product.bias is None else out.add_(group.each_row(product.bias).to(out.dtype))
+    if product.bias is not None:
+        out.add_(group.each_row(product.bias).to(out.dtype))
+    for low, small in zip(lows, hidden, strict=True):
+        low.add_up(out, small, group)
+    return out
+
+
+def _weights(spec: Experts, scores: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
+    """The routing weight of each row `[rows, 1]`, sorted by expert."""
+    return None if scores is None else scores.reshape(-1)[order].to(spec.summed)[:, None]
 
 
 class _Experts(torch.autograd.Function):
@@ -326,24 +343,17 @@ class _Experts(torch.autograd.Function):
         with NoAutocast(x.device.type):
             order, groups = _sorted(spec, x, index, factors)
             ups, downs = _lows(spec, factors, seed)
-            tokens, weights = order // index.shape[-1], None
-            if scores is not None:
-                weights = scores.reshape(-1)[order].to(spec.summed)[:, None]
+            tokens, weights = order // index.shape[-1], _weights(spec, scores, order)
             out: torch.Tensor | None = None
             saved: list[torch.Tensor] = []
             for group in groups:
                 at = tokens[group.begin : group.end]
                 rows = x[at].to(spec.working)
                 hidden = [low.down(rows, group) for low in ups]
-                h = _times(spec, spec.up, rows, group)
-                for low, each in zip(ups, hidden, strict=True):
-                    low.add_up(h, each, group)
-                h = h.to(spec.compute)
+                h = _output(spec, spec.up, rows, group, ups, hidden).to(spec.compute)
                 a = spec.gate(h).to(spec.working)
                 small = [low.down(a, group) for low in downs]
-                y = _times(spec, spec.down, a, group)
-                for low, each in zip(downs, small, strict=True):
-                    low.add_up(y, each, group)
+                y = _output(spec, spec.down, a, group, downs, small)
                 if spec.normed is not None:
                     y = spec.normed(y.to(spec.compute))
                 y = y.to(spec.summed)
@@ -370,17 +380,16 @@ class _Experts(torch.autograd.Function):
         ]
         with NoAutocast(x.device.type):
             ups, downs = _lows(spec, factors, ctx.seed)
-            tokens, weights, d_weights = order // ctx.k, None, None
-            if scores is not None:
-                weights = scores.reshape(-1)[order].to(spec.summed)[:, None]
-                d_weights = weights.new_zeros(order.shape)
+            tokens, weights = order // ctx.k, _weights(spec, scores, order)
+            d_weights = None if weights is None else weights.new_zeros(order.shape)
             d_x = x.new_zeros(x.shape, dtype=spec.summed) if ctx.needs_input_grad[3] else None
             step = 1 + adapters
             for number, group in enumerate(ctx.groups):
                 h, *low = saved[number * step : (number + 1) * step]
-                at, own = tokens[group.begin : group.end], slice(group.begin, group.end)
+                rows_of_group = slice(group.begin, group.end)
+                at = tokens[rows_of_group]
                 d_y = d_out[at]
-                weight = None if weights is None else weights[own]
+                weight = None if weights is None else weights[rows_of_group]
                 with torch.enable_grad():
                     leaf = h.detach().requires_grad_()
                     gated = spec.gate(leaf)
@@ -388,14 +397,13 @@ class _Experts(torch.autograd.Function):
                 small = low[len(ups) :]
                 if spec.normed is not None:
                     d_y, d_weight = _through_norm(spec, downs, small, a, d_y, group, weight)
-                    weight = None
-                    d_a, _ = _through_down(spec, downs, small, a, d_y, group, weight, gradients)
+                    d_a, _ = _through_down(spec, downs, small, a, d_y, group, None, gradients)
                 else:
                     d_a, d_weight = _through_down(
                         spec, downs, small, a, d_y.to(spec.working), group, weight, gradients
                     )
-                if d_weights is not None:
-                    d_weights[own] = d_weight
+                if d_weights is not None and d_weight is not None:
+                    d_weights[rows_of_group] = d_weight
                 (d_h,) = torch.autograd.grad(gated, leaf, d_a.to(gated.dtype))
                 d_h = d_h.to(spec.working)
                 rows = x[at].to(spec.working)
@@ -448,9 +456,7 @@ def _through_norm(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(the gradient of y, that of the routing weights) where y is normed before it is weighted: y is formed again."""
     assert spec.normed is not None, "asked of normed experts only"
-    y = _times(spec, spec.down, a, group)
-    for low, hidden in zip(downs, small, strict=True):
-        low.add_up(y, hidden, group)
+    y = _output(spec, spec.down, a, group, downs, small)
     with torch.enable_grad():
         leaf = y.to(spec.compute).detach().requires_grad_()
         normed = spec.normed(leaf)

@@ -28,7 +28,7 @@ from isotype.core.dtypes import autocast_dtype
 from isotype.core.errors import PrecisionError
 from isotype.model.boundary import Boundary
 from isotype.model.experts.compute import Adapter, Experts, Product, experts_output
-from isotype.model.experts.stack import QuantizedStack, codes_of, quantized_stack
+from isotype.model.experts.stack import QuantizedStack, codes_of, quantized_stack, shape_of
 from isotype.model.hooks import must_be_called
 from isotype.model.shard import is_sharded
 from isotype.precision.devices.simulated import working_dtype
@@ -39,11 +39,11 @@ _GATED, _UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class Layout:
-    """How the experts of a class lie and what is between their products.
+    """The layout of a class of experts.
 
     Attributes:
         up: name of the weight of the first product.
-        inputs_first: whether weights lie as `[experts, in, out]`.
+        inputs_first: whether weights are stored as `[experts, in, out]`.
         biases: whether they have biases.
         normed: whether their outputs are normed before they are weighted.
         routed: whether the module takes the experts of each token and their weights; if not, its input is the tokens of one expert after
@@ -70,16 +70,20 @@ def layout_of(module: nn.Module) -> Layout | None:
     return Layout(up, bool(module.is_transposed), bool(module.has_bias), bool(module.has_post_expert_norm))
 
 
+def _wraps(cls: Any) -> bool:
+    """True of PEFT's class of adapters on parameters; by name, so that PEFT is not imported to look at a model."""
+    return any(each.__name__ == _WRAPPER for each in cls.__mro__)
+
+
 def is_experts_wrapper(module: nn.Module) -> bool:
-    """Whether a module is PEFT's adapter on a weight of an experts module."""
-    wraps = any(cls.__name__ == _WRAPPER for cls in type(module).__mro__)
-    return wraps and layout_of(module.get_base_layer()) is not None  # type: ignore[operator]
+    """True if a module is PEFT's adapter on a weight of an experts module."""
+    return _wraps(type(module)) and layout_of(module.get_base_layer()) is not None  # type: ignore[operator]
 
 
 def wrappers_of(outer: Any) -> list[Any]:
     """The wrappers of one experts module from the outermost to the innermost."""
     wrappers = []
-    while any(cls.__name__ == _WRAPPER for cls in type(outer).__mro__):
+    while _wraps(type(outer)):
         wrappers.append(outer)
         outer = outer.base_layer
     return wrappers
@@ -89,6 +93,11 @@ def base_of(outer: Any) -> Any:
     """The experts module of itself, or of the outermost wrapper around it."""
     wrappers = wrappers_of(outer)
     return wrappers[-1].base_layer if wrappers else outer
+
+
+def _with_wrappers(outer: Any) -> list[Any]:
+    """The wrappers of one experts module, and the module."""
+    return [*wrappers_of(outer), base_of(outer)]
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -122,15 +131,10 @@ def why_not(outer: Any) -> str | None:
 
 
 def needs_function(outer: Any) -> bool:
-    """Whether only the one function computes right or in bounded memory: experts that are stored quantized, or adapted with dropout."""
-    wrappers, base = wrappers_of(outer), base_of(outer)
-    layout = layout_of(base)
-    quantized = layout is not None and any(
-        quantized_stack(base, name) is not None for name in (layout.up, DOWN)
-    )
-    return quantized or any(
-        isinstance(d, nn.Dropout) and d.p for w in wrappers for d in w.lora_dropout.values()
-    )
+    """True if only the one function computes right or in bounded memory: experts are stored quantized, or adapted with dropout."""
+    base = base_of(outer)
+    stacks = (quantized_stack(base, name) for name in getattr(base, "parametrizations", ()))
+    return any(stack is not None for stack in stacks) or _drops(outer)
 
 
 # ------------------------------------------------------------------------------------------------------------------ forward
@@ -187,14 +191,13 @@ _BASE_MEMBERS: Mapping[str, Callable[..., Any]] = {"forward": _forward_base}
 
 @cache
 def _swapped(base: Any) -> Any:
-    wraps = any(each.__name__ == _WRAPPER for each in base.__mro__)
-    members = _WRAPPER_MEMBERS if wraps else _BASE_MEMBERS
+    members = _WRAPPER_MEMBERS if _wraps(base) else _BASE_MEMBERS
     return swapped_class(FusedExperts, (_swapped, (base,)), base, members, plain=base)
 
 
 def put_in(outer: Any) -> None:
     """Let experts, and the wrappers around them, compute in the one function."""
-    for module in (*wrappers_of(outer), base_of(outer)):
+    for module in _with_wrappers(outer):
         cls: Any = type(module)
         if not isinstance(module, FusedExperts):
             swap(module, _swapped(cls))
@@ -204,7 +207,7 @@ def take_out(model: nn.Module) -> None:
     """Give the experts of a model and the wrappers around them their own class back, but where only the one function computes them right."""
     for _, outer in outermost(model):
         if not needs_function(outer):
-            for module in (*wrappers_of(outer), base_of(outer)):
+            for module in _with_wrappers(outer):
                 if isinstance(module, FusedExperts):
                     swap(module, module.original)  # type: ignore[arg-type]
 
@@ -239,7 +242,7 @@ def _drops(outer: Any) -> bool:
 
 
 def _is_parametrized_by_others(base: nn.Module) -> bool:
-    """Whether a weight is just now a function of something that is trained, as PEFT makes it while it calls what it wraps."""
+    """True while a weight is a function of something that is trained, as PEFT makes it for the time of a call."""
     lists = getattr(base, "parametrizations", {}).values()
     return any(not isinstance(each, QuantizedStack) for parts in lists for each in parts)
 
@@ -254,15 +257,16 @@ def _computed(outer: Any, x: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Ten
         adapters, tensors = _adapters(wrapper, layout)
         products.append(_product(base, name, layout, adapters))
         factors += tensors
-    rows, count = x.reshape(-1, x.shape[-1]), _shape(base, DOWN)[0]
+    rows, count = x.reshape(-1, x.shape[-1]), shape_of(base, DOWN)[0]
     if layout.routed:
         index, scores = (each.reshape(rows.shape[0], -1) for each in inputs)
     else:
         each = torch.arange(count, device=x.device)
         index, scores = each.repeat_interleave(rows.shape[0] // count)[:, None], None
     compute = autocast_dtype(x.device.type) or _dtype(base, DOWN)
-    gate = gate_of(base) if layout.up == _GATED and layout.routed else base.act_fn
-    if not layout.routed:
+    if layout.routed:
+        gate = gate_of(base) if layout.up == _GATED else base.act_fn
+    else:
         gate = partial(_gated, base.act_fn)
     normed = base.post_expert_norm if layout.normed else None
     spec = Experts(products[0], products[1], gate, compute, working_dtype(compute, x), count, normed)
@@ -272,11 +276,6 @@ def _computed(outer: Any, x: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Ten
 def _gated(activation: Any, h: torch.Tensor) -> torch.Tensor:
     gate, up = h.chunk(2, dim=-1)
     return up * activation(gate)  # type: ignore[no-any-return]
-
-
-def _shape(base: nn.Module, name: str) -> torch.Size:
-    stack = quantized_stack(base, name)
-    return own_parameters(base)[name].shape if stack is None else stack.shape  # type: ignore[union-attr]
 
 
 def _dtype(base: nn.Module, name: str) -> torch.dtype:
@@ -313,7 +312,7 @@ def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[t
         first = first.reshape(wrapper.num_experts, -1, first.shape[-1])
         outputs = second.shape[0]
         second = second.reshape(-1, wrapper.num_experts).t().unflatten(1, (outputs, -1))
-        # The delta is `second first` of the weight as it lies, or of its transpose where PEFT takes the layout as [in, out].
+        # The delta is `second first`, or its transpose if PEFT takes the layout for [in, out].
         pair = (second, first) if takes_outputs_first(wrapper) else (first.mT, second.mT)
         tensors += pair if layout.inputs_first else (pair[1].mT, pair[0].mT)
     return tuple(adapters), tensors

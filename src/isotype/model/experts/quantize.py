@@ -127,12 +127,12 @@ def quantize_parts(
     for expert, matrix in enumerate(matrices):
         matrix = matrix.to(device, dtype)
         if storage == "int8":
-            made, scales = quantize_int8(matrix.T if transposed else matrix)
-            codes[expert] = made.T if transposed else made
+            matrix_codes, scales = quantize_int8(matrix.T if transposed else matrix)
+            codes[expert] = matrix_codes.T if transposed else matrix_codes
             constants[expert] = scales.view(constants.shape[1:])
         else:
-            made, state = quantize_4bit(matrix, form.code, blocksize=form.block)
-            codes[expert], constants[expert] = made.view(-1), state.absmax
+            packed, state = quantize_4bit(matrix, form.code, blocksize=form.block)
+            codes[expert], constants[expert] = packed.view(-1), state.absmax
     if double_quant and storage != "int8":
         blank = blank_stack(shape, storage, dtype, double_quant=True, transposed=transposed, device=device)[1]
         stack = with_constants(blank, constants)

@@ -7,7 +7,7 @@ whole, for any library that asks. What computes by expert asks `QuantizedStack.p
 Codes lie by expert, so that a part of them is a slice, and FSDP2 shards them by experts:
 
 - 4 bits: uint8 `[experts, d1 * d2 / 2]`, bit by bit the codes that bitsandbytes gives the flat weight. A block never straddles
-  experts: `d1 * d2` is a multiple of the block size, or the weight stays dense (`why_dense`).
+  experts: `d1 * d2` is a multiple of the block size, or the weight stays dense (`isotype.core.stacks.why_dense`).
 - int8: int8 `[experts, d1, d2]`, with float32 scales over the input dimension, `[experts, d1, 1]`, or `[experts, 1, d2]` where the
   module `is_transposed`; a value is `code * scale / 127`.
 
@@ -39,7 +39,7 @@ NESTED = 256
 
 
 class QuantizedStack(UncastBuffers):
-    """The parametrization of one stacked weight: what its codes are multiplied with, and how they become dense.
+    """The parametrization of one stacked weight: the constants of its codes, and how these become dense.
 
     Constants are buffers, which a `state_dict` names as bitsandbytes does. They move with the model, and are never cast.
 
@@ -68,7 +68,7 @@ class QuantizedStack(UncastBuffers):
         self.blocksize, self.transposed = blocksize, transposed
         self.nested = "nested_absmax" in constants
         for name, value in constants.items():
-            # Persistent, or transformers would make them anew once the model is loaded.
+            # Persistent, or transformers would draw them again once the model is loaded.
             self.register_buffer(name, value)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
@@ -98,18 +98,21 @@ class QuantizedStack(UncastBuffers):
 
     def state(self) -> Any:
         """bitsandbytes' `QuantState` of the flat weight, of 4 bits; it shares the constants' memory."""
-        from bitsandbytes.functional import QuantState
-
         constants: Any = self
         state = self._state_of(self.shape, constants.absmax.reshape(-1))
         if self.nested:
             # An offset on the meta device has no value to be saved.
             state.offset = torch.zeros(()) if constants.offset.is_meta else constants.offset
-            state.state2 = QuantState(
-                constants.nested_absmax, code=constants.nested_code, blocksize=NESTED, dtype=torch.float32
-            )
-            state.nested = True
+            state.state2, state.nested = self._nested_state(0, None), True
         return state
+
+    def _nested_state(self, first: int, last: int | None) -> Any:
+        """bitsandbytes' `QuantState` of the constants themselves, of these blocks of them."""
+        from bitsandbytes.functional import QuantState
+
+        constants: Any = self
+        absmax, code = constants.nested_absmax[first:last], constants.nested_code
+        return QuantState(absmax, code=code, blocksize=NESTED, dtype=torch.float32)
 
     def _state(self, start: int, stop: int) -> Any:
         constants: Any = self
@@ -122,12 +125,7 @@ class QuantizedStack(UncastBuffers):
         blocks = constants.absmax.shape[1]
         first, last = start * blocks // NESTED, -(-stop * blocks // NESTED)
         whole = constants.absmax.reshape(-1)[first * NESTED : last * NESTED]
-        nested = functional.QuantState(
-            constants.nested_absmax[first:last],
-            code=constants.nested_code,
-            blocksize=NESTED,
-            dtype=torch.float32,
-        )
+        nested = self._nested_state(first, last)
         at = start * blocks - first * NESTED
         values = functional.dequantize_blockwise(whole, nested)[at : at + absmax.numel()]
         return self._state_of(shape, values + constants.offset)
