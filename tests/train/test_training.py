@@ -411,7 +411,11 @@ def test_notes_name_what_adapters_left_out():
 def test_weight_bytes_count_the_constants_of_double_quantization():
     nested = SimpleNamespace(absmax=torch.zeros(4))
     state = SimpleNamespace(
-        quant_type="nf4", absmax=torch.zeros(16, dtype=torch.uint8), nested=True, state2=nested
+        quant_type="nf4",
+        absmax=torch.zeros(16, dtype=torch.uint8),
+        nested=True,
+        state2=nested,
+        shape=torch.Size((64, 16)),
     )
     model = torch.nn.Linear(8, 64, bias=False)
     model.weight = torch.nn.Parameter(torch.zeros(512, 1, dtype=torch.uint8), requires_grad=False)
