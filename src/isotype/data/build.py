@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import Problem, first_line
-from isotype.core.names import listed
+from isotype.core.names import listed, plural
 from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row
 from isotype.data.columns import Survey, columns_problem, quoted, survey
 from isotype.data.locate import PARQUET, LocalData, data_error
 from isotype.data.methods import METHODS
 from isotype.data.parts import unread_line
+from isotype.data.pictures import PICTURE_COLUMNS, SUFFIXES, broken, broken_rows, picture_problem, pictures_in
+from isotype.data.placed import QUESTION
 from isotype.data.reading import Reading
-from isotype.data.rows import CELL_SUFFIXES, digest_or_problem, generate, read_rows, unreadable
+from isotype.data.rows import CELL_SUFFIXES, captioned, digest_or_problem, generate, read_rows, unreadable
 from isotype.data.shapes import Shape, to_feature
 from isotype.data.sharegpt import roles_line
 
@@ -138,14 +140,34 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
         return Prepared(problems)
     cells = files[0].suffix.lower() in CELL_SUFFIXES
     names: Counter[str] = Counter()
-    result = survey(_records(files, job, columns, names), job.method, job.text_field, cells=cells)
+    pictures: dict[str, tuple[str, int]] = {}
+    records = _records(files, job, columns, names)
+    if job.reading.sees:
+        records = _with_pictures(records, pictures)
+    result = survey(records, job.method, job.text_field, cells=cells)
+    if pictures and result.findings and not job.reading.chat:
+        # Rows with pictures are conversations: then those without become such, too.
+        spoken = dataclasses.replace(job, reading=dataclasses.replace(job.reading, chat=True))
+        records = _with_pictures(_records(files, spoken, columns), {})
+        again = survey(records, job.method, job.text_field, cells=cells)
+        if not again.findings:
+            job, result = spoken, again
+    for path, problem in broken(tuple(pictures)):
+        result.note(*pictures[path], problem)
     problems = result.problems()
     named = quoted(path.name for path in files)
     if result.count == 0:
         problems.append(_empty(named))
     order = " ".join(f"{path.suffix}:{digest}" for path, (digest, _) in digests.items())
+    if "images" in result.shapes:  # the rows hold paths, found from here
+        order += f" {[str(path.absolute()) for path in files]} {Path.cwd()}"
     source = listed(path.name for path in files)
-    notes = (roles_line(source, names), unread_line(source, result.keys), _documents_line(files, job.reading))
+    notes = (
+        roles_line(source, names),
+        unread_line(source, result.keys),
+        _documents_line(files, job.reading),
+        _captions_line(source, result.first),
+    )
     return Prepared(
         problems,
         files=files,
@@ -157,17 +179,46 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
     )
 
 
+def _with_pictures(
+    records: Iterable[tuple[str, int, object]], paths: dict[str, tuple[str, int]]
+) -> Iterator[tuple[str, int, object]]:
+    """The records, with a problem in the place of a row whose picture in itself cannot be read; `paths` takes the others' places."""
+    for source, line, row in records:
+        for picture in pictures_in(row) if isinstance(row, dict) else ():
+            if isinstance(picture, str):
+                paths.setdefault(picture, (source, line))
+            elif isinstance(picture, bytes) and (problem := picture_problem(picture)):
+                yield source, line, problem
+                break
+        else:
+            yield source, line, row
+
+
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
     """How plain texts were taken; None without any."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
+    if reading.sees and captioned(files[0]):
+        folders = {path.parent for path in files}
+        pictures = sorted(at for each in folders for at in each.iterdir() if at.suffix.lower() in SUFFIXES)
+        bare = [at.name for at in pictures if not at.with_suffix(".txt").is_file()]
+        return f"{plural(len(bare), 'picture')} without a caption left out: {listed(bare)}" if bare else None
     if reading.lines:
         return f"{listed(texts)}: each line is an example, with an end token of its own"
     return (
         f"{listed(texts)}: each file is one example, cut to max_length like any other; --packing True with --packing_strategy "
         "bfd_split trains on all of it, --text_lines True on each line by itself"
     )
+
+
+def _captions_line(source: str, row: Row | None) -> str | None:
+    """What pictures with captions are asked; None without any."""
+    prompt = (row or {}).get("prompt")
+    content = prompt[0].get("content") if isinstance(prompt, list) and prompt else None
+    if not isinstance(content, list) or content[-1] != {"type": "text", "text": QUESTION}:
+        return None
+    return f"{source}: captions are learned as answers to '{QUESTION}'; a column 'prompt' with 'completion' asks otherwise"
 
 
 def _records(
@@ -263,35 +314,38 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     # An iterable data set learns its columns from its first row.
     stored = list(dataset.column_names or next(iter(dataset), {}))
     everything = listed(name for name, _ in parts)
-    # Pictures and other columns stay undecoded.
     known = {*COLUMNS, *job.reading.reads, job.text_field}
     judged = [name for name in stored if name in known]
     if not judged:
         wrong = columns_problem(stored, job.method, job.text_field) if stored else _empty(everything)
         return Prepared([_at(everything, wrong) if stored and wrong else wrong or _empty(everything)])
     names: Counter[str] = Counter()
-    first = next(iter(dataset.select_columns(judged)), None)
+    plain = undecoded(dataset.select_columns(judged))
+    first = next(iter(plain), None)
     if first is None:
         return Prepared([_empty(everything)])
     taken = job.reading.apply(first)
-    changed = isinstance(taken, Problem) or taken != first
     rest = [name for name in stored if name not in judged]
     if not isinstance(taken, Problem):
         wrong = columns_problem([*taken, *rest], job.method, job.text_field)
         if wrong:
             return Prepared([_at(everything, wrong)])
-    result = survey(
-        _sample(dataset.select_columns(judged), parts, job.reading, names),
-        job.method,
-        job.text_field,
-        word="row",
-        unseen=rest,
-    )
+    reading = job.reading
+    sample, changed = _sample(plain, parts, reading, Counter() if reading.sees else names)
+    if reading.sees:  # a picture a row stays as it is stored, unless rows are written again in any case
+        reading = dataclasses.replace(reading, listed=reading.listed or changed)
+        sample, changed = _sample(plain, parts, reading, names)
+        taken = reading.apply(first)
+    result = survey(sample, job.method, job.text_field, word="row")
     problems = result.problems("row")
     if changed and not problems:
-        dataset = _converted(dataset, first, job.reading, parts)
+        dataset = _converted(undecoded(dataset), first, reading, parts, "images" in result.shapes)
+    seen = reading.sees and hasattr(dataset, "__len__") and {*PICTURE_COLUMNS} & {*dataset.column_names}
+    if seen and not problems:
+        problems = [_in_part(parts, at, problem) for at, problem in broken_rows(dataset)]
     notes = (
         roles_line(everything, names, SAMPLED_ROWS),
+        _captions_line(everything, result.first),
         unread_line(everything, _unread(result, rest, dataset, job), SAMPLED_ROWS),
     )
     return Prepared(problems, dataset=dataset, first=result.first, notes=tuple(filter(None, notes)))
@@ -309,7 +363,10 @@ def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Coun
 
 def _sample(
     dataset: Any, parts: Parts, reading: Reading, names: Counter[str]
-) -> Iterator[tuple[str, int, object]]:
+) -> tuple[list[tuple[str, int, object]], bool]:
+    """(source, number, row as it is taken) of the first rows of each part; whether the reading changes one."""
+    sample: list[tuple[str, int, object]] = []
+    changed = False
     start = 0
     for source, count in parts:
         rows = dataset
@@ -317,41 +374,74 @@ def _sample(
             rows = dataset.select(range(start, start + min(count, SAMPLED_ROWS)))
             start += count
         for number, row in enumerate(islice(rows, SAMPLED_ROWS), 1):
-            yield source, number, reading.apply(row, names)
+            taken = reading.apply(row, names)
+            changed |= taken != row
+            sample.append((source, number, taken))
+    return sample, changed
 
 
-def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts) -> Any:
+def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts, seen: bool) -> Any:
     """Every row of `dataset` by `reading`; chats as objects, since their messages need not have the same keys."""
     import datasets
 
     taken = reading.apply(first)
     assert isinstance(taken, dict)
+    if seen:
+        taken.setdefault("images", [])
     features = None
     if dataset.features is not None and any(name in CHATS for name in taken):
         features = {n: kind for n, kind in dataset.features.items() if n in taken or n not in first}
         for name, value in taken.items():
-            if isinstance(value, list) and name in CHATS:
+            if name == "images" and seen:
+                features[name] = datasets.List(datasets.Image(mode="RGB"))
+            elif isinstance(value, list) and name in CHATS:
                 features[name] = datasets.List(datasets.Json())
             elif name not in features:
                 features[name] = datasets.Value("string")
         features = datasets.Features(features)
     return dataset.map(
-        partial(_applied, reading=reading, parts=tuple(parts)),
+        partial(_applied, reading=reading, parts=tuple(parts), seen=seen),
         with_indices=True,
         remove_columns=[name for name in first if name not in taken],
         features=features,
     )
 
 
-def _applied(row: Row, index: int, reading: Reading, parts: Parts) -> Row:
-    taken = reading.apply(row)
-    if not isinstance(taken, Problem):
-        return taken
+def _applied(row: Row, index: int, reading: Reading, parts: Parts, seen: bool) -> Row:
+    taken = reading.apply(dict(row))
+    if isinstance(taken, Problem):
+        raise data_error(", ".join(name for name, _ in parts), [_in_part(parts, index, taken)])
+    return {"images": [], **taken} if seen else taken
+
+
+def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
+    """The problem of a row, with its number in the file that it comes from."""
     for source, count in parts:
         if count is None or index < count:
-            raise data_error(source, [_at(f"{source}, row {index + 1}", taken)])
+            return _at(f"{source}, row {index + 1}", problem)
         index -= count
     raise AssertionError(index)
+
+
+def undecoded(dataset: Any) -> Any:
+    """The data set with its pictures as they are stored, `{"bytes", "path"}`, where its types are known."""
+    import datasets
+
+    def plain(kind: Any) -> Any:
+        if isinstance(kind, datasets.Image):
+            return dataclasses.replace(kind, decode=False)
+        return datasets.List(plain(kind.feature)) if isinstance(kind, datasets.List) else kind
+
+    if dataset.features is None:
+        return dataset
+    features = datasets.Features({name: plain(kind) for name, kind in dataset.features.items()})
+    if features == dataset.features:
+        return dataset
+    if not hasattr(dataset, "__len__"):
+        return dataset.cast(features)
+    view = dataset.with_format(None)  # a copy: a cast would write every row again
+    view.info.features = features
+    return view
 
 
 def literal(files: Iterable[Path]) -> list[str]:
@@ -375,5 +465,18 @@ def fingerprint_of_rows(rows: Any) -> str | None:
     chosen = rows if step == 1 else rows.select(range(0, count, step))
     # Arrow gives the stored values: an image stays the bytes or the path that it is in the file.
     for table in chosen.with_format("arrow").iter(batch_size=_BATCH):
-        digest.update(json.dumps(table.to_pylist(), sort_keys=True, default=repr).encode())
+        rows_of_table = table.to_pylist()
+        if {*PICTURE_COLUMNS} & {*table.column_names}:
+            rows_of_table = [_movable(row) for row in rows_of_table]
+        digest.update(json.dumps(rows_of_table, sort_keys=True, default=repr).encode())
     return f"{count:,} rows, {digest.hexdigest()}"
+
+
+def _movable(row: Row) -> Row:
+    """The row with the names and sizes of picture files in the place of their paths, which differ from machine to machine."""
+    places: list[object] = []
+    for picture in pictures_in(row):
+        path = None if picture.get("bytes") is not None else Path(picture["path"])
+        size = path.stat().st_size if path is not None and path.is_file() else None
+        places.append(picture if path is None else [path.name, size])
+    return {name: value for name, value in row.items() if name not in PICTURE_COLUMNS} | {"images": places}

@@ -9,9 +9,8 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
@@ -28,8 +27,9 @@ from isotype.data.cells import (
     mixed_turns,
 )
 from isotype.data.methods import METHODS, Format
-from isotype.data.parts import count_keys, message_problems, picture_problem
-from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, STRING, Shape, merge, shape_of
+from isotype.data.parts import count_keys, message_problems
+from isotype.data.pictures import PICTURE_COLUMNS
+from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, PICTURE, STRING, Shape, merge, shape_of
 
 NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("instruction", "question", "query", "problem", "input"),
@@ -173,7 +173,6 @@ class _Plan:
     chats: tuple[str, ...]
     method: str
     unread: tuple[str, ...]
-    unseen: frozenset[str]
 
     def faults(self, row: Row) -> Iterator[Problem]:
         sound = True
@@ -188,12 +187,8 @@ class _Plan:
             return
         for name in self.chats:
             yield from chat_problems(name, row[name])
-        pictures = self.pictures(row)
-        for problem in () if pictures is None else map(picture_problem, pictures):
-            if problem is not None:
-                yield problem
-        count = None if pictures is None else len(pictures)
-        yield from message_problems(row, self.chats, self.method, count)
+        sees = "images" in METHODS[self.method].optional
+        yield from message_problems(row, self.chats, self.method, sees)
         if not self.turns:
             return
         mixed = mixed_turns(row, self.turns)
@@ -207,16 +202,8 @@ class _Plan:
                 "write all rows as text, or all as messages",
             )
 
-    def pictures(self, row: Row) -> Sequence[Any] | None:
-        """The pictures beside the messages; None if they are not shown here."""
-        names = [name for name in ("image", "images") if name in METHODS[self.method].optional]
-        if self.unseen & set(names):
-            return None
-        cells = [row[name] for name in names if row.get(name) is not None]
-        return [each for cell in cells for each in (cell if isinstance(cell, list) else [cell])]
 
-
-def _plan(row: Row, place: str, method: str, text_field: str, unseen: Collection[str] = ()) -> _Plan:
+def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
     chosen = matching(row, formats_of(method, text_field))
     judged = (*chosen.required, *METHODS[method].optional) if chosen else ()
     known = {**COLUMNS, text_field: TEXT} if method == "sft" else COLUMNS
@@ -233,7 +220,6 @@ def _plan(row: Row, place: str, method: str, text_field: str, unseen: Collection
         unread=()
         if chosen is None or METHODS[method].loss == "policy"
         else tuple(name for name in row if name not in judged),
-        unseen=frozenset(unseen),
     )
 
 
@@ -244,7 +230,6 @@ def survey(
     *,
     word: str = "line",
     cells: bool = False,
-    unseen: Collection[str] = (),
 ) -> Survey:
     """Judge all rows of a data set for `method` in one walk.
 
@@ -254,10 +239,11 @@ def survey(
         text_field: the name of SFT's plain text column (`SFTConfig.dataset_text_field`).
         word: what the numbers count: "line" of a file or "row" of a table.
         cells: rows come from CSV, where a column of several kinds is text.
-        unseen: columns of the data set that the records do not show.
     """
     result = Survey()
     plan: _Plan | None = None
+    pictures = PICTURE_COLUMNS if "images" in METHODS[method].optional else ()
+    optional = {*pictures} - {"image"}  # rows without pictures need not say so
     for source, line, row in records:
         result.count += 1
         if isinstance(row, Problem):
@@ -269,7 +255,7 @@ def survey(
             continue
         if plan is None:
             result.first = row
-            plan = _plan(row, f"{word} {line}", method, text_field, unseen)
+            plan = _plan(row, f"{word} {line}", method, text_field)
             wrong = columns_problem(tuple(row), method, text_field)
             usual = {*COLUMNS, *NEAR_NAMES, *(name for names in NEAR_NAMES.values() for name in names)}
             if wrong and cells and usual.isdisjoint(name.lower() for name in plan.columns):
@@ -278,7 +264,7 @@ def survey(
                 wrong = replace(wrong, fix=fix)
             if wrong:
                 result.note(source, None, wrong)
-        if row.keys() != plan.columns.keys():
+        if row.keys() - optional != plan.columns.keys() - optional:
             lacking = [name for name in plan.columns if name not in row]
             added = [name for name in row if name not in plan.columns]
             differs = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
@@ -290,9 +276,11 @@ def survey(
         for fault in faults:
             result.note(source, line, fault)
         if not faults:
-            result.keys.update(("row", name) for name in plan.unread if row[name] is not None)
+            result.keys.update(("row", name) for name in plan.unread if row.get(name) is not None)
             count_keys(row, plan.chats, result.keys)
-            _widen(result, source, line, row, cells)
+            _widen(result, source, line, {k: v for k, v in row.items() if k not in pictures}, cells)
+            if "images" in optional & row.keys():
+                result.shapes["images"] = ("list", PICTURE)
     return result
 
 

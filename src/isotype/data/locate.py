@@ -15,7 +15,8 @@ from isotype.core.errors import DataError, Problem
 from isotype.core.grouping import grouped
 from isotype.core.names import plural
 from isotype.data.columns import quoted
-from isotype.data.rows import READERS
+from isotype.data.pictures import SUFFIXES
+from isotype.data.rows import METADATA, READERS, captioned
 
 _SPECIAL = {
     stat.S_IFIFO: "a pipe",
@@ -178,13 +179,15 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
         held = sorted(item.name for item in folder.iterdir())
         expected = f"files ending in {', '.join(_SUFFIXES)}, or what save_to_disk wrote"
         fix = f"name a directory with such files; this one holds {quoted(held)}"
+        if any(Path(each).suffix.lower() in SUFFIXES for each in held):
+            fix = "write what belongs to each picture: cat.txt beside cat.png, or metadata.jsonl with 'file_name' and 'text'"
         fix = fix if held else "the directory is empty"
         raise data_error(name, [Problem(f"the directory '{folder}' holds no data", expected, fix)])
     inside = {path: _split_word(path.parent.name) if path.parent != folder else None for path in files}
-    words = {path: _split_word(path.stem) or inside[path] for path in files}
+    words = {path: (None if captioned(path) else _split_word(path.stem)) or inside[path] for path in files}
     if not any(words.values()):
         return LocalData(name, {"train": tuple(files)})
-    splits = grouped(files, lambda path: words[path] or path.stem)
+    splits = grouped(files, lambda path: words[path] or (path.parent.name if captioned(path) else path.stem))
     return LocalData(name, {split: tuple(paths) for split, paths in splits.items()})
 
 
@@ -205,7 +208,12 @@ def _data_files(paths: Iterable[Path]) -> list[Path]:
     problems = [wrong for _, wrong in modes.values() if wrong is not None]
     if problems:
         raise data_error(str(named[0].parent), problems)
-    return [path for path, (mode, _) in modes.items() if mode is not None and stat.S_ISREG(mode)]
+    files = [path for path, (mode, _) in modes.items() if mode is not None and stat.S_ISREG(mode)]
+    # In a folder of pictures other texts are about the data.
+    if metadata := [path for path in files if path.stem.lower() == METADATA]:
+        return metadata
+    captions = [path for path in files if captioned(path)]
+    return captions if captions and all(path.suffix.lower() == ".txt" for path in files) else files
 
 
 def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> list[Problem]:

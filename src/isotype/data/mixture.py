@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import Problem, first_line
-from isotype.data.build import Job, Prepared, literal, opened, prepare
+from isotype.data.build import Job, Prepared, literal, opened, prepare, undecoded
 from isotype.data.cells import COLUMNS, TURN_COLUMNS
 from isotype.data.columns import formats_of, matching, quoted
 from isotype.data.locate import LocalData, data_error, find_local, splits_problems
@@ -66,6 +66,7 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
         conflict = "evaluation is on and the mixture has no test split"
         fix = "--test_split_size 0.1, or --eval_strategy no"
         raise data_error("datasets", [Problem(conflict, "a share of the mixture to evaluate on", fix)])
+    job = dataclasses.replace(job, reading=dataclasses.replace(job.reading, listed=True))
     parts: list[_Part] = []
     problems: list[Problem] = []
     for entry in args.datasets:
@@ -231,7 +232,8 @@ def _piece(
     import datasets
 
     if item.dataset is None:
-        kept = {column: shapes[column] for column in item.shapes if used is None or column in used}
+        held = [*item.shapes, *({"images"} & shapes.keys() - item.shapes.keys())]  # rows of texts have none
+        kept = {column: shapes[column] for column in held if used is None or column in used}
         dataset = dataclasses.replace(item, shapes=kept).build()
     else:
         dataset = item.dataset
@@ -257,14 +259,18 @@ def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:
         else feature
         for name, feature in features.items()
     }
+    if "images" in shapes:
+        target["images"] = to_feature(shapes["images"])
     if target == dict(features):
         return dataset
-    return dataset.map(_same, features=datasets.Features(target))
+    return undecoded(dataset).map(
+        _same, fn_kwargs={"seen": "images" in shapes}, features=datasets.Features(target)
+    )
 
 
-def _same(row: Any) -> dict[str, Any]:
+def _same(row: Any, seen: bool) -> dict[str, Any]:
     # A row that goes back as it came keeps its stored values, which are not cast.
-    return dict(row)
+    return {"images": [], **row} if seen else dict(row)
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:

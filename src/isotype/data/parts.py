@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from isotype.core.errors import Problem, first_line
+from isotype.core.errors import Problem
 from isotype.core.names import listed, plural
 from isotype.data.cells import Row, describe
 
@@ -31,7 +26,6 @@ _YES, _NO = (True, "true", "True", "1"), (False, "false", "False", "0")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *_THOUGHTS, *MARKS})
 PART_KEYS = frozenset({"type", "text", "thinking"})
-_PAYLOADS = ("image", "image_url", "url", "path", "base64")
 
 
 def left_out(message: Mapping[str, Any]) -> bool:
@@ -41,37 +35,22 @@ def left_out(message: Mapping[str, Any]) -> bool:
     )
 
 
-def message_problems(row: Row, chats: Sequence[str], method: str, pictures: int | None) -> Iterator[Problem]:
-    """Problems of the marks, parts and pictures of a row's messages.
+def message_problems(row: Row, chats: Sequence[str], method: str, sees: bool) -> Iterator[Problem]:
+    """Problems of the marks and parts of a row's messages.
 
     Args:
         row: whose chats are lists of messages with a role, or text.
         chats: names of its columns of chats.
         method: a key of `METHODS`.
-        pictures: beside the messages; None if nobody has counted them.
+        sees: the trainer takes pictures.
     """
-    places = open_turns = wrong = 0
-    if pictures and not {"messages", "prompt", "completion"} & set(chats):
-        pictures = None  # of pairs that share their turns
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)
             parts = message.get("content")
             if isinstance(parts, list):
-                problems = [problem for part in parts if (problem := _part_problem(name, part))]
-                wrong += len(problems)
-                yield from dict.fromkeys(problems)
-            if isinstance(parts, list) and message["role"] != "tool":
-                places += sum(part["type"] == "image" for part in parts)
-            asked = message["role"] == "user" and name in ("messages", "prompt")
-            open_turns += asked and isinstance(parts, str)
-    if open_turns and pictures:
-        places += pictures  # TRL puts them before the first turn of the user that is plain text
-    spoken = any(isinstance(row[name], list) for name in chats)
-    if spoken and not wrong and pictures is not None and places != pictures:
-        what = f"{plural(places, 'place')} for a picture and {plural(pictures, 'picture')}"
-        fix = 'write {"type": "image"} for each of them, and as many pictures in a column \'images\''
-        yield Problem(what, "as many of both", fix)
+                problems = [_part_problem(name, part, sees) for part in parts]
+                yield from dict.fromkeys(problem for problem in problems if problem)
 
 
 def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iterator[Problem]:
@@ -90,63 +69,19 @@ def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iter
             yield Problem(what, expected, "remove the key")
 
 
-def _part_problem(column: str, part: Mapping[str, Any]) -> Problem | None:
+def _part_problem(column: str, part: Mapping[str, Any], sees: bool) -> Problem | None:
     kind, given = part["type"], f"column '{column}' holds"
-    if kind in ("image", "image_url") and any(part.get(key) is not None for key in _PAYLOADS):
-        fix = 'write {"type": "image"} in its place, and the paths of the pictures of the row in a column \'images\''
-        return Problem(f"{given} a picture inside of a message", "pictures in a column of their own", fix)
     if kind in ("text", "thinking"):
         text = part.get(kind) if kind == "text" or "thinking" in part else part.get("text")
         if isinstance(text, str) or (kind == "thinking" and text is not None):
             return None
         what = f"{given} a part whose '{kind}' is {describe(text)}"
         return Problem(what, "text", "write it as text, or remove the part")
-    if kind == "image":
+    if kind == "image" and sees:
         return None
     fix = "write it as text, or remove it; nothing of it would be trained"
-    return Problem(f"{given} a part of the type '{kind}'", "parts of the types 'text' and 'image'", fix)
-
-
-def picture_problem(value: Any, *, whole: bool = True) -> Problem | None:
-    """The problem of a picture; None for one that can be read.
-
-    Args:
-        value: its path, its base64 text, or what a data set stores of it: `{"bytes", "path"}`.
-        whole: decode it; else its header alone is read, and of PNG the check sums.
-    """
-    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-        return _unreadable.__wrapped__(value["bytes"], whole)  # not cached: it would keep the bytes
-    if isinstance(value, dict):
-        value = value.get("path") or value
-    if isinstance(value, str):
-        return None if value.startswith(("http://", "https://")) else _unreadable(value, whole)
-    read = isinstance(value, dict)
-    return None if read else Problem(f"a picture is {describe(value)}", "a path", "write its path")
-
-
-@lru_cache(maxsize=1 << 16)
-def _unreadable(value: str | bytes, whole: bool) -> Problem | None:
-    if find_spec("PIL") is None:
-        what = "pictures, without the package pillow"
-        return Problem(what, "pillow, which reads them", "pip install pillow")
-    from PIL import Image
-
-    shown = "" if isinstance(value, bytes) else f" '{value if len(value) <= 80 else value[:77] + '…'}'"
-    expected, fix = "a picture that can be read", "correct the path, or write the file again"
-    try:
-        if isinstance(value, bytes):
-            source: Any = io.BytesIO(value)
-        elif value.startswith("data:image/"):
-            source = io.BytesIO(base64.b64decode(value.partition("base64,")[2], validate=True))
-        else:
-            source = Path(value)
-            if not source.is_file():
-                return Problem(f"there is no picture{shown}, seen from here", expected, fix)
-        with Image.open(source) as picture:
-            picture.load() if whole else picture.verify()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return Problem(f"the picture{shown} cannot be read: {first_line(error)}", expected, fix)
-    return None
+    expected = "parts of the types 'text' and 'image'" if sees else "parts of the type 'text'"
+    return Problem(f"{given} a part of the type '{kind}'", expected, fix)
 
 
 def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from isotype.core.errors import DataError, Problem
 from isotype.data.cells import CHATS, TURN_COLUMNS, Row
 from isotype.data.methods import CHAT_COLUMNS, METHODS
+from isotype.data.pictures import PICTURE_COLUMNS
+from isotype.data.placed import CAPTIONS, with_places
 from isotype.data.sharegpt import standard_chats
 from isotype.data.tokens import TOKEN_COLUMNS, with_labels
 
@@ -103,6 +106,7 @@ class Reading:
         joined: prompt and completion become one conversation, `messages`; only what belongs to it stays.
         prompts: the tokens of prompts are learned, too (`--completion_only_loss False`).
         lines: each line of a .txt file is an example; else the whole file is one.
+        listed: a single picture of a stored data set comes into a list, as those of files do.
     """
 
     method: str
@@ -111,19 +115,27 @@ class Reading:
     joined: bool = False
     prompts: bool = False
     lines: bool = False
+    listed: bool = False
+
+    @property
+    def sees(self) -> bool:
+        """Whether the trainer takes pictures."""
+        return "images" in METHODS[self.method].optional
 
     @property
     def reads(self) -> frozenset[str]:
         """The columns that may be changed."""
         sources = self.columns.sources if self.columns is not None else frozenset()
-        return CHATS | sources | {"system", *TOKEN_COLUMNS}
+        pictures = {*PICTURE_COLUMNS, *CAPTIONS} if self.sees else set()
+        return CHATS | sources | {"system", *TOKEN_COLUMNS} | pictures
 
-    def apply(self, row: Row, names: Counter[str] | None = None) -> Row | Problem:
+    def apply(self, row: Row, names: Counter[str] | None = None, folder: Path | None = None) -> Row | Problem:
         """The row as the trainer takes it, or what is wrong with it.
 
         Args:
             row: as it is stored.
             names: counts the speakers of {from, value} messages, see `standard_chats`.
+            folder: of the file that the row stands in, which paths of pictures begin at; None for a stored data set.
         """
         mapped = row if self.columns is None else self.columns.apply(row)
         if isinstance(mapped, Problem):
@@ -138,6 +150,10 @@ class Reading:
         if unpaired and "completion" not in standard and isinstance(chat, list) and len(chat) > 1:
             del standard["messages"]  # LLaMA-Factory's rows: the label is the last message's
             standard = {**standard, "prompt": chat[:-1], "completion": chat[-1:]}
+        if self.sees:
+            standard = with_places(standard, folder, listed=self.listed or folder is not None)
+            if isinstance(standard, Problem):
+                return standard
         if self.chat or self.joined:
             standard = _spoken(standard)
         return _joined(standard) if self.joined else standard

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 from isotype.core.errors import Problem
 from isotype.core.names import plural
+from isotype.data.pictures import PICTURE_COLUMNS, SUFFIXES
+from isotype.data.placed import CAPTIONS
 from isotype.data.reading import Reading
 
 Record = tuple[int, Any]
@@ -267,6 +269,13 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".txt": read_document,
 }
 CELL_SUFFIXES = (".csv", ".tsv")
+METADATA = "metadata"
+"""The name of the file in a folder of pictures that says what belongs to each, as `datasets` has it."""
+_FILE_NAMES = {
+    **dict.fromkeys(("file_name", "image_file_name"), "image"),
+    **dict.fromkeys(("file_names", "image_file_names", "images_file_names"), "images"),
+}
+_PICTURE_CELLS = frozenset({*PICTURE_COLUMNS, *CAPTIONS, *_FILE_NAMES})
 
 _TRUTH = {"true": True, "false": False}
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -297,9 +306,14 @@ def read_rows(
     """
     if reading is not None:
         sources = reading.columns.sources if reading.columns is not None else frozenset()
+        if reading.sees:
+            textual |= _PICTURE_CELLS
         lines = reading.lines and path.suffix.lower() == ".txt"
         rows = read_text(path) if lines else read_rows(path, textual | sources)
-        return ((line, reading.apply(row, names) if isinstance(row, dict) else row) for line, row in rows)
+        if reading.sees:
+            rows = _with_pictures(path, rows)
+        at = path.parent
+        return ((line, reading.apply(row, names, at) if isinstance(row, dict) else row) for line, row in rows)
     suffix = path.suffix.lower()
     records = READERS[suffix](path)
     if suffix not in CELL_SUFFIXES:
@@ -312,10 +326,34 @@ def read_rows(
     )
 
 
+def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
+    """The rows with the picture that the file is the caption of, or that its metadata names."""
+    if picture := captioned(path):
+        yield from ((line, {"image": picture.name, "caption": row["text"]}) for line, row in rows)
+        return
+    named = _FILE_NAMES if path.stem.lower() == METADATA else {}
+    cells = path.suffix.lower() in CELL_SUFFIXES
+    for line, row in rows:
+        if isinstance(row, dict):
+            if named:
+                row = {named.get(name, name): value for name, value in row.items()}
+            if cells and str(row.get("images", "")).startswith("["):
+                cell, problem = _json_line(row["images"])
+                row = problem or row | {"images": cell}
+        yield line, row
+
+
+def captioned(path: Path) -> Path | None:
+    """The picture whose caption a text file is: beside it, with its name but for the suffix; None if it is none."""
+    if path.suffix.lower() != ".txt":
+        return None
+    return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)
+
+
 def generate(
     paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...], reading: Reading
 ) -> Iterator[dict[str, Any]]:
     """The rows of files that `survey` found sound, for `Dataset.from_generator`; `paths` is a list, to be sharded."""
     for path in paths:
         for _, row in read_rows(Path(path), frozenset(textual), reading):
-            yield {name: row[name] for name in columns}
+            yield {name: row.get(name, []) if name == "images" else row[name] for name in columns}

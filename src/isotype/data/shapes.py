@@ -14,6 +14,7 @@ from typing import Any
 Shape = str | tuple[str, Any]
 
 NULL: Shape = "null"
+PICTURE: Shape = "picture"
 STRING: Shape = "string"
 JSON: Shape = (
     "json"  # an object whose keys or types differ from row to row: kept as JSON text, given back as objects
@@ -98,6 +99,8 @@ def to_feature(shape: Shape) -> Any:
 
     if shape == JSON:
         return datasets.Json()
+    if shape == PICTURE:
+        return datasets.Image(mode="RGB")
     if isinstance(shape, str):
         return datasets.Value(shape)
     kind, inner = shape
@@ -107,11 +110,13 @@ def to_feature(shape: Shape) -> Any:
 
 
 def shape_of_feature(feature: Any) -> Shape | None:
-    """The shape of a `datasets` feature; None of one that no JSON value has (a picture, a tensor)."""
+    """The shape of a `datasets` feature; None of one that no row has (a tensor)."""
     import datasets
 
     if isinstance(feature, datasets.Json):
         return JSON
+    if isinstance(feature, datasets.Image):
+        return PICTURE
     if isinstance(feature, datasets.Value):
         return str(feature.dtype)
     if isinstance(feature, datasets.List):

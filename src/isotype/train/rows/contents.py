@@ -14,7 +14,7 @@ from isotype.core.errors import Problem, one_line
 from isotype.core.names import listed
 from isotype.data.cells import CHATS
 from isotype.data.locate import data_error
-from isotype.data.parts import picture_problem
+from isotype.data.pictures import PICTURE_COLUMNS, broken_rows
 from isotype.train.command.settings import Settings
 
 _TRIED = 64
@@ -104,9 +104,7 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
     limit, token = getattr(settings.training, "max_length", None), getattr(tokenizer, "image_token_id", None)
     if not hasattr(rows, "__len__"):
         return
-    broken = list(_broken(split, rows, whole=False))
-    yield from broken
-    for at in range(0, 0 if broken else len(rows), max(1, -(-len(rows) // _TRIED))):
+    for at in range(0, len(rows), max(1, -(-len(rows) // _TRIED))):
         place = f"{split}, row {at + 1}"
         try:
             count, last = _places(tokenizer, rows[at], token)
@@ -117,24 +115,6 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
         if limit is not None and last > limit:
             what = f"{place}: max_length {limit} cuts a picture, whose last token is number {last}"
             yield Problem(what, "a length that holds every picture whole", f"--max_length {count}, or None")
-
-
-def _broken(split: str, rows: Any, *, whole: bool) -> Iterator[Problem]:
-    """The pictures of a split that cannot be read, with their rows: of no more than one batch."""
-    columns = [name for name in ("image", "images") if name in (getattr(rows, "column_names", None) or ())]
-    if not columns or not hasattr(rows, "__len__"):
-        return
-    # Arrow gives the stored values, undecoded.
-    for at, table in enumerate(rows.select_columns(columns).with_format("arrow").iter(batch_size=_TRIED)):
-        problems: list[Problem] = []
-        for number, row in enumerate(table.to_pylist(), at * _TRIED + 1):
-            cells = [cell if isinstance(cell, list) else [cell] for cell in row.values() if cell is not None]
-            of_row = (picture_problem(picture, whole=whole) for cell in cells for picture in cell)
-            place = f"{split}, row {number}"
-            problems += [replace(each, given=f"{place}: {each.given}") for each in of_row if each]
-        if problems:
-            yield from problems
-            return
 
 
 @contextmanager
@@ -154,9 +134,11 @@ def pictures_named(trainer: Any) -> Iterator[None]:
                 else {"evaluation": trainer.eval_dataset}
             )
             splits = {"train": trainer.train_dataset, **held}
-            problems = [each for split, rows in splits.items() for each in _broken(split, rows, whole=True)]
-            if problems:
-                raise data_error("datasets", problems) from error
+            for split, rows in splits.items():
+                if hasattr(rows, "__len__") and {*PICTURE_COLUMNS} & {*rows.column_names}:
+                    for at, problem in broken_rows(rows, whole=True):
+                        what = replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
+                        raise data_error("datasets", [what]) from error
         raise
 
 

@@ -1,0 +1,169 @@
+"""One picture as a row spells it: read into a path or bytes, and its header read before anything is trained on it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from isotype.core.bar import Bar
+from isotype.core.errors import Problem, first_line
+from isotype.data.cells import describe
+
+PICTURE_COLUMNS = ("image", "images")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+NEEDS_PILLOW = Problem(
+    "pictures, and the package pillow is not installed",
+    "pillow, which reads them",
+    "pip install 'isotype[vision]'",
+)
+_READABLE = "a picture that can be read"
+_FIX = "correct the path, or write the file again"
+_FORMS = "a path, base64 text, a data URL, or {bytes, path}"
+_SHORTEST = 32
+"""Characters of base64 text at least: shorter is a path."""
+_THREADS = 16
+"""They wait for files: more than there are cores."""
+
+Stored = str | bytes | Mapping[str, Any]
+"""A path, the bytes of a file, or both as `datasets` stores them: {bytes, path}."""
+
+
+def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
+    """A picture as a path or bytes, or what is wrong with it.
+
+    Args:
+        value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object that holds one of these.
+        folder: which a path begins at; if there is no such file, at the working directory.
+    """
+    if isinstance(value, Mapping):
+        return _of_object(value, folder)
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str) or not value:
+        return Problem(f"a picture is {describe(value)}", _FORMS, "write its path")
+    if value.startswith(("http://", "https://")):
+        what = f"the picture '{_short(value)}' is on the network"
+        return Problem(what, "pictures on this machine", "download it first, and write its path")
+    if value.startswith("data:"):
+        return _decoded(value.partition("base64,")[2], value)
+    path = Path(value.removeprefix("file://")).expanduser()
+    places = [path] if folder is None or path.is_absolute() else [folder / path, path]
+    try:
+        at = next((place for place in places if place.is_file()), None)
+    except (OSError, ValueError):  # longer than a path can be
+        return _decoded(value, value)
+    if at is None and len(value) >= _SHORTEST and path.suffix.lower() not in SUFFIXES:
+        content = _decoded(value, value)
+        if isinstance(content, bytes):
+            return content
+    return str((at or places[0]).absolute())
+
+
+def _of_object(value: Mapping[str, Any], folder: Path | None) -> Stored | Problem:
+    if isinstance(value.get("bytes"), bytes):
+        return value
+    for key in ("path", "url", "image", "image_url", "base64", "data", "source", "bytes"):
+        if value.get(key) is not None:
+            return stored(value[key], folder)
+    return Problem(f"a picture is {describe(value)}", _FORMS, "write its path")
+
+
+def _decoded(text: str, shown: str) -> bytes | Problem:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        return Problem(f"the picture '{_short(shown)}' cannot be read: {first_line(error)}", _READABLE, _FIX)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 80 else value[:77] + "…"
+
+
+def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
+    """What keeps a picture from being read; None for a sound one.
+
+    Args:
+        picture: as `stored` gives it.
+        whole: decode it; else its header alone is read, and of PNG the check sums.
+    """
+    size = size_of(picture, whole=whole)
+    return size if isinstance(size, Problem) else None
+
+
+def size_of(picture: Stored, *, whole: bool = False) -> tuple[int, int] | Problem:
+    """(width, height) of a picture in pixels as it is shown, by its header; or what keeps it from being read."""
+    if find_spec("PIL") is None:
+        return NEEDS_PILLOW
+    from PIL import ExifTags, Image
+
+    content = picture.get("bytes") if isinstance(picture, Mapping) else picture
+    if content is None and isinstance(picture, Mapping):
+        content = picture["path"]
+    shown = "" if isinstance(content, bytes) else f" '{_short(str(content))}'"
+    try:
+        with Image.open(io.BytesIO(content) if isinstance(content, bytes) else str(content)) as opened:
+            width, height = opened.size
+            # For the tags of a PNG file pillow would decode it.
+            tags = {} if opened.format == "PNG" else opened.getexif()
+            turned = tags.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+            opened.load() if whole else opened.verify()
+    except FileNotFoundError:
+        return Problem(f"there is no picture{shown}", _READABLE, _FIX)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        why = (
+            "no kind of picture that pillow knows"
+            if type(error).__name__ == "UnidentifiedImageError"
+            else first_line(error)
+        )
+        return Problem(f"the picture{shown} cannot be read: {why}", _READABLE, _FIX)
+    return (height, width) if turned else (width, height)
+
+
+def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
+    """(path, what is wrong) of each picture whose header cannot be read: in a pool of threads, with a bar."""
+    bar = Bar("reading the headers of pictures")
+    bar.total = len(paths)
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        for path, problem in zip(paths, pool.map(picture_problem, paths), strict=True):
+            bar.advance()
+            if problem is not None:
+                yield path, problem
+    finally:
+        bar.close()
+        pool.shutdown(cancel_futures=True)
+
+
+def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Problem]]:
+    """(row, what is wrong) of the pictures of a `datasets.Dataset` that `picture_problem` finds."""
+    read = partial(picture_problem, whole=whole)
+    names = [name for name in PICTURE_COLUMNS if name in rows.column_names]
+    bar = Bar("reading pictures")
+    bar.total = len(rows)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        start = 0
+        # Arrow gives the stored values, undecoded.
+        for table in rows.select_columns(names).with_format("arrow").iter(batch_size=64):
+            found = [
+                (at, each) for at, row in enumerate(table.to_pylist(), start) for each in pictures_in(row)
+            ]
+            for (at, _), problem in zip(found, pool.map(read, (each for _, each in found)), strict=True):
+                if problem is not None:
+                    yield at, problem
+            start += table.num_rows
+            for _ in range(table.num_rows):
+                bar.advance()
+    bar.close()
+
+
+def pictures_in(row: Mapping[str, Any]) -> list[Any]:
+    """The pictures in the columns of a row, as they are there."""
+    cells: Iterable[Any] = (row[name] for name in PICTURE_COLUMNS if row.get(name) is not None)
+    return [each for cell in cells for each in (cell if isinstance(cell, list) else [cell])]

@@ -1,0 +1,186 @@
+"""The pictures of a row in one column `images`, each with its place `{"type": "image"}` in a message, in one order.
+
+Rows spell it in many ways: TRL has a column and places in the messages, or none (then before the first question); OpenAI and
+axolotl put the picture into the message; LLaVA, LLaMA-Factory and ms-swift write `<image>` into its text; a folder of pictures
+has captions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from isotype.core.errors import Problem
+from isotype.core.names import plural
+from isotype.data.cells import CHATS, TURN_COLUMNS, Row
+from isotype.data.pictures import PICTURE_COLUMNS, pictures_in, stored
+
+QUESTION = "Describe the picture."
+"""What a picture with a caption alone is asked."""
+
+PLACE: Mapping[str, Any] = {"type": "image"}
+PART_KINDS = ("image", "image_url", "input_image")
+PAYLOADS = ("image", "image_url", "url", "path", "base64", "source", "bytes")
+CAPTIONS = ("text", "caption")
+_MARK = re.compile(r"\n?<image>\n?")
+# In a text that is written for one model already.
+_TOKENS = re.compile(
+    r"<start_of_image>|<image_soft_token>|<\|image_?\w*\|>|<\|vision_start\|>|<IMG_CONTEXT>|\[IMG\]|<\|patch\|>"
+)
+_ORDER = ("prompt", "messages", "completion", "chosen", "rejected")
+_ANSWERS = ("completion", "chosen", "rejected")
+_FIX = 'write {"type": "image"} or <image> for each of them, and as many pictures in a column \'images\''
+
+
+def has_pictures(row: Row) -> bool:
+    """Whether a row has a column of pictures, or a place for one in a message."""
+    return not row.keys().isdisjoint(PICTURE_COLUMNS) or any(
+        part.get("type") in PART_KINDS for part in _parts(row)
+    )
+
+
+def with_places(row: Row, folder: Path | None = None, *, listed: bool = True) -> Row | Problem:
+    """The row with its pictures in `images`, and a place for each; as it is where it has none, or what is wrong with it.
+
+    Texts of a row with pictures become messages, unless they are written with a model's own tokens for pictures.
+
+    Args:
+        row: under the trainer's names, its messages with roles.
+        folder: which paths begin at.
+        listed: a single picture in a column `image` comes into `images`, too.
+    """
+    if not has_pictures(row):
+        return row
+    beside = pictures_in(row)
+    spoken = _spoken(row, bool(beside))
+    if isinstance(spoken, Problem):
+        return spoken
+    chats = {name: spoken[name] for name in _ORDER if isinstance(spoken.get(name), list)}
+    if not chats:
+        return _stored(spoken, beside, folder, listed)
+    pictures = _Pictures(deque(beside), bool(beside))
+    for name, chat in chats.items():
+        before = pictures.seen
+        chats[name] = [pictures.of_turn(turn) if isinstance(turn, Mapping) else turn for turn in chat]
+        if name in _ANSWERS and pictures.seen > before:
+            expected = "pictures in what is asked: no model answers with one"
+            return Problem(f"column '{name}' holds a picture", expected, "move it to the prompt")
+    if beside and not pictures.seen:
+        _before(chats, len(beside))
+        pictures.places, pictures.taken = len(beside), list(beside)
+    if pictures.places != len(beside):
+        what = f"{plural(pictures.places, 'place')} for a picture and {plural(len(beside), 'picture')}"
+        return Problem(what, "as many of both", _FIX)
+    return _stored({**spoken, **chats}, pictures.taken, folder, listed)
+
+
+@dataclass
+class _Pictures:
+    """The pictures of a row in the order of its turns.
+
+    Attributes:
+        waiting: those beside the messages that have no place yet.
+        marked: whether there were any, so that `<image>` in a text is a place.
+        taken: those that have one.
+        places: for pictures beside the messages.
+    """
+
+    waiting: deque[Any]
+    marked: bool
+    taken: list[Any] = field(default_factory=list)
+    places: int = 0
+
+    @property
+    def seen(self) -> int:
+        """Places of both kinds so far, filled or not."""
+        return max(len(self.taken), self.places)
+
+    def of_turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with a place for each of its pictures."""
+        content = turn.get("content")
+        if isinstance(content, str) and self.marked and "<image>" in content:
+            content = _split(content)
+        if not isinstance(content, list):
+            return turn
+        return {**turn, "content": [self._of_part(part) for part in content]}
+
+    def _of_part(self, part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") not in PART_KINDS:
+            return part
+        inside = {key: part[key] for key in PAYLOADS if part.get(key) is not None}
+        if inside:
+            self.taken.append(inside)
+        else:
+            self.places += 1
+            self.taken += [self.waiting.popleft()] if self.waiting else []
+        return {**{key: value for key, value in part.items() if key not in PAYLOADS}, **PLACE}
+
+
+def _stored(row: Row, pictures: list[Any], folder: Path | None, listed: bool) -> Row | Problem:
+    kept = {name: value for name, value in row.items() if name not in PICTURE_COLUMNS}
+    images: list[Any] = []
+    for each in pictures:
+        picture = stored(each, folder)
+        if isinstance(picture, Problem):
+            return picture
+        images.append(picture)
+    if not listed and len(images) == 1 and "images" not in row and row.get("image") is pictures[0]:
+        return {**row, "image": images[0]}
+    return {**kept, "images": images}
+
+
+def _parts(row: Row) -> Iterator[Mapping[str, Any]]:
+    for name in CHATS:
+        for turn in row[name] if isinstance(row.get(name), list) else ():
+            content = turn.get("content") if isinstance(turn, Mapping) else None
+            yield from (
+                part for part in (content if isinstance(content, list) else ()) if isinstance(part, Mapping)
+            )
+
+
+def _split(content: str) -> list[Any]:
+    """A text as parts, with a place for each mark."""
+    parts: list[Any] = []
+    for at, text in enumerate(_MARK.split(content)):
+        parts += [dict(PLACE)] * bool(at)
+        parts += [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
+def _before(chats: Row, count: int) -> None:
+    """Let pictures without a place stand before the first question, as TRL has it for questions of plain text."""
+    asked = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
+    if not asked or any(isinstance(turn["content"], str) for turn in asked):
+        return
+    asked[0]["content"][:0] = [dict(PLACE) for _ in range(count)]
+
+
+def _spoken(row: Row, seen: bool) -> Row | Problem:
+    """The row with texts as messages, a caption as the answer to `QUESTION`, and the turns that a pair shares as its prompt."""
+    name = next((name for name in CAPTIONS if name in row), None)
+    if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):
+        if not seen:
+            return row
+        text = _MARK.sub("", row[name], count=1) if row[name].lstrip().startswith("<image>") else row[name]
+        if _MARK.search(text) or _TOKENS.search(text):
+            fix = "write 'messages', or 'prompt' and 'completion'"
+            return Problem(
+                f"column '{name}' is text with pictures in it", "a caption, or a conversation", fix
+            )
+        rest = {key: value for key, value in row.items() if key != name}
+        question = {"role": "user", "content": [dict(PLACE), {"type": "text", "text": QUESTION}]}
+        return {**rest, "prompt": [question], "completion": [{"role": "assistant", "content": text}]}
+    texts = {name: row[name] for name in TURN_COLUMNS if isinstance(row.get(name), str)}
+    if texts and not any(map(_TOKENS.search, texts.values())):
+        roles = {"prompt": "user"}
+        row = row | {n: [{"role": roles.get(n, "assistant"), "content": text}] for n, text in texts.items()}
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if "prompt" not in row and isinstance(chosen, list) and isinstance(rejected, list):
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+        row = row | {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+    return row
