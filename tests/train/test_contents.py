@@ -20,6 +20,7 @@ from isotype.train.rows.lengths import lengths_of
 from tests.data.loading import lines, load, refusal, write
 from tests.refusals import refused
 from tests.train.tiny import save_chat_model
+from tests.zoo.processors import tiny_processor
 
 needs_pillow = pytest.mark.lacking("" if find_spec("PIL") else "needs the package pillow")
 ANSWER = {"role": "assistant", "content": "w2"}
@@ -89,53 +90,29 @@ def test_pictures_that_are_missing_broken_or_miscounted_are_named_with_their_row
         assert f"  - t.jsonl, line 2: {what}" in refusal("t.jsonl")
 
 
-def settings(limit: int | None) -> Any:
-    script = SimpleNamespace(dataset_name="d")
-    return SimpleNamespace(training=SimpleNamespace(max_length=limit), script=script, method=METHODS["sft"])
+SETTINGS: Any = SimpleNamespace(script=SimpleNamespace(dataset_name="d"), method=METHODS["sft"])
 
 
-class Processor:
-    """Writes four tokens for a picture, behind one of its own."""
-
-    image_token_id = 9
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def apply_chat_template(self, turns: Any, **_: Any) -> dict[str, list[list[int]]]:
-        kinds = [part["type"] for turn in turns for part in turn["content"]]
-        return {
-            "input_ids": [
-                [token for kind in kinds for token in ([1, 9, 9, 9, 9] if kind == "image" else [2])]
-            ]
-        }
-
-
-def test_a_length_that_cuts_a_picture_is_refused(tokenizer):
-    data = DatasetDict(
-        {
-            "train": Dataset.from_list(
-                [{"messages": [SEEN, {**ANSWER, "content": parts("w2")}], "images": ["http://a"]}]
-            )
-        }
-    )
-    processor = Processor(tokenizer)
-    for sound in (None, 5, 7):
-        check_pictures(settings(sound), processor, data)
-    assert refused(DataError, check_pictures, settings(4), processor, data) == (
-        "The data set 'd' cannot be trained on\n"
-        "  - train, row 1: max_length 4 cuts a picture, whose last token is number 5\n"
-        "    expected  a length that holds every picture whole\n"
-        "    fix       --max_length 7, or None"
-    )
+def test_pictures_are_refused_by_a_model_of_text(tokenizer):
+    row = {"messages": [SEEN, {**ANSWER, "content": parts("w2")}], "images": ["a.png"]}
+    data = DatasetDict({"train": Dataset.from_list([row])})
     assert "train: pictures in the column 'images', and a model that takes text alone\n" in refused(
-        DataError, check_pictures, settings(None), tokenizer, data
+        DataError, check_pictures, SETTINGS, tokenizer, data
+    )
+
+
+def test_a_row_that_the_processor_refuses_is_named():
+    """A text with a picture's token, and no picture for it."""
+    row = {"messages": [{"role": "user", "content": "w1 <image>"}, ANSWER], "images": []}
+    data = DatasetDict({"train": Dataset.from_list([row])})
+    assert "  - train, row 1: Found 1 <image> tokens in the text but no images were passed." in refused(
+        DataError, check_pictures, SETTINGS, tiny_processor("llava"), data
     )
 
 
 @needs_pillow
 @pytest.mark.parametrize("size", [20, 400])
-def test_a_late_row_with_a_broken_picture_is_named(tokenizer, size):
+def test_a_late_row_with_a_broken_picture_is_named(size):
     """By its header before the training; one that is cut short where the trainer meets it."""
     from PIL import Image
 
@@ -150,7 +127,7 @@ def test_a_late_row_with_a_broken_picture_is_named(tokenizer, size):
         said = refusal("t.parquet")
     else:
         data = load("t.parquet")
-        check_pictures(settings(None), Processor(tokenizer), data)
+        check_pictures(SETTINGS, tiny_processor("llava"), data)
         trainer = SimpleNamespace(train_dataset=data["train"], eval_dataset=None)
         with pytest.raises(DataError) as caught, pictures_named(trainer):
             data["train"][299]

@@ -145,9 +145,8 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
     if job.reading.sees:
         records = _with_pictures(records, pictures)
     result = survey(records, job.method, job.text_field, cells=cells)
-    if pictures and result.findings and not job.reading.chat:
-        # Rows with pictures are conversations: then those without become such, too.
-        spoken = dataclasses.replace(job, reading=dataclasses.replace(job.reading, chat=True))
+    if pictures and result.findings:
+        spoken = dataclasses.replace(job, reading=dataclasses.replace(job.reading, pictured=True))
         records = _with_pictures(_records(files, spoken, columns), {})
         again = survey(records, job.method, job.text_field, cells=cells)
         if not again.findings:

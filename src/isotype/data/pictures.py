@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -93,36 +93,38 @@ def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
         picture: as `stored` gives it.
         whole: decode it; else its header alone is read, and of PNG the check sums.
     """
-    size = size_of(picture, whole=whole)
+    size = _read(picture, (lambda opened: opened.load()) if whole else (lambda opened: opened.verify()))
     return size if isinstance(size, Problem) else None
 
 
-def size_of(picture: Stored, *, whole: bool = False) -> tuple[int, int] | Problem:
+def size_of(picture: Stored) -> tuple[int, int] | Problem:
     """(width, height) of a picture in pixels as it is shown, by its header; or what keeps it from being read."""
+    return _read(picture, lambda opened: None)
+
+
+def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | Problem:
     if find_spec("PIL") is None:
         return NEEDS_PILLOW
-    from PIL import ExifTags, Image
+    from PIL import ExifTags, Image, UnidentifiedImageError
 
-    content = picture.get("bytes") if isinstance(picture, Mapping) else picture
-    if content is None and isinstance(picture, Mapping):
-        content = picture["path"]
+    content: Any = picture
+    if isinstance(picture, Mapping):
+        content = picture["path"] if picture.get("bytes") is None else picture["bytes"]
     shown = "" if isinstance(content, bytes) else f" '{_short(str(content))}'"
     try:
-        with Image.open(io.BytesIO(content) if isinstance(content, bytes) else str(content)) as opened:
+        with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as opened:
             width, height = opened.size
             # For the tags of a PNG file pillow would decode it.
             tags = {} if opened.format == "PNG" else opened.getexif()
             turned = tags.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-            opened.load() if whole else opened.verify()
+            check(opened)
     except FileNotFoundError:
         return Problem(f"there is no picture{shown}", _READABLE, _FIX)
+    except UnidentifiedImageError:
+        what = f"the picture{shown} cannot be read: no kind of picture that pillow knows"
+        return Problem(what, _READABLE, _FIX)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        why = (
-            "no kind of picture that pillow knows"
-            if type(error).__name__ == "UnidentifiedImageError"
-            else first_line(error)
-        )
-        return Problem(f"the picture{shown} cannot be read: {why}", _READABLE, _FIX)
+        return Problem(f"the picture{shown} cannot be read: {first_line(error)}", _READABLE, _FIX)
     return (height, width) if turned else (width, height)
 
 

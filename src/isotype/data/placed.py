@@ -44,7 +44,9 @@ def has_pictures(row: Row) -> bool:
     )
 
 
-def with_places(row: Row, folder: Path | None = None, *, listed: bool = True) -> Row | Problem:
+def with_places(
+    row: Row, folder: Path | None = None, *, listed: bool = True, pictured: bool = False
+) -> Row | Problem:
     """The row with its pictures in `images`, and a place for each; as it is where it has none, or what is wrong with it.
 
     Texts of a row with pictures become messages, unless they are written with a model's own tokens for pictures.
@@ -53,8 +55,9 @@ def with_places(row: Row, folder: Path | None = None, *, listed: bool = True) ->
         row: under the trainer's names, its messages with roles.
         folder: which paths begin at.
         listed: a single picture in a column `image` comes into `images`, too.
+        pictured: the row takes the form of those with pictures, whether or not it has any.
     """
-    if not has_pictures(row):
+    if not pictured and not has_pictures(row):
         return row
     beside = pictures_in(row)
     spoken = _spoken(row, bool(beside))
@@ -70,7 +73,10 @@ def with_places(row: Row, folder: Path | None = None, *, listed: bool = True) ->
         if name in _ANSWERS and pictures.seen > before:
             expected = "pictures in what is asked: no model answers with one"
             return Problem(f"column '{name}' holds a picture", expected, "move it to the prompt")
-    if beside and not pictures.seen:
+    if pictures.seen:
+        # TRL would put the pictures before the first question of plain text once more.
+        chats = {name: [in_parts(turn) for turn in chat] for name, chat in chats.items()}
+    elif beside:
         _before(chats, len(beside))
         pictures.places, pictures.taken = len(beside), list(beside)
     if pictures.places != len(beside):
@@ -150,6 +156,14 @@ def _split(content: str) -> list[Any]:
         parts += [dict(PLACE)] * bool(at)
         parts += [{"type": "text", "text": text}] * bool(text)
     return parts
+
+
+def in_parts(turn: Any) -> Any:
+    """A message whose text is a part, if it is a question."""
+    content = turn.get("content")
+    if turn.get("role") != "user" or not isinstance(content, str):
+        return turn
+    return {**turn, "content": [{"type": "text", "text": content}]}
 
 
 def _before(chats: Row, count: int) -> None:

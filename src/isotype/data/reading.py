@@ -107,6 +107,7 @@ class Reading:
         prompts: the tokens of prompts are learned, too (`--completion_only_loss False`).
         lines: each line of a .txt file is an example; else the whole file is one.
         listed: a single picture of a stored data set comes into a list, as those of files do.
+        pictured: some rows have pictures, and those without take their form.
     """
 
     method: str
@@ -116,6 +117,7 @@ class Reading:
     prompts: bool = False
     lines: bool = False
     listed: bool = False
+    pictured: bool = False
 
     @property
     def sees(self) -> bool:
@@ -151,7 +153,8 @@ class Reading:
             del standard["messages"]  # LLaMA-Factory's rows: the label is the last message's
             standard = {**standard, "prompt": chat[:-1], "completion": chat[-1:]}
         if self.sees:
-            standard = with_places(standard, folder, listed=self.listed or folder is not None)
+            listed = self.listed or folder is not None
+            standard = with_places(standard, folder, listed=listed, pictured=self.pictured)
             if isinstance(standard, Problem):
                 return standard
         if self.chat or self.joined:

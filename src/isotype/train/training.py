@@ -27,6 +27,7 @@ from isotype.core.commands import printed_command
 from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
 from isotype.core.files import recover
 from isotype.core.lock import only_writer
+from isotype.data.pictures import PICTURE_COLUMNS
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.reductions import float32_reductions
 from isotype.model.enforce import Change
@@ -65,10 +66,11 @@ from isotype.train.policy import policy_of_run
 from isotype.train.preflight.step import SAVED_AS, choice_of_run
 from isotype.train.recompute_choice import Choice
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.contents import pictures_named, plain_contents
+from isotype.train.rows.contents import fitting, pictures_named, plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_in
 from isotype.train.rows.packed import keep_rows
+from isotype.train.rows.pictured import learn_no_pictures
 from isotype.train.run import Built, Run
 from isotype.train.signals import early_stopping, graceful_stop, not_the_best
 from isotype.train.trainer import policy_trainer
@@ -239,8 +241,8 @@ def _build(run: Run, console: Console) -> Built:
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
     check_tokenizer(settings, source, tokenizer, data)
     said = list(run.notes)
-    data = plain_contents(tokenizer, data, said.append)
-    run = replace(run, data=data)
+    settings, data = fitting(settings, tokenizer, plain_contents(tokenizer, data, said.append), said.append)
+    run, training = replace(run, settings=settings, data=data), settings.training
     lengths = _lengths(settings, tokenizer, data)
     rows = labelled_rows(settings, tokenizer, data, say=said.append)
     said += plain_turns(settings, tokenizer, data)
@@ -274,6 +276,7 @@ def _build(run: Run, console: Console) -> Built:
     _say_restored(enforce_trainer(trainer, policy, masters), console)
     fusion = _compiled_or_fused(trainer, settings.extra, console)
     packing = keep_rows(trainer)
+    learn_no_pictures(trainer, settings.training)
     for name, text in describe.head_rows(trainer):
         say(console, f"{name}: {text}")
     dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
@@ -314,8 +317,11 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
     values = {**precision_arguments(run.policy), "model_init_kwargs": None}
     if run.settings.auto_checkpointing:
         values |= checkpointing_arguments(choice.arguments)
-    if "input_ids" in next(iter(rows), {}):
-        values["assistant_only_loss"] = False  # the rows have labels, beside which TRL refuses it
+    columns: set[str] = {*next(iter(rows), {})}
+    if {"input_ids", *PICTURE_COLUMNS} & columns:
+        values["assistant_only_loss"] = False  # TRL refuses it beside labels, and templates without markers
+    if {*PICTURE_COLUMNS} & columns:
+        values["remove_unused_columns"] = False  # tools, for one
     return run.settings.but(**values).training
 
 

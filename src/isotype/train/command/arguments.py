@@ -80,6 +80,14 @@ class IsotypeArguments:
         default=False,
         metadata={"help": "Make an example of each line of a .txt file; by default the whole file is one."},
     )
+    excess_length_strategy: str = field(
+        default="raise",
+        metadata={
+            "help": "What is done with rows with pictures that are longer than a --max_length, which are never cut: they are refused "
+            "(raise), or left out (drop). Without --max_length they have their whole length.",
+            "choices": ["raise", "drop"],
+        },
+    )
     tokens_per_step: int | None = field(
         default=None,
         metadata={

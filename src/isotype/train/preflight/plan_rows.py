@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.names import plural
 from isotype.train.models import tokenizer_here
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.contents import plain_contents
+from isotype.train.rows.contents import fitting, plain_contents
 from isotype.train.rows.data import training_data_here
 from isotype.train.rows.lengths import COUNTED_ROWS, Lengths, lengths_in, longest_possible, packed_rows
 from isotype.train.validate import check_tokenizer, plain_turns
@@ -70,7 +70,7 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
             plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
         )
     check_tokenizer(settings, source, tokenizer, data)
-    data = plain_contents(tokenizer, data, notes.append)
+    settings, data = fitting(settings, tokenizer, plain_contents(tokenizer, data, notes.append), notes.append)
     rows = data[script.dataset_train_split]
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
     notes += plain_turns(settings, tokenizer, data)

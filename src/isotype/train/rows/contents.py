@@ -10,12 +10,15 @@ from typing import Any
 from jinja2 import TemplateError
 
 from isotype.compat.templates import ERRORS, render_chat
+from isotype.core.bar import Bar
 from isotype.core.errors import Problem, one_line
-from isotype.core.names import listed
+from isotype.core.names import listed, plural
+from isotype.data.build import undecoded
 from isotype.data.cells import CHATS
 from isotype.data.locate import data_error
 from isotype.data.pictures import PICTURE_COLUMNS, broken_rows
 from isotype.train.command.settings import Settings
+from isotype.train.rows.pictured import Pictured, answers_in
 
 _TRIED = 64
 """Rows with pictures that go through the processor before the model is loaded."""
@@ -80,7 +83,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Refuse pictures that cannot be opened, and where the model takes none or `max_length` cuts one, by up to 64 rows of each split.
+    """Refuse pictures where the model takes none, and rows that its processor refuses, by up to 64 of each split.
 
     Raises:
         DataError: it does not.
@@ -91,8 +94,8 @@ def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
 
 
 def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iterator[Problem]:
-    columns = [name for name in ("image", "images") if name in next(iter(rows), {})]
-    if not columns or not set(columns) & set(settings.method.optional):
+    columns = _columns(settings, rows)
+    if not columns:
         return
     if not hasattr(tokenizer, "tokenizer"):
         what = (
@@ -101,20 +104,69 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
         expected = "a model with a processor of pictures"
         yield Problem(what, expected, "give such a model, or leave the column out")
         return
-    limit, token = getattr(settings.training, "max_length", None), getattr(tokenizer, "image_token_id", None)
     if not hasattr(rows, "__len__"):
         return
+    collator = Pictured(tokenizer)
     for at in range(0, len(rows), max(1, -(-len(rows) // _TRIED))):
-        place = f"{split}, row {at + 1}"
         try:
-            count, last = _places(tokenizer, rows[at], token)
+            collator.encoded([collator.written(rows[at], name) for name in answers_in(rows[at])])
         except (TemplateError, OSError, *ERRORS) as error:
             expected = "turns and pictures that the model's processor takes"
-            yield Problem(f"{place}: {one_line(error)}", expected, "correct the row")
+            yield Problem(f"{split}, row {at + 1}: {one_line(error)}", expected, "correct the row")
+
+
+def _columns(settings: Settings, rows: Any) -> list[str]:
+    """The columns of pictures that the trainer takes."""
+    seen = {*PICTURE_COLUMNS} & {*settings.method.optional}
+    return [name for name in PICTURE_COLUMNS if name in seen and name in next(iter(rows), {})]
+
+
+def fitting(
+    settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]
+) -> tuple[Settings, Any]:
+    """(settings, splits) in which no row with pictures is cut: what is longer than a `--max_length` is refused or left out.
+
+    Raises:
+        DataError: rows are longer, and nobody asks for them to be left out.
+    """
+    if not any(_columns(settings, rows) for rows in data.values()):
+        return settings, data
+    limit = settings.command.given("max_length")
+    kept = {}
+    problems: list[Problem] = []
+    for split, rows in data.items():
+        kept[split] = rows
+        if not isinstance(limit, int) or not hasattr(rows, "__len__"):
             continue
-        if limit is not None and last > limit:
-            what = f"{place}: max_length {limit} cuts a picture, whose last token is number {last}"
-            yield Problem(what, "a length that holds every picture whole", f"--max_length {count}, or None")
+        lengths = dict(_longer(Pictured(tokenizer), rows, limit))
+        if lengths and settings.extra.excess_length_strategy == "drop":
+            of = plural(len(rows), "row")
+            say(
+                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and left out: pictures are not cut"
+            )
+            kept[split] = rows.select(at for at in range(len(rows)) if at not in lengths)
+            lengths = {} if len(kept[split]) else lengths
+        expected = f"rows of at most max_length {limit}: pictures are not cut"
+        fix = f"--max_length {max(lengths.values(), default=0)}, or none; --excess_length_strategy drop leaves such rows out"
+        problems += [
+            Problem(f"{split}, row {at + 1}: {plural(n, 'token')}", expected, fix)
+            for at, n in lengths.items()
+        ]
+    if problems:
+        raise data_error(settings.script.dataset_name or "datasets", problems)
+    return settings.but(max_length=None), type(data)(kept)
+
+
+def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, int]]:
+    """(row, its tokens) of those that are longer than the limit."""
+    bar = Bar("counting the tokens of rows with pictures")
+    bar.total = len(rows)
+    for at, row in enumerate(undecoded(rows)):
+        tokens, _ = collator.count(row)
+        if tokens > limit:
+            yield at, tokens
+        bar.advance()
+    bar.close()
 
 
 @contextmanager
@@ -140,24 +192,3 @@ def pictures_named(trainer: Any) -> Iterator[None]:
                         what = replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
                         raise data_error("datasets", [what]) from error
         raise
-
-
-def _places(processor: Any, row: Mapping[str, Any], token: int | None) -> tuple[int, int]:
-    """(tokens of a row, the number of the last one that is a picture's; 0 without any)."""
-    from trl import prepare_multimodal_messages
-
-    pictures = row["images"] if row.get("images") is not None else list(filter(None, [row.get("image")]))
-    turns = row.get("messages") or row.get("prompt") or row.get("text")
-    if isinstance(turns, list):
-        turns = prepare_multimodal_messages([dict(turn) for turn in turns], images=pictures)
-        if isinstance(row.get("completion"), list):
-            turns += prepare_multimodal_messages([dict(turn) for turn in row["completion"]])
-        made = render_chat(processor, turns, tokenize=True, return_dict=True)
-    elif turns:
-        made = processor(text=turns, images=pictures or None)
-    else:
-        return 0, 0
-    ids = made["input_ids"][0]
-    kinds = made.get("mm_token_type_ids", made.get("token_type_ids"))
-    marks = [each == token for each in ids] if kinds is None else list(kinds[0])
-    return len(ids), max((number for number, mark in enumerate(marks, 1) if mark), default=0)

@@ -18,6 +18,7 @@ from isotype.report.narrow import say
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share
 from isotype.train.rows.lengths import Lengths
+from isotype.train.rows.pictured import Pictured
 
 _LONGEST_TEXT = 600  # characters of one stretch of an example
 
@@ -82,9 +83,13 @@ def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float
 def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
     """The first row as the model gets it: stretches of text, each with whether the loss is computed on it.
 
-    None where the trainer's batches carry no loss mask (reward models, RL, pictures).
+    None where the trainer's batches carry no loss mask (reward models, RL, preferences over pictures).
     """
-    if not len(trainer.train_dataset) or "input_ids" not in trainer.train_dataset.column_names:
+    if not len(trainer.train_dataset):
+        return None
+    if isinstance(trainer.data_collator, Pictured):
+        return trainer.data_collator.stretches(trainer.train_dataset[0])
+    if "input_ids" not in trainer.train_dataset.column_names:
         return None
     batch = trainer.data_collator([trainer.train_dataset[0]])
     if "labels" not in batch:

@@ -13,7 +13,9 @@ from jinja2 import TemplateError
 
 from isotype.compat.templates import render_chat
 from isotype.core.errors import DataError, one_line
+from isotype.data.build import undecoded
 from isotype.data.methods import METHODS
+from isotype.train.rows.pictured import Pictured
 
 if TYPE_CHECKING:
     from isotype.train.command.settings import Settings
@@ -74,7 +76,7 @@ def lengths_of(
     Args:
         method: a key of `METHODS`.
         tokenizer: the model's tokenizer or processor.
-        rows: a data set; of a stream, and of rows with images, nothing is known: None.
+        rows: a data set; of a stream nothing is known, nor of rows with pictures without a processor: None.
         text_field: the name of SFT's plain text column.
         source: the name of the data set, for errors.
         every: no row is left out, however many there are.
@@ -82,8 +84,10 @@ def lengths_of(
     Raises:
         DataError: the chat template refuses a row.
     """
-    if not hasattr(rows, "__len__") or not len(rows) or {"image", "images"} & set(rows[0]):
+    if not hasattr(rows, "__len__") or not len(rows):
         return None
+    if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
+        return _with_pictures(tokenizer, undecoded(rows), every) if hasattr(tokenizer, "tokenizer") else None
     words = getattr(tokenizer, "tokenizer", tokenizer)
     step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
     tokens, prompts = [], []
@@ -96,6 +100,14 @@ def lengths_of(
             raise refused_row(source, at, error) from error
         doubled += _begins_twice(words, rows[at], text_field)
     return Lengths(tuple(tokens), len(rows), doubled, min(prompts))
+
+
+def _with_pictures(processor: Any, rows: Any, every: bool) -> Lengths:
+    step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
+    counts = [Pictured(processor).count(rows[at]) for at in range(0, len(rows), step)]
+    return Lengths(
+        tuple(tokens for tokens, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts)
+    )
 
 
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:

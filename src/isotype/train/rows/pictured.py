@@ -1,0 +1,268 @@
+"""Batches of rows with pictures for supervised training: what a processor makes of them, and which of their tokens are learned.
+
+TRL's collator learns the tokens that stand for pictures as it learns words, and finds the assistant's only in chat templates with
+markers. Here the processor says where in the text it wrote a picture, and `isotype.train.rows.spans` where the assistant
+speaks. Nothing is cut: a picture without some of its tokens is none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from isotype.compat.templates import render_chat
+from isotype.core.errors import Problem, UsageError
+from isotype.core.names import plural
+from isotype.data.parts import left_out
+from isotype.data.pictures import pictures_in, size_of
+from isotype.data.placed import in_parts
+from isotype.data.tokens import IGNORED
+from isotype.train.rows.spans import Span, assistant_spans, other_spans
+
+_OF_PICTURES = re.compile(
+    r"image|img|vision|picture|<row_\d+_col_\d+>|patch|tile_|(^<|\W)[be]oi\W", re.IGNORECASE
+)
+"""Special tokens that stand for a picture, or around one."""
+
+GIVEN, LEARNED, PICTURE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Written:
+    """A row as text before the processor: a place for each picture, and what of it is learned.
+
+    Attributes:
+        text: by the chat template.
+        spans: [start, end) of what is learned, in characters.
+        pictures: in the order of their places.
+    """
+
+    text: str
+    spans: Sequence[Span]
+    pictures: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A collator of rows with pictures.
+
+    Attributes:
+        processor: of the model.
+        only: the assistant's turns alone are learned (`--assistant_only_loss`).
+        whole: prompts are learned, too (`--completion_only_loss False`).
+        multiple: lengths of batches are padded to a multiple of it (`--pad_to_multiple_of`).
+    """
+
+    processor: Any
+    only: bool = False
+    whole: bool = False
+    multiple: int | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The batch, padded on the right: ids, mask and labels int64 `[rows, tokens]`, and what the processor makes of the pictures.
+
+        Raises:
+            TemplateError: the chat template refuses a row.
+            ValueError: the processor refuses it, or the template does not keep the beginning of a conversation.
+        """
+        batch, kinds = self.encoded([self.written(row) for row in rows])
+        batch["labels"] = batch["input_ids"].masked_fill(kinds != LEARNED, IGNORED)
+        return batch
+
+    def written(self, row: Mapping[str, Any], answer: str = "completion") -> Written:
+        """A row as text: of messages by the chat template, else as it stands there.
+
+        Args:
+            row: with `messages`, or `prompt` and an answer.
+            answer: the column that holds the answer.
+        """
+        pictures = pictures_in(row)
+        prompt: Any = row.get("prompt")
+        completion: Any = row.get(answer)
+        messages = row.get("messages")
+        if messages is None and isinstance(prompt, str):
+            text = prompt + (completion or "")
+            return Written(text, [(0 if self.whole else len(prompt), len(text))], pictures)
+        first = 0 if messages is not None or self.whole or completion is None else len(prompt)
+        schemas = row.get("tools")
+        arguments = {
+            "tools": json.loads(schemas) if isinstance(schemas, str) else schemas,
+            **(row.get("chat_template_kwargs") or {}),
+        }
+
+        def render(part: Sequence[Mapping[str, Any]], prompting: bool) -> str:
+            turns = list(part)
+            return str(
+                render_chat(
+                    self.processor, turns, tokenize=False, add_generation_prompt=prompting, **arguments
+                )
+            )
+
+        turns = _turns(messages if messages is not None else [*prompt, *(completion or ())], len(pictures))
+        if self.only:
+            return Written(*assistant_spans(render, turns, first), pictures)
+        if first or any(map(left_out, turns)):
+            return Written(*other_spans(render, turns, first), pictures)
+        text = render(turns, messages is None and completion is None)
+        return Written(text, [(0, len(text))], pictures)
+
+    def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
+        """(what the processor makes of rows; of each token `GIVEN`, `LEARNED`, or `PICTURE` + the number of the picture that it stands for)."""
+        images = [list(row.pictures) for row in rows]
+        batch = dict(
+            self.processor(
+                images=images if any(images) else None,
+                text=[row.text for row in rows],
+                padding=True,
+                padding_side="right",
+                pad_to_multiple_of=self.multiple,
+                return_tensors="pt",
+                add_special_tokens=False,  # the chat template has written them
+                return_offsets_mapping=True,
+                return_text_replacement_offsets=True,
+            )
+        )
+        places, replaced = batch.pop("offset_mapping", None), batch.pop("text_replacement_offsets", None)
+        if places is None or (any(images) and replaced is None):
+            what = f"{type(self.processor).__name__}, which does not say where in a text it writes them"
+            expected = (
+                "a processor that transformers' `ProcessorMixin` writes the texts of, and a fast tokenizer"
+            )
+            raise UsageError.of(
+                "the tokens of pictures cannot be found", what, expected, "give a model with one"
+            )
+        kinds = torch.full_like(batch["input_ids"], GIVEN)
+        around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._around), dtype=torch.long))
+        for at, (written, found) in enumerate(zip(rows, replaced or [[]] * len(rows), strict=True)):
+            spans, pictures = _moved(written, found)
+            for span in spans:
+                kinds[at, _inside(places[at], span)] = LEARNED
+            kinds[at, around[at]] = GIVEN
+            for number, span in enumerate(pictures):
+                kinds[at, _inside(places[at], span)] = PICTURE + number
+        return batch, kinds.masked_fill(batch["attention_mask"] == 0, GIVEN)
+
+    @cached_property
+    def _around(self) -> frozenset[int]:
+        """Special tokens that stand for a picture or beside one, whoever wrote them."""
+        added = self.processor.tokenizer.added_tokens_decoder
+        return frozenset(
+            at for at, token in added.items() if token.special and _OF_PICTURES.search(token.content)
+        )
+
+    def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
+        """(learned, text) of the parts of a row in their order; of a picture its size and its tokens."""
+        written = self.written(row)
+        batch, kinds = self.encoded([written])
+        ids = batch["input_ids"][0].tolist()
+        parts: list[tuple[bool, str]] = []
+        for kind, group in groupby(zip(kinds[0].tolist(), ids, strict=True), key=lambda pair: pair[0]):
+            tokens = [token for _, token in group]
+            text = self.processor.tokenizer.decode(tokens)
+            if kind >= PICTURE:
+                width, height = written.pictures[kind - PICTURE].size
+                text = f"[picture {width} × {height}, {plural(len(tokens), 'token')}]"
+            learned = kind == LEARNED
+            if parts and parts[-1][0] == learned:
+                text = parts.pop()[1] + text
+            parts.append((learned, text))
+        return parts
+
+    def count(self, row: Mapping[str, Any]) -> tuple[int, int]:
+        """(tokens of a row with its longest answer, those before it), by the headers of its pictures: none is decoded.
+
+        Args:
+            row: its pictures as they are stored.
+        """
+        answers = answers_in(row)
+        lengths = [len(self._ids(self.written(row, name))) for name in answers]
+        prompt = 0
+        if row.get("prompt") and row.get(answers[0]) is not None:
+            prompt = len(self._ids(self.written({n: v for n, v in row.items() if n not in answers})))
+        return max(lengths), prompt
+
+    def _ids(self, row: Written) -> Sequence[int]:
+        pictures = (self._replacement(size_of(picture)) for picture in row.pictures)
+        text = row.text
+        if row.pictures:
+            found, written = zip(*pictures, strict=True)
+            parts = re.split(f"({re.escape(found[0])})", text)
+            text = "".join(part if at % 2 == 0 else written[at // 2] for at, part in enumerate(parts))
+        ids: Sequence[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    @cached_property
+    def _replacements(self) -> dict[tuple[int, int], tuple[str, str]]:
+        return {}
+
+    def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
+        """(what a template writes for a picture, what the processor makes of it) for a picture of that size."""
+        if isinstance(size, Problem):
+            raise ValueError(size.given)
+        if size not in self._replacements:
+            from PIL import Image
+
+            turns = [{"role": "user", "content": [{"type": "image"}]}]
+            text = str(render_chat(self.processor, turns, tokenize=False))
+            picture = Image.new("RGB", size)
+            made = self.processor(images=[[picture]], text=[text], return_text_replacement_offsets=True)
+            (each,) = made["text_replacement_offsets"][0]
+            self._replacements[size] = each["text"], each["replacement"]
+        return self._replacements[size]
+
+
+def learn_no_pictures(trainer: Any, training: Any) -> None:
+    """Let a trainer of TRL's that collates pictures do so by `Pictured`.
+
+    Args:
+        trainer: as it was made; of other data it stays as it is.
+        training: the arguments as they were given.
+    """
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    collator = trainer.data_collator
+    if isinstance(collator, DataCollatorForVisionLanguageModeling):
+        only, whole = training.assistant_only_loss, not collator.completion_only_loss
+        trainer.data_collator = Pictured(collator.processor, only, whole, collator.pad_to_multiple_of)
+
+
+def answers_in(row: Mapping[str, Any]) -> list[str]:
+    """The columns of a row that hold an answer; `completion` where it is the model that answers."""
+    names = ("completion", "chosen", "rejected")
+    return [name for name in names if row.get(name) is not None] or ["completion"]
+
+
+def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
+    """Messages with their content in parts, as templates of processors take them, and a place for each picture."""
+    from trl import prepare_multimodal_messages
+
+    turns = [dict(turn) for turn in messages]
+    contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
+    if any(part["type"] == "image" for parts in contents for part in parts):  # else it places them itself
+        turns = [in_parts(turn) for turn in turns]
+    placed: list[Any] = prepare_multimodal_messages(turns, images=[None] * pictures)
+    return placed
+
+
+def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
+    """(what is learned, the pictures) in the text whose places have become a picture's tokens."""
+    ends = [each["span"][1] for each in replaced]
+    gains = [0, *(each["new_span"][1] - each["span"][1] for each in replaced)]
+    spans = [
+        (first + gains[bisect_right(ends, first)], last + gains[bisect_right(ends, last)])
+        for first, last in row.spans
+    ]
+    return spans, [each["new_span"] for each in replaced]
+
+
+def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
+    """Whether each token `[tokens, 2]` has a character of the span."""
+    return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

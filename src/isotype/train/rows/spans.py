@@ -1,0 +1,80 @@
+"""Where in the text of a conversation the assistant speaks, for any chat template that writes a beginning as it writes the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from isotype.data.parts import left_out
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+Render = Callable[[Sequence[Message], bool], str]
+"""(messages, whether the prompt for an answer is added) -> text."""
+
+
+def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
+    """The text of a conversation, and where in it the assistant speaks: [start, end) in characters.
+
+    A turn begins where the template's prompt for an answer ends, and ends with the turn as the template closes it.
+
+    Args:
+        render: of the chat template.
+        messages: the conversation.
+        first: the first message that counts.
+
+    Raises:
+        ValueError: a beginning of the conversation is written otherwise than in the whole.
+    """
+    text = render(messages, False)
+    spoken = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
+    return text, [_span(render, messages, at, text) for at in spoken if not left_out(messages[at])]
+
+
+def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
+    """As `assistant_spans`: everything from the message `first` on, but for turns that are marked not to be learned."""
+    text = render(messages, False)
+    at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
+    left = [n for n in range(first, len(messages)) if left_out(messages[n])]
+    for start, end in [_span(render, messages, n, text) for n in left]:
+        spans.append((at, start))
+        at = end
+    return text, [*spans, (at, len(text))]
+
+
+def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
+    """Where a turn is in the text: the assistant's begins behind the prompt for an answer, any other behind the turn before."""
+    end = len(text) if at + 1 == len(messages) else _kept(text, render(messages[: at + 1], False), at)
+    if messages[at]["role"] == "assistant":
+        return _start(render, messages, at, text), end
+    return (_kept(text, render(messages[:at], False), at - 1) if at else 0), end
+
+
+def _kept(text: str, beginning: str, at: int) -> int:
+    if not text.startswith(beginning):
+        raise ValueError(
+            f"message {at + 1} is written otherwise by the chat template when other messages follow"
+        )
+    return len(beginning)
+
+
+def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> int:
+    if at == 0:
+        return _after_first_prompt(render, text)
+    prompt = render(messages[:at], True)
+    if text.startswith(prompt):
+        return len(prompt)
+    # DeepSeek-R1's prompt for an answer ends with "<think>", which the template leaves out of answers that it has.
+    before = _kept(text, render(messages[:at], False), at - 1)
+    pairs = enumerate(zip(prompt, text, strict=False))
+    return max(before, next((at for at, (a, b) in pairs if a != b), len(prompt)))
+
+
+def _after_first_prompt(render: Render, text: str) -> int:
+    """Where the first message begins, if it is the assistant's: no template renders the nothing before it."""
+    probe = [{"role": "user", "content": "a"}]
+    bare, prompt = render(probe, False), render(probe, True)
+    opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
+    if not opening or opening not in text:
+        raise ValueError("message 1 is the assistant's, and nothing shows where it begins")
+    return text.index(opening) + len(opening)

@@ -1,0 +1,240 @@
+"""Rows with pictures: which of their tokens are learned, how many there are, and what is done with long ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict, Features, Json, List
+from datasets import Image as Pictures
+
+from isotype.cli.main import main
+from isotype.core.errors import DataError
+from isotype.data.methods import METHODS
+from isotype.train.command.settings import parse_settings
+from isotype.train.rows.contents import fitting
+from isotype.train.rows.lengths import lengths_of
+from isotype.train.rows.pictured import Pictured
+from tests.refusals import refused
+from tests.zoo.processors import FAMILIES, picture, save_vision_model, tiny_processor
+
+pytest.importorskip("PIL", reason="needs the package pillow")
+Row = dict[str, Any]
+PLACE = {"type": "image"}
+CORE = ("gemma3", "llava", "idefics3")
+_DRAWN = {
+    "<start_of_image>",
+    "<end_of_image>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<fake_token_around_image>",
+    "<global-img>",
+}
+
+
+def _lacking(name: str) -> str:
+    if FAMILIES[name].pil:
+        return ""
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        return "needs the package torchvision"
+    return ""
+
+
+MARKS = {name: [] if name in CORE else [pytest.mark.lacking(_lacking(name))] for name in FAMILIES}
+families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS[name]) for name in (*CORE, "qwen2_vl")]
+)
+
+
+def said(role: str, content: Any) -> Row:
+    return {"role": role, "content": content}
+
+
+def text(value: str) -> Row:
+    return {"type": "text", "text": value}
+
+
+ASKED = said("user", [PLACE, text("w1"), PLACE])
+CHAT = [said("system", "w0"), ASKED, said("assistant", "w2 w3"), said("user", "w4"), said("assistant", "w5")]
+
+
+def pictures() -> list[Any]:
+    return [picture(40, 40), picture(64, 32)]
+
+
+def learned(processor: Any, row: Row, **options: Any) -> tuple[list[str], list[str]]:
+    """(the words of a row that are learned, its other tokens but for padding), beside a longer row of text."""
+    long = {"messages": [said("user", "w9 " * 200), said("assistant", "w9")], "images": []}
+    if "prompt" in row:
+        long = {"prompt": long["messages"][:1], "completion": long["messages"][1:], "images": []}
+    batch = Pictured(processor, **options)([row, long])
+    ids, labels, mask = (batch[name][0].tolist() for name in ("input_ids", "labels", "attention_mask"))
+    assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    assert all(label == -100 for label, seen in zip(labels, mask, strict=True) if not seen)
+    words = processor.tokenizer.convert_ids_to_tokens
+    return (
+        words([token for token, label in zip(ids, labels, strict=True) if label != -100]),
+        words(
+            [token for token, label, seen in zip(ids, labels, mask, strict=True) if label == -100 and seen]
+        ),
+    )
+
+
+@families
+def test_pictures_and_padding_are_never_learned_and_all_words_are(name):
+    processor = tiny_processor(name)
+    words, rest = learned(processor, {"messages": CHAT, "images": pictures()})
+    turns = ("<s> system : w0 </s>", "<s> user : w1 </s>", "<s> assistant : w2 w3 </s>", "<s> user : w4 </s>")
+    assert words == " ".join((*turns, "<s> assistant : w5 </s>")).split()
+    assert {*rest} <= {*FAMILIES[name].tokens, "<unk>", "\n"}  # unknown are the line breaks beside a picture
+    assert {*rest} & {*FAMILIES[name].tokens}
+
+
+@families
+def test_the_assistant_alone(name):
+    words, _ = learned(tiny_processor(name), {"messages": CHAT, "images": pictures()}, only=True)
+    assert words == ["w2", "w3", "</s>", "w5", "</s>"]
+
+
+@families
+def test_a_completion_alone_and_with_its_prompt(name):
+    processor = tiny_processor(name)
+    row = {"prompt": [ASKED], "completion": [said("assistant", "w2 w3")], "images": pictures()}
+    assert learned(processor, row)[0] == ["w2", "w3", "</s>"]
+    assert learned(processor, row, whole=True)[0] == [
+        "<s>",
+        "user",
+        ":",
+        "w1",
+        "</s>",
+        "<s>",
+        "assistant",
+        ":",
+        "w2",
+        "w3",
+        "</s>",
+    ]
+
+
+def test_turns_that_are_marked_are_not_learned():
+    chat = [*CHAT[:2], {**CHAT[2], "weight": 0}, *CHAT[3:]]
+    words, _ = learned(tiny_processor("llava"), {"messages": chat, "images": pictures()}, only=True)
+    assert words == ["w5", "</s>"]
+
+
+def test_a_text_for_one_model_is_learned_behind_its_prompt():
+    row = {"prompt": "<image> w1", "completion": " w2", "images": [picture(40, 40)]}
+    long = {"prompt": "w9 " * 90, "completion": "w9", "images": []}
+    processor = tiny_processor("llava")
+    batch = Pictured(processor)([row, long])
+    labels = [label for label in batch["labels"][0].tolist() if label != -100]
+    assert processor.tokenizer.convert_ids_to_tokens(labels) == ["w2"]
+
+
+@families
+def test_tokens_are_counted_by_headers_alone(name, tmp_path):
+    """As many as the processor makes of the decoded picture."""
+    processor = tiny_processor(name)
+    for number, each in enumerate(pictures()):
+        each.save(tmp_path / f"{number}.png")
+    paths = [str(tmp_path / f"{number}.png") for number in range(2)]
+    features = Features({"messages": List(Json()), "images": List(Pictures())})
+    rows = Dataset.from_list(
+        [{"messages": CHAT, "images": paths}, {"messages": CHAT[3:], "images": []}], features=features
+    )
+    lengths = lengths_of("sft", processor, rows)
+    assert lengths is not None
+    real = [Pictured(processor)([rows[at]])["input_ids"].shape[1] for at in range(2)]
+    assert lengths.tokens == tuple(real)
+    (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:60])  # its header, and no more
+    assert lengths_of("sft", processor, rows) == lengths
+
+
+def test_an_example_shows_the_place_and_size_of_each_picture():
+    row = {"messages": CHAT[1:3], "images": pictures()}
+    parts = Pictured(tiny_processor("llava"), only=True).stretches(row)
+    assert parts == [
+        (False, "<s> user :[picture 40 × 40, 16 tokens]w1[picture 64 × 32, 16 tokens]</s> <s> assistant :"),
+        (True, "w2 w3 </s>"),
+    ]
+
+
+def data(*counts: int) -> DatasetDict:
+    """Rows of so many words beside a picture."""
+    rows = [{"messages": [said("user", [PLACE]), said("assistant", "w1 " * count)]} for count in counts]
+    features = Features({"messages": List(Json()), "images": List(Pictures())})
+    held = Dataset.from_list([{**row, "images": [picture(40, 40)]} for row in rows], features=features)
+    return DatasetDict({"train": held})
+
+
+def arguments(*more: str) -> Any:
+    return parse_settings(
+        METHODS["sft"], ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", *more]
+    )
+
+
+def test_a_row_with_a_picture_is_not_cut_by_default():
+    rows, lines = data(5, 2000), []
+    settings, kept = fitting(arguments(), tiny_processor("llava"), rows, lines.append)
+    assert settings.training.max_length is None
+    assert kept["train"].num_rows == 2
+    assert not lines
+
+
+def test_a_row_that_is_too_long_is_refused_or_left_out():
+    processor, rows = tiny_processor("llava"), data(5, 9, 30)
+    assert refused(DataError, fitting, arguments("--max_length", "40"), processor, rows, print) == (
+        "The data set 'd' cannot be trained on\n"
+        "  - train, row 3: 54 tokens\n"
+        "    expected  rows of at most max_length 40: pictures are not cut\n"
+        "    fix       --max_length 54, or none; --excess_length_strategy drop leaves such rows out"
+    )
+    lines: list[str] = []
+    options = ("--max_length", "40", "--excess_length_strategy", "drop")
+    settings, kept = fitting(arguments(*options), processor, rows, lines.append)
+    assert kept["train"].num_rows == 2
+    assert settings.training.max_length is None
+    assert lines == [
+        "1 of 3 rows in 'train' are longer than max_length 40 and left out: pictures are not cut"
+    ]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch, capsys):
+    """Some rows with pictures, some without, in one batch."""
+    monkeypatch.chdir(tmp_path)
+    save_vision_model("llava", tmp_path / "model")
+    picture(40, 30).save("a.png")
+    inside = said("user", [{"type": "image", "path": "a.png"}, text("w1")])
+    chats: list[Row] = [
+        {"messages": [inside, said("assistant", "w2")]},
+        {"messages": [said("user", "<image>w3"), said("assistant", "w4")], "images": ["a.png"]},
+        {"messages": [said("user", "w5"), said("assistant", "w6")]},
+    ]
+    if method == "dpo":
+        chats = [
+            {
+                "chosen": row["messages"],
+                "rejected": [row["messages"][0], said("assistant", "w7")],
+                **({"images": row["images"]} if "images" in row else {}),
+            }
+            for row in chats
+        ]
+    Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats * 2))
+    more = "--max_steps 2 --per_device_train_batch_size 3 --save_strategy no --lora_r 2 --device cpu"
+    data = ("--model_name_or_path", "model", "--dataset_name", "t.jsonl", "--output_dir", "out")
+    status = main([method, *data, *more.split(), *(["--assistant_only_loss"] if method == "sft" else [])])
+    output, errors = capsys.readouterr()
+    assert status == 0, output + errors
+    if method == "sft":
+        assert "[picture 40 × 30, 16 tokens]" in output
+    record = (
+        json.loads(Path("out/isotype_run.json").read_text())
+        if Path("out/isotype_run.json").exists()
+        else None
+    )
+    assert record is None or record["steps"]
