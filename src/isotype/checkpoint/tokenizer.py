@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,10 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
             if required:
                 raise _none(source, why or first_line(error)) from error
             return None
+        if lacking := _lacking(str(error)):
+            raise CheckpointError(
+                _HEADLINE, [replace(lacking, given=f"{source}: {lacking.given}")]
+            ) from error
         reason = _reason(source) or first_line(error)
         raise CheckpointError.of(_HEADLINE, f"{source}: {reason}", "a tokenizer", _AGAIN) from error
     for file, key, reference in code_named(source, revision):
@@ -60,6 +66,22 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
                 stacklevel=2,
             )
     return tokenizer
+
+
+def _lacking(message: str) -> Problem | None:
+    """The package that a processor of pictures asks for and that is not here; None if it is something else."""
+    if find_spec("PIL") is None and re.search(r"image processor|\bPIL\b|[Pp]illow", message):
+        return Problem(
+            "its processor of pictures needs pillow", "the package pillow", "pip install 'isotype[vision]'"
+        )
+    if re.search(r"[Tt]orchvision", message):
+        kind = re.search(r"\w+Processor", message)
+        fix = "pip install torchvision; beside a torch for CPUs, from https://download.pytorch.org/whl/cpu (--index-url)"
+        what = (
+            f"{kind.group() if kind else 'its processor'}, which has no class for pillow, needs torchvision"
+        )
+        return Problem(what, "the package torchvision", fix)
+    return None
 
 
 def _none(source: str | Path, reason: str) -> CheckpointError:
