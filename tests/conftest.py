@@ -33,10 +33,12 @@ cpus.install()
 _STARTED = [str(Path(__file__).parent / "new_interpreters"), str(Path(__file__).parents[1])]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_STARTED, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
+from isotype.compat.torchvision import make_importable  # noqa: E402
 from isotype.core.cache import prepare_library_caches  # noqa: E402
 
 # As a command does before it imports the libraries: commands that run in this process come too late.
 prepare_library_caches()
+make_importable()
 
 import jinja2  # noqa: E402
 import pytest  # noqa: E402

@@ -137,6 +137,7 @@ def inference_policy(
         revision=revision,
         double_quant=saved.double_quant if as_trained else None,
         quant_storage=saved.quant_storage if as_trained and saved.storage in FOUR_BITS else None,
+        quantized_parts="all" if as_trained and not saved.dense else "language",
     )
     if mixed:
         policy = with_storage_reason(replace(policy, layers=saved.layers), "mixed, as in training")

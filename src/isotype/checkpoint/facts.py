@@ -17,6 +17,7 @@ from isotype.checkpoint.mapping.schemes import method_of
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
 from isotype.model.experts.stack import held_stack
+from isotype.model.parts import Parts
 from isotype.model.quantized import constant_bytes, is_int8
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
@@ -56,6 +57,7 @@ def facts_of_module(model: Any) -> ModelFacts:
     stored = list(stored_parameters(base, prefixes))
     counts, trained = _weigh(stored, config_dtype(config))
     pinned, strict = _pins(base)
+    dense = dense_modules(base)
     return ModelFacts(
         source=type(base).__name__,
         model_type=getattr(config, "model_type", None) or None,
@@ -66,6 +68,7 @@ def facts_of_module(model: Any) -> ModelFacts:
         pinned_strict=strict,
         parameters=sum(counts.values()),
         parameter_bytes=sum(tensor.bytes for tensor in stored),
+        dense=dense,
     )
 
 
@@ -157,8 +160,19 @@ def facts_of_config(
         pinned_strict=strict,
         parameters=parameters,
         parameter_bytes=nbytes,
+        dense=dense_modules(model),
         notes=notes,
     )
+
+
+def dense_modules(model: Any) -> tuple[str, ...]:
+    """As `ModelFacts.dense`, of a transformers model without adapters."""
+    outside = tuple(Parts(model).outside_of_language())
+    if not outside:
+        return ()
+    from transformers.quantizers.base import HfQuantizer
+
+    return (*outside, *sorted(HfQuantizer.get_modules_to_not_convert(model)))
 
 
 def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -137,8 +137,8 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     """How the policy stores each tensor of a dense model: the float parameters, and the buffers that are pinned."""
     dtypes = dtypes_to_load(model, tuple(places(model)), policy)
-    quantized = quantized_weights(model) if policy.quantized else frozenset()
-    storage = formats_of_stacks(model, policy, _skipped(model)) if policy.quantized else {}
+    quantized = quantized_weights(model, policy.dense) if policy.quantized else frozenset()
+    storage = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantized else {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in storage:
             continue
@@ -151,15 +151,19 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     return storage
 
 
-def quantized_weights(model: Any) -> frozenset[str]:
+def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
     """The weights that transformers hands to bitsandbytes when a dense model is quantized while it is loaded.
 
     Of any other module, the weights of all linear layers.
+
+    Args:
+        model: dense.
+        dense: modules that are left out, as of a policy.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skipped = _skipped(model)
+    skipped = _skipped(model, dense)
     return frozenset(
         f"{name}.weight"
         for name, module in model.named_modules()
@@ -168,13 +172,13 @@ def quantized_weights(model: Any) -> frozenset[str]:
     )
 
 
-def _skipped(model: Any) -> Sequence[str]:
-    """The modules that transformers quantizes in no model of this class."""
+def _skipped(model: Any, dense: Sequence[str]) -> Sequence[str]:
+    """The modules that transformers quantizes in no model of this class, or those of a policy in their place."""
     from transformers.quantizers.base import HfQuantizer
 
     if not hasattr(model, "all_tied_weights_keys"):
         return ()
-    skipped: Sequence[str] = HfQuantizer.get_modules_to_not_convert(model, None, pinned(model))
+    skipped: Sequence[str] = HfQuantizer.get_modules_to_not_convert(model, list(dense) or None, pinned(model))
     return skipped
 
 

@@ -31,6 +31,7 @@ class StorageOptions(TypedDict, total=False):
     quant_storage: str | torch.dtype | None
     storage: str | torch.dtype | None
     base_memory: int | None
+    quantized_parts: str
 
 
 def resolve_precision(
@@ -70,6 +71,7 @@ def resolve_precision(
               dtype unless asked. Another one relies on autocast, which casts the weights in every step.
             - `base_memory`: bytes that the base's weights take at most (`quantization="mixed"`); unless asked, a tenth more for
               the linear layers than nf4 takes.
+            - `quantized_parts`: `"language"`, or `"all"`: towers of pictures and sound and their projectors are quantized, too.
 
     Returns:
         The policy: every role's dtype, each with its reason, and warnings of what the choice costs.

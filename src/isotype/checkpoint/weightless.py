@@ -149,10 +149,12 @@ def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
         return None
     from transformers import BitsAndBytesConfig
 
+    dense = list(policy.dense) or None
     if policy.storage == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=dense)
     return BitsAndBytesConfig(
         load_in_4bit=True,
+        llm_int8_skip_modules=dense,
         bnb_4bit_quant_type=policy.storage,
         bnb_4bit_compute_dtype=policy.compute,
         bnb_4bit_use_double_quant=policy.double_quant,

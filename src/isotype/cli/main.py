@@ -18,6 +18,7 @@ from rich.console import Console
 from isotype.cli.output import console_of_failure, console_on, print_error, show_warnings_of_libraries
 from isotype.compat.imports import code_refused
 from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signals, terminate
+from isotype.compat.torchvision import importable
 from isotype.core.cache import prepare_library_caches
 from isotype.core.console import libraries_shown
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_surroundings()
         if command == "run":  # another script's
             return handler(rest, console)
-        with code_refused(), libraries_shown():
+        with code_refused(), importable(), libraries_shown():
             return handler(rest, console)
     except IsotypeError as error:
         if debug:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ import torch
 
 from isotype.compat.hub import asking
 from isotype.compat.transformers import rename
+from isotype.core.arguments import wrong_choice
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
 from isotype.model.heads import save_drawn, task_type_of
-from isotype.model.targets import choose_targets, what_is_adapted
+from isotype.model.parts import ALL, PARTS, read_parts
+from isotype.model.targets import Adapt, choose_targets, what_is_adapted
 from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -29,6 +31,7 @@ def add_lora(
     config: Any = None,
     *,
     adapter_name: str = "default",
+    adapt: str | Sequence[str] | Adapt | None = None,
     **lora_kwargs: Any,
 ) -> Any:
     """Add a LoRA adapter (or DoRA, rsLoRA: `use_dora=`, `use_rslora=`) whose masters are as `policy` says.
@@ -44,6 +47,8 @@ def add_lora(
         config: a `peft.LoraConfig` (or another PEFT config); by default one made from `lora_kwargs`, on all
             linear layers.
         adapter_name: PEFT's name of the adapter.
+        adapt: of a model that takes pictures or sound, the parts that get adapters: `"language"`, `"projector"`, `"vision"`, `"audio"`,
+            several of them (`"language,projector"`, or a list), or `"all"`; by default all that the targets name.
         **lora_kwargs: fields of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, `bias`, …).
 
     Returns:
@@ -51,7 +56,7 @@ def add_lora(
         (empty where all went as asked), and is a warning too.
 
     Raises:
-        UsageError: `config` and `lora_kwargs` are both given.
+        UsageError: `config` and `lora_kwargs` are both given; a part that the model has not.
         PrecisionError: the policy trains every weight, or is for a model that is stored otherwise.
     """
     import peft
@@ -63,7 +68,7 @@ def add_lora(
     config = _config(model, config, lora_kwargs)
     remember_base(model, config)
     notes = (*getattr(model, "adapter_notes", ()), *save_drawn(model, config))
-    targets = choose_targets(model, config)
+    targets = choose_targets(model, config, _adapt(adapt))
     rate = _take_dropout(config)
     with seen_dense(model):
         if isinstance(model, peft.PeftModel):
@@ -85,6 +90,17 @@ def add_lora(
     _magnitudes_again(model, adapter_name)
     enforce_model(model, policy)
     return model
+
+
+def _adapt(given: str | Sequence[str] | Adapt | None) -> Adapt | None:
+    if given is None or isinstance(given, Adapt):
+        return given
+    try:
+        return Adapt(read_parts(given))
+    except ValueError as error:
+        raise UsageError(
+            "no such part of a model", [wrong_choice(f"adapt {error}", str(error), (*PARTS, ALL))]
+        ) from error
 
 
 def _take_dropout(config: Any) -> float:

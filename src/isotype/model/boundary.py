@@ -39,6 +39,8 @@ class BoundarySettings:
       `result`. For embeddings and blocks, whose hidden states are the residual stream.
     - `"autocast"`: the forward runs under autocast to `compute`. For the whole model and for what lies outside of its
       blocks: a float32 residual stream needs autocast at every matmul, in evaluation and generation too.
+    - `"inputs"`: float inputs are cast to `result`. For the towers of pictures and sound: processors return float32, or what the
+      family's author computed in.
 
     Whatever the kind, an 8-bit layer's row scales survive a copy of its weight (see `_init_8bit_state`).
 
@@ -215,6 +217,11 @@ def _forward_autocast(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.original.forward(self, *args, **kwargs)
 
 
+def _forward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+    dtype = self.boundary_settings.returns
+    return self.original.forward(self, *_cast(args, dtype), **_cast(kwargs, dtype))
+
+
 def _init_8bit_state(self: Any) -> None:
     # Every copy that `Module.to` or PEFT's DoRA makes of an Int8Params comes without its row scales once they have
     # moved to `state`, and bitsandbytes 0.50.2 would then overwrite the scales by None.
@@ -231,6 +238,7 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "scale": _forward_scale,
     "residual": _forward_residual,
     "autocast": _forward_autocast,
+    "inputs": _forward_inputs,
 }
 
 

@@ -15,7 +15,12 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
-from isotype.model.boundary_choice import boundary_of_dtypes, computes_float32, range_boundaries
+from isotype.model.boundary_choice import (
+    boundary_of_dtypes,
+    computes_float32,
+    range_boundaries,
+    tower_boundaries,
+)
 from isotype.model.experts.layer import use_where_needed
 from isotype.model.experts.stack import QuantizedStack, adopt_stacks
 from isotype.model.quantized import align_4bit, align_8bit, align_stack, quantization_state
@@ -71,11 +76,12 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
     _check_storage(model, all_places, policy)
     by_ranges = range_boundaries(model, all_places, policy)
     wanted = _wanted_dtypes(all_places, policy, by_ranges)
+    boundaries = {**tower_boundaries(model, policy), **by_ranges}
     for place in all_places:
         changes += _parameters(place, wanted)
         changes += _quantization(place, policy, by_ranges.get(place.name.partition(_PARAMETRIZED)[0]))
         changes += _buffers(place, policy)
-        changes += _boundary(place, policy, by_ranges.get(place.name))
+        changes += _boundary(place, policy, boundaries.get(place.name))
     use_where_needed(model)
     setattr(model, POLICY_ATTRIBUTE, policy)
     return tuple(changes)

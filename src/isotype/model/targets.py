@@ -20,12 +20,14 @@ from typing import Any
 from torch import nn
 
 from isotype.compat.peft import all_linear
+from isotype.core.errors import UsageError
 from isotype.core.grouping import grouped
-from isotype.core.names import EXPERT, plain_name, plural
+from isotype.core.names import EXPERT, listed, plain_name, plural
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
 from isotype.model.experts.stack import held_stack, quantized_stack, seen_dense
 from isotype.model.fold import repeats_of
 from isotype.model.heads import TRAINED_WHOLE, task_of
+from isotype.model.parts import LANGUAGE, PARTS, Parts, unread_layers
 from isotype.model.walk import is_tuner_layer, places
 
 _UNABLE = ("use_dora", "lora_bias")
@@ -40,15 +42,34 @@ class Targets:
         wide: whether it asks for all linear layers.
         unable: its settings that keep adapters off the stacked experts that it asks for.
         reads: name of a layer -> the class that reads its weight itself.
+        left: name of a layer of a part that gets no adapter -> why.
     """
 
     wide: bool = False
     unable: tuple[str, ...] = ()
     reads: Mapping[str, str] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose_targets(model: Any, config: Any) -> Targets:
-    """Take off a config's targets what cannot be adapted as asked and, of `all-linear`, what is left as it is."""
+@dataclass(frozen=True)
+class Adapt:
+    """The parts of a model that get adapters.
+
+    Attributes:
+        parts: as `isotype.model.parts` names them.
+        why: the others get none, as a clause.
+    """
+
+    parts: tuple[str, ...] = PARTS
+    why: str = "adapt= leaves their part out"
+
+
+def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
+    """Take off a config's targets what cannot be adapted as asked and, of `all-linear`, what is left as it is.
+
+    Raises:
+        UsageError: nothing is left of them in the parts that `adapt` names.
+    """
     if not getattr(config, "target_modules", None):
         return Targets()
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -74,20 +95,67 @@ def choose_targets(model: Any, config: Any) -> Targets:
         )
         if not wide:  # PEFT doubles the rank of gate and up, which the names of two layers ask for
             config.rank_pattern, config.alpha_pattern = converted.rank_pattern, converted.alpha_pattern
+    left = _left_by_parts(base, adapt)
     if not wide:
-        return Targets(unable=unable)
+        if adapt is not None:
+            _narrow(base, config, left, adapt)
+        return Targets(unable=unable, left=left)
+    if adapt is not None and LANGUAGE not in adapt.parts:
+        config.target_parameters = None
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # PEFT wraps no layer twice
     linear, reads = all_linear(copy.deepcopy(config), base), _reads(base)
     kept = {
         name
-        for name in linear - reads.keys()
+        for name in linear - reads.keys() - left.keys()
         if not any(f".{name}.".endswith(f".{each}.") for each in whole)
         and not _routes(base, name)
         and (isinstance(converted.target_modules, str) or check_target_module_exists(converted, name))
     }
+    if not kept:
+        raise _nothing_left(adapt)
     if kept != linear:
         config.target_modules = kept
-    return Targets(True, unable, reads)
+    return Targets(True, unable, reads, left)
+
+
+def _left_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
+    """Name of each layer that gets no adapter for its part -> why; of layers that no loss depends on in any case."""
+    parts, unread = Parts(base), dict(unread_layers(base))
+    chosen = Adapt() if adapt is None else adapt
+    if not parts.towers and LANGUAGE not in chosen.parts:
+        raise _nothing_left(adapt)
+    left = {}
+    for place in places(base) if parts.towers else ():
+        name = plain_name(place.name)
+        if parts.of(name) not in chosen.parts:
+            left[name] = chosen.why
+        elif reason := next((why for block, why in unread.items() if f"{name}.".startswith(f"{block}.")), ""):
+            left[name] = reason
+    return left
+
+
+def _narrow(base: Any, config: Any, left: Mapping[str, str], adapt: Adapt) -> None:
+    """Leave in the targets that a config names the layers of the parts that are adapted."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    named = {plain_name(place.name) for place in places(base) if not place.tuner}
+    named = {name for name in named if check_target_module_exists(config, name)}
+    if named & left.keys():
+        config.target_modules = named - left.keys()
+    if LANGUAGE not in adapt.parts:
+        config.target_parameters = None
+    if named and not config.target_modules:
+        raise _nothing_left(adapt)
+
+
+def _nothing_left(adapt: Adapt | None) -> UsageError:
+    parts = listed((adapt or Adapt()).parts)
+    return UsageError.of(
+        "nothing to adapt",
+        f"adapters on {parts} alone",
+        "a part that has layers among the targets",
+        "name another part, or leave adapt out",
+    )
 
 
 def _with_experts(base: Any, names: Iterable[str] | None) -> set[str]:
@@ -158,8 +226,10 @@ def _size_on_experts(model: Any) -> tuple[str, ...]:
 def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if weight.reader is not None:
         return f"{weight.reader} reads their weights itself, past an adapter"
-    if weight.kind == _ROUTER:
+    if weight.kind == _ROUTER and weight.name not in targets.left:
         return "routers are adapted only where their names are given"
+    if weight.name in targets.left:
+        return targets.left[weight.name]
     if weight.kind == _LINEAR:
         return "PEFT takes their names for those of the experts"
     if targets.unable:

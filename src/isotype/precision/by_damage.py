@@ -180,6 +180,7 @@ class Mixture:
             quant_storage=request.quant_storage if self.storage == "nf4" else None,
             layers=self.layers,
             base_memory=None,
+            quantized_parts="all",  # each layer by its damage
         )
 
 
@@ -198,6 +199,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
         quant_storage=policy.quant_storage if policy.storage in FOUR_BITS else None,
         layers=policy.layers,
         base_memory=None,
+        quantized_parts="all" if policy.layers else request.quantized_parts,
     )
 
 

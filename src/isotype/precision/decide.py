@@ -30,7 +30,8 @@ class PrecisionRequest:
     """What the user asked for; None and "auto" mean: decide for me.
 
     `layers` are linear layers that are stored otherwise than `quantization` says. With the quantization `"mixed"`, which
-    `isotype.precision.by_damage` resolves, the base's weights take at most `base_memory` bytes.
+    `isotype.precision.by_damage` resolves, the base's weights take at most `base_memory` bytes. `quantized_parts` is `"language"`, or
+    `"all"`: of a model that takes pictures or sound, its towers and projectors are quantized, too.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -42,6 +43,7 @@ class PrecisionRequest:
     storage: str | torch.dtype | None = None
     layers: tuple[LayerStorage, ...] = ()
     base_memory: int | None = None
+    quantized_parts: str = "language"
 
 
 def decide(
@@ -74,10 +76,13 @@ def decide(
             hint=_nearest(facts, profile, request, obstacles),
         )
     double_quant = _double_quant(facts, request, storage)
+    dense = _dense(facts, request, storage)
     plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
     reasons |= fixed_reasons(compute, plain, pinned)
     by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
+    if dense:
+        reasons["storage"] += _DENSE.format(dtype_name(plain))
     warnings += by_ranges.warnings
     if plain != compute:
         reasons |= autocast_reasons(reasons["compute"], plain)
@@ -94,6 +99,7 @@ def decide(
         quant_storage=_quant_storage(facts, request, storage),
         wide_residual=by_ranges.wide and plain == compute,
         layers=request.layers,
+        dense=dense,
         exceptions=by_ranges.exceptions,
         loss_scale=by_ranges.loss_scale,
         reasons=reasons,
@@ -327,6 +333,17 @@ def _double_quant(facts: ModelFacts, request: PrecisionRequest, storage: str) ->
     if facts.quantization and facts.quantization.format == storage:
         return bool(facts.quantization.double_quant)
     return bool(request.double_quant)
+
+
+_DENSE = (
+    "; towers and projectors stay {}: they are a small part of the weights, and every token of a picture or of sound passes through them "
+    "(--quantized_parts all quantizes them)"
+)
+
+
+def _dense(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tuple[str, ...]:
+    saved = facts.saved_format is not None
+    return () if saved or storage not in QUANTIZATIONS or request.quantized_parts == "all" else facts.dense
 
 
 def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -> torch.dtype:

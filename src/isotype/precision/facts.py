@@ -55,6 +55,8 @@ class ModelFacts:
         pinned_strict: patterns of parameters kept in float32 always (`_keep_in_fp32_modules_strict`).
         parameters: number of parameters, each counted once and as if dense.
         parameter_bytes: bytes they take as stored, with their quantization constants.
+        dense: modules that no quantization takes unless it is asked for: towers of pictures and sound with their projectors, and what
+            transformers leaves out beside them; empty of a model of text alone.
         notes: what could not be found out, and why.
     """
 
@@ -67,6 +69,7 @@ class ModelFacts:
     pinned_strict: tuple[str, ...] = ()
     parameters: int | None = None
     parameter_bytes: int | None = None
+    dense: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

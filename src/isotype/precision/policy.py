@@ -94,6 +94,7 @@ class PrecisionPolicy:
         quant_storage: dtype of the packed 4-bit bytes; FSDP needs the compute dtype here.
         wide_residual: whether the residual stream is carried in float32 although matmuls run in 16 bits.
         layers: linear layers that are stored in another format than `storage` (a mixed base).
+        dense: modules that stay unquantized, as transformers' `llm_int8_skip_modules` has them; empty for transformers' own choice.
         exceptions: modules whose values pass the compute dtype's range.
         loss_scale: the loss scale that a GradScaler begins with.
         keep_frozen: whether frozen float weights stay in the dtype they have, whatever `storage` says: true of a
@@ -114,6 +115,7 @@ class PrecisionPolicy:
     quant_storage: torch.dtype = torch.uint8
     wide_residual: bool = False
     layers: tuple[LayerStorage, ...] = ()
+    dense: tuple[str, ...] = ()
     exceptions: tuple[ModuleException, ...] = ()
     loss_scale: float = DEFAULT_LOSS_SCALE
     keep_frozen: bool = False
@@ -256,6 +258,7 @@ class PrecisionPolicy:
             "pinned": tuple(values["pinned"]),
             "warnings": tuple(values["warnings"]),
             "layers": tuple(LayerStorage(name, form, moments.get(name, "")) for name, form in layers),
+            "dense": tuple(values.get("dense", ())),
             "exceptions": tuple(ModuleException(**each) for each in values.get("exceptions", ())),
         }
         return cls(**rest)

@@ -17,13 +17,14 @@ from isotype.core.allocator import allocator_setting
 from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import FORMATS
-from isotype.core.names import plural, stacked
+from isotype.core.names import plain_name, plural, stacked
 from isotype.core.optimizers import state_of
 from isotype.core.stacks import why_kept
 from isotype.core.terminal import as_typed, lost_output
 from isotype.core.units import format_bytes
 from isotype.lora.fuse import FusionReport
 from isotype.lora.loss.trl_head import HEAD_CHOICE
+from isotype.model.parts import PARTS, Parts
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
@@ -133,8 +134,42 @@ def show_model(console: Console, model: Any) -> None:
         f"weights: {lies}",
         highlight=False,
     )
+    if rows := part_rows(model):
+        table = Table(box=None, pad_edge=False)
+        for name, side in (
+            ("part", "left"),
+            ("parameters", "right"),
+            ("trainable", "right"),
+            ("stored as", "left"),
+        ):
+            table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
+        for part, total, trainable, stored in rows:
+            table.add_row(part, f"{total / 1e6:.2f} M", f"{trainable / 1e6:.2f} M", stored)
+        console.print(fitting(table, console), highlight=False)
     for line in model_notes(model):
         console.print(Text.assemble(("note: ", "yellow"), line))
+
+
+def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
+    """(part, parameters, trainable ones, storage dtypes) of each part of a model that takes pictures or sound; nothing of another."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parts = Parts(base)
+    if not parts.towers:
+        return []
+    totals, learn, forms = Counter[str](), Counter[str](), dict[str, set[str]]()
+    for each in stored_parameters(base, ("lora_",)):
+        part = parts.of(plain_name(each.name))
+        totals[part] += each.elements
+        forms.setdefault(part, set()).add(_form(each.dtype))
+    for name, parameter in base.named_parameters():
+        learn[parts.of(plain_name(name))] += parameter.numel() * parameter.requires_grad
+    return [
+        (part, totals[part], learn[part], ", ".join(sorted(forms[part]))) for part in PARTS if totals[part]
+    ]
+
+
+def _form(dtype: Any) -> str:
+    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else str(dtype)
 
 
 def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments) -> None:
@@ -161,8 +196,7 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
     """Bytes of the weights by storage dtype, most first; quantization constants count with their weights."""
     sizes: Counter[str] = Counter()
     for each in stored_parameters(model):
-        form = dtype_name(each.dtype) if isinstance(each.dtype, torch.dtype) else str(each.dtype)
-        sizes[form] += each.bytes
+        sizes[_form(each.dtype)] += each.bytes
     return tuple(sizes.most_common())
 
 

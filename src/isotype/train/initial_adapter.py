@@ -66,6 +66,7 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
                 or (saved.quant_storage if saved.storage in FOUR_BITS else None),
                 layers=saved.layers,
                 base_memory=None,
+                quantized_parts="language" if saved.dense else "all",
             )
         if request.dtype == "auto":
             request = replace(request, dtype=saved.compute)

@@ -32,6 +32,7 @@ from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
 from isotype.model.fold import fold as fold_layers
 from isotype.model.heads import save_drawn, task_type_of
+from isotype.model.targets import Adapt, choose_targets
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import LOFTQ, brings_tokens, is_its_own_reference
@@ -50,9 +51,14 @@ _DECIDED = (
 
 
 def adapted_model(
-    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, start: Adapter | None = None
+    settings: Settings,
+    checkpoint: Checkpoint,
+    policy: PrecisionPolicy,
+    start: Adapter | None = None,
+    *,
+    adapt: Adapt | None = None,
 ) -> tuple[Any, Any]:
-    """Load `checkpoint` and add the adapter that the arguments describe, or `start`, to be trained further.
+    """Load `checkpoint` and add the adapter that the arguments describe on the parts `adapt`, or `start`, to be trained further.
 
     Returns:
         (model, peft_config): peft_config is None, except where the trainer has to add the adapter itself
@@ -69,15 +75,17 @@ def adapted_model(
         **dict(method.model_kwargs),
     }
     late = start is None and policy.trainable == "lora" and brings_tokens(training)
-    adapt = (
-        None if late or policy.trainable == "full" else partial(_adapted, settings, checkpoint, policy, start)
+    add = (
+        None
+        if late or policy.trainable == "full"
+        else partial(_adapted, settings, checkpoint, policy, start, adapt)
     )
     try:
         if settings.sharding is not None:
-            model = _sharded(settings.sharding, checkpoint, policy, adapt, kwargs)
+            model = _sharded(settings.sharding, checkpoint, policy, add, kwargs)
         else:
             model = load(checkpoint, policy, **kwargs)
-            model = model if adapt is None else adapt(model)
+            model = model if add is None else add(model)
     except TypeError as error:
         if not given or "unexpected keyword argument" not in str(error):
             raise
@@ -92,6 +100,7 @@ def adapted_model(
         return model, None
     peft_config = _peft_config(settings, model)
     remember_base(model, peft_config)
+    choose_targets(model, peft_config, adapt)
     model.adapter_notes = (*getattr(model, "adapter_notes", ()), *save_drawn(model, peft_config))
     return model, peft_config
 
@@ -108,12 +117,17 @@ def _peft_config(settings: Settings, model: Any) -> Any:
 
 
 def _adapted(
-    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, start: Adapter | None, model: Any
+    settings: Settings,
+    checkpoint: Checkpoint,
+    policy: PrecisionPolicy,
+    start: Adapter | None,
+    adapt: Adapt | None,
+    model: Any,
 ) -> Any:
     if start is not None:
         return _with_reference(settings, attach(model, start))
     with _adapter_arguments():
-        model = _noted(model, policy, _peft_config(settings, model))
+        model = _noted(model, policy, _peft_config(settings, model), adapt)
         if settings.extra.init_lora_weights == LOFTQ:
             begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.extra.device))
         return _with_reference(settings, model)
@@ -293,6 +307,7 @@ def weightless_model(
     *,
     model_class: Any = None,
     lora: Any = None,
+    adapt: Adapt | None = None,
     fold: bool = False,
     attn_implementation: str | None = None,
     **settings: Any,
@@ -304,6 +319,7 @@ def weightless_model(
         policy: from `isotype.resolve_precision`.
         model_class: a transformers model class or auto class; by default the class that the config names.
         lora: a `peft.LoraConfig` or the arguments of one; None for no adapters.
+        adapt: the parts that get adapters.
         fold: whether equal layers are folded (see `isotype.model.fold`): before adapters are made, except where
             layers are chosen by their numbers.
         attn_implementation: as in `from_pretrained`.
@@ -331,7 +347,7 @@ def weightless_model(
         fold_layers(model)
     model = store(model, policy)
     if lora is not None:
-        model = _with_blank_adapter(model, policy, lora)
+        model = _with_blank_adapter(model, policy, lora, adapt)
     return fold_layers(model) if fold and not early else model
 
 
@@ -357,17 +373,17 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
     return any(_NUMBER.search(name) for name in (*skipped, *names))
 
 
-def _with_blank_adapter(model: Any, policy: PrecisionPolicy, lora: Any) -> Any:
+def _with_blank_adapter(model: Any, policy: PrecisionPolicy, lora: Any, adapt: Adapt | None) -> Any:
     check_module_names(model, lora)
     with _adapter_arguments(), torch.device("meta"), NoDraws():
-        return _noted(model, policy, lora)
+        return _noted(model, policy, lora, adapt)
 
 
-def _noted(model: Any, policy: PrecisionPolicy, config: Any) -> Any:
+def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
     """`add_lora` without its warnings: what cannot be adapted as asked is in the model's `adapter_notes` too, and is printed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return add_lora(model, policy, config)
+        return add_lora(model, policy, config, adapt=adapt)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from isotype.report.narrow import say
 from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.train import describe
+from isotype.train.adapt import parts_to_adapt
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
@@ -252,7 +253,8 @@ def _build(run: Run, console: Console) -> Built:
         say_what_is_overwritten(settings, console)
     set_seed(training.seed)
     with console.status(f"loading {run.checkpoint.name} as {policy.storage} …"):
-        model, peft_config = adapted_model(settings, run.checkpoint, policy, run.start)
+        adapt = parts_to_adapt(settings, next(iter(rows[settings.script.dataset_train_split]), {}))
+        model, peft_config = adapted_model(settings, run.checkpoint, policy, run.start, adapt=adapt)
     describe.show_model(console, model)
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
     sample = _first_answer(run, model, tokenizer, console)

@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from isotype.compat.hub import asking, offline_if_unreachable
+from isotype.core.arguments import wrong_choice
 from isotype.core.errors import (
     CheckpointError,
     DataError,
@@ -34,6 +35,7 @@ from isotype.core.pretrained import pretrained
 from isotype.data.locate import data_error
 from isotype.data.methods import METHODS
 from isotype.data.tokens import token_faults
+from isotype.model.parts import ALL, PARTS, read_parts
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.arguments import name_problems, number_problems
 from isotype.train.command.settings import Settings
@@ -73,6 +75,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_model_arguments(settings),
         *_task(settings),
         *_expressions(settings),
+        *_parts(settings),
         *early_stopping_problems(settings),
         *initial_problems(settings),
     ]
@@ -99,6 +102,18 @@ def _expressions(settings: Settings) -> Iterator[Problem]:
     targets = settings.model.lora_target_modules
     if isinstance(targets, str) and targets != "all-linear":
         yield from pattern_problems({"--lora_target_modules": [targets]})
+
+
+def _parts(settings: Settings) -> Iterator[Problem]:
+    given = settings.extra.adapt
+    if given is None:
+        return
+    try:
+        read_parts(given)
+    except ValueError as error:
+        yield wrong_choice(f"--adapt {given}", str(error), (*PARTS, ALL))
+    if not settings.model.use_peft:
+        yield Problem(f"--adapt {given} with --use_peft False", "adapters", "leave one of the two out")
 
 
 def _stream_without_steps(settings: Settings) -> Iterator[Problem]:

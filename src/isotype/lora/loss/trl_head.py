@@ -423,7 +423,8 @@ def _trl_fields(per_token: PerToken, request: _HeadRequest) -> dict[str, torch.T
 def _load_balancing(config: Any, router_logits: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+    experts = getattr(config, "num_experts", None) or config.num_local_experts  # as Llama 4 has it
     loss: torch.Tensor = load_balancing_loss_func(
-        router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
+        router_logits, experts, config.num_experts_per_tok, attention_mask
     )
     return loss

@@ -39,6 +39,21 @@ class IsotypeArguments:
             "the linear layers than nf4 takes."
         },
     )
+    adapt: str | None = field(
+        default=None,
+        metadata={
+            "help": "Parts that get adapters, of a model that takes pictures: language, projector, vision, or several of them "
+            "(language,projector); all is the default, and of rows without pictures the language model alone."
+        },
+    )
+    quantized_parts: str = field(
+        default="language",
+        metadata={
+            "help": "What --quantization stores in fewer bits of a model that takes pictures or sound: language, or all: its towers and "
+            "projectors, too.",
+            "choices": ["language", "all"],
+        },
+    )
     device: str = field(default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, mps, xpu."})
     ranges: str = field(
         default="measure",
@@ -284,6 +299,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
     Argument("lora_task_type", choices=_task_types),
+    Argument("adapt", "adapter", "language", "or projector, vision, all"),
     Argument("use_dora", "adapter", "True"),
     Argument("init_lora_weights", "adapter", "loftq", "or pissa, olora, gaussian, orthogonal"),
     Argument("use_peft", "adapter", "False", "train every weight"),

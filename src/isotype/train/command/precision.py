@@ -46,6 +46,7 @@ def read_precision_request(command: Command) -> PrecisionRequest:
         double_quant=bool(nested) or None,
         quant_storage=command["bnb_4bit_quant_storage"],
         base_memory=memory,
+        quantized_parts=command["quantized_parts"],
     )
 
 

@@ -164,6 +164,7 @@ _POLICY = {
     "compute": "--dtype",
     "master": None,
     "double_quant": "--use_bnb_nested_quant",
+    "dense": "--quantized_parts",
     "layers": "--quantization",
 }
 _BATCH = "rows in an optimizer step"
@@ -211,6 +212,7 @@ def identity_of(
         **{name: getattr(policy, name) for name in _POLICY},
         "layers": policy.layer_formats,
         "use_peft": policy.trainable == "lora",
+        "adapt": settings.extra.adapt,
         **(_lora(settings, start) if policy.trainable == "lora" else {}),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings_by_name, default=_plain))
@@ -328,6 +330,9 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         )
         layers = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
         return Problem(layers, f"{len(was)} stored otherwise{there}" if was else f"none{there}", mixed)
+    if name == "dense":
+        flag, parts = _POLICY[name], ["language" if each else "all" for each in (now, was)]
+        return Problem(f"{flag} {parts[0]}", f"{parts[1]}{there}", f"{flag} {parts[1]}")
     if name in _POLICY:
         flag = _POLICY[name]
         plain = name == "storage" and was in ("float32", "bfloat16", "float16")

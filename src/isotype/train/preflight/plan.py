@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from isotype.precision.decide import PrecisionRequest
 
 if TYPE_CHECKING:
+    from isotype.model.targets import Adapt
     from isotype.records.memory import MemoryKind
     from isotype.train.rows.lengths import Lengths
 
@@ -63,6 +64,7 @@ class StepPlan:
         reference: whether every step runs the reference model.
         copied: of what a frozen copy is that reference: `weights` or `adapters`; None where there is none.
         lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
+        adapt: the parts of the model that get adapters; None for all.
         learning_rate, optimizer: of the optimizer.
         checkpointing: arguments of `gradient_checkpointing_enable`, None where it is off.
         auto: whether that is to be chosen by the memory of the step instead.
@@ -117,3 +119,4 @@ class StepPlan:
     dropout: bool = True
     data_rows: int | None = None
     lengths: Lengths | None = None
+    adapt: Adapt | None = None

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from isotype.core.names import plural
+from isotype.train.adapt import parts_to_adapt
 from isotype.train.models import tokenizer_here
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.contents import fitting, plain_contents
@@ -63,7 +64,8 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     if data is None:
         return plan
     rows = data[script.dataset_train_split]
-    plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None)
+    adapt = parts_to_adapt(settings, next(iter(rows), {}))
+    plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None, adapt=adapt)
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:
         return replace(

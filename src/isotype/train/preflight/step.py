@@ -274,6 +274,7 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
         policy,
         model_class=getattr(transformers, method.auto_class) if method.auto_class else None,
         lora=plan.lora,
+        adapt=plan.adapt,
         fold=not some,
         attn_implementation=plan.attention,
         **dict(method.model_kwargs),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +203,8 @@ def _light_plan(options: Options, command: Command) -> StepPlan:
 
 
 def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> StepPlan:
+    from isotype.train.adapt import parts_to_adapt
+
     training, model = settings.training, settings.model
     method = settings.method.name
     asked = "per_device_train_batch_size" in settings.command or not options.bare
@@ -234,6 +237,7 @@ def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> S
         and not getattr(training, "precompute_ref_log_probs", False),
         copied=_copied(settings, start),
         lora=_lora_config(settings, start) if model.use_peft else None,
+        adapt=None if settings.extra.adapt is None else parts_to_adapt(settings, ()),
         learning_rate=training.learning_rate,
         optimizer=str(getattr(training.optim, "value", training.optim)),
         checkpointing=CHECKPOINTING
@@ -296,11 +300,13 @@ def training_plan(
         data: splits of rows.
         lengths: of the training rows, where they are known already.
     """
+    from isotype.train.adapt import parts_to_adapt
     from isotype.train.preflight.plan_rows import bounded, with_held_back
     from isotype.train.rows.lengths import lengths_in
 
     plan = _full_plan(Options(), settings, start)
     rows = data[settings.script.dataset_train_split]
+    plan = replace(plan, adapt=parts_to_adapt(settings, next(iter(rows), {})))
     plan = with_held_back(plan, settings, tokenizer, data)
     return bounded(plan, settings, rows, lengths or lengths_in(settings, tokenizer, rows))
 
