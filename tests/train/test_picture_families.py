@@ -12,12 +12,12 @@ import torch
 import transformers
 from peft import PeftModel, get_peft_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 import isotype
 from isotype.cli.main import main
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.experts.stack import quantized_stack
+from isotype.train.rows.pictured import Pictured
 from tests.models import quiet
 from tests.policy import autocast
 from tests.zoo.processors import FAMILIES, picture_rows, save_picture_rows, save_vision_model
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def batch_of(folder: Path, rows: int = 2) -> Any:
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    return dict(DataCollatorForVisionLanguageModeling(processor)(picture_rows(rows)))
+    return Pictured(processor)(picture_rows(rows))
 
 
 def cast(batch: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -190,7 +190,7 @@ def test_the_command_trains_merges_and_what_it_saves_loads_in_plain_libraries(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = save_picture_rows(tmp_path / "train.parquet", 2)
+    rows = save_picture_rows(tmp_path / "train.jsonl", 2)
     root = folder(name)
     assert not main([
         "sft", "--model_name_or_path", str(root), "--dataset_name", str(rows), "--output_dir", "out", "--max_steps", "1",
