@@ -59,7 +59,7 @@ def _expected(role: str, policy: PrecisionPolicy) -> torch.dtype:
 def _assert_state(place: Any, policy: PrecisionPolicy) -> None:
     layer = place.module
     if isinstance(layer, QuantizedStack):
-        assert policy.storage == layer.storage, place.name
+        assert (policy.experts or policy.storage) == layer.storage, place.name
         assert layer.dtype == policy.compute, place.name
         assert all(each.dtype == torch.float32 for each in layer.factors()), place.name
     if place.kind == "linear4bit":

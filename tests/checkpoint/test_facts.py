@@ -200,7 +200,7 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         ),
         (
             {"quant_method": "mxfp4", "modules_to_not_convert": ["router"]},
-            QuantizationFacts("mxfp4", "mxfp4", skip_modules=("router",)),
+            QuantizationFacts("mxfp4", "mxfp4", skip_modules=("router",), experts="mxfp4"),
         ),
         ({"quant_method": "gptq", "bits": 8}, QuantizationFacts("gptq", "gptq-8bit")),
         ({"quant_method": "awq", "bits": 4}, QuantizationFacts("awq", "awq-4bit")),
@@ -360,7 +360,7 @@ def test_mxfp4_headers(tmp_path: Path) -> None:
     )
     facts = facts_of(tmp_path)
     assert facts.trained_dtype == torch.bfloat16
-    assert facts.quantization == QuantizationFacts("mxfp4", "mxfp4")
+    assert facts.quantization == QuantizationFacts("mxfp4", "mxfp4", experts="mxfp4")
 
 
 @pytest.mark.parametrize("base", ["plain", "nf4"])

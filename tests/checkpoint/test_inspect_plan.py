@@ -49,7 +49,9 @@ def test_the_command_prints_groups_and_reasons(tmp_path, capsys):
     assert any(line[1:6] == ["2", "mxfp4", "bfloat16", "dequantized", "(of"] for line in lines)
     said = {line[0]: " ".join(line[1:]) for line in lines if line}
     assert said["compute"] == "as asked"
-    assert said["storage"] == "mxfp4 weights are dequantized once at load: they have no backward"
+    assert said["storage"] == (
+        "mxfp4 weights are dequantized once at load: they have no backward; --quantization mxfp4 keeps experts as they are stored"
+    )
     assert said["pinned"].startswith("kept by the model's author: input_layernorm, norm")
 
 

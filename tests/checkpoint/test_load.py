@@ -23,7 +23,6 @@ from isotype.checkpoint.opened import config_of, facts_of, open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.boundary import original_class
-from isotype.model.experts.stack import quantized_stack
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.policy import is_pinned
 from tests.checkpoint.test_gguf import write_gguf
@@ -245,21 +244,21 @@ def test_mxfp4_experts_are_dequantized_exactly(tmp_path: Path, dtype: str) -> No
     model(**tiny_batch("gpt-oss")).loss.backward()
 
 
-def test_mxfp4_beside_nf4(tmp_path: Path) -> None:
-    """Experts are dequantized and quantized again, one after another; the linear layers are quantized."""
+@pytest.mark.parametrize("experts", ["mxfp4", ""])
+def test_mxfp4_beside_nf4(tmp_path: Path, experts: str) -> None:
+    """Experts stay as they are stored; under a policy that does not say so they are quantized again, one after another."""
     directory, dense = mxfp4_checkpoint(tmp_path)
     policy = isotype.resolve_precision(directory, "bfloat16", "nf4", device="cpu")
-    assert policy.storage == "nf4"
+    assert (policy.storage, policy.experts) == ("nf4", "mxfp4")
+    policy = replace(policy, experts=experts)
     model = isotype.load(directory, policy)
     seen = assert_policy_holds(model, policy)
-    assert seen["linear4bit"] >= 8
+    assert (seen["linear4bit"], seen["stack"]) == (8, 4)
     for key, value in dense.items():
         path, _, own = key.rpartition(".")
-        experts = model.get_submodule(path)
         weight = value.to(torch.bfloat16)
-        if quantized_stack(experts, own) is not None:
-            weight = dequantize_4bit(*quantize_4bit(weight, "nf4"))
-        assert torch.equal(getattr(experts, own), weight), key
+        wanted = weight if experts else dequantize_4bit(*quantize_4bit(weight, "nf4"))
+        assert torch.equal(getattr(model.get_submodule(path), own), wanted), key
     planned = store(skeleton(config_of(open_model(directory)), policy), policy)
     assert {name: (p.shape, p.dtype) for name, p in planned.named_parameters()} == {
         name: (p.shape, p.dtype) for name, p in model.named_parameters()

@@ -323,12 +323,15 @@ def test_a_checkpoint_that_is_saved_quantized_is_taken_as_stored(saved, tmp_path
     }
 
 
-def test_mxfp4_experts_are_dequantized(tmp_path):
+@pytest.mark.parametrize(
+    ("quantization", "how"), [(None, "dequantized"), ("mxfp4", "as stored"), ("nf4", "as stored")]
+)
+def test_mxfp4_experts_are_dequantized_unless_a_quantization_is_asked_for(tmp_path, quantization, how):
     path, dense = mxfp4_checkpoint(tmp_path)
-    plan = plan_of(path, "bfloat16")
-    assert_as_planned(plan, load(path, resolve_precision(path, "bfloat16", device="cpu")))
+    plan = plan_of(path, "bfloat16", quantization)
+    assert_as_planned(plan, load(path, resolve_precision(path, "bfloat16", quantization, device="cpu")))
     experts = {tensor.name: tensor for tensor in plan.tensors if tensor.name in dense}
-    assert {(tensor.stored, tensor.how) for tensor in experts.values()} == {("mxfp4", "dequantized")}
+    assert {(tensor.stored, tensor.how) for tensor in experts.values()} == {("mxfp4", how)}
     assert {name: tensor.shape for name, tensor in experts.items()} == {
         name: tuple(value.shape) for name, value in dense.items()
     }

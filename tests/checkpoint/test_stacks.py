@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.nn import parametrize as bnb
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import isotype
 from isotype.checkpoint import fill
 from isotype.checkpoint.facts import facts_of_module
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.weightless import skeleton, store
-from isotype.core.errors import CheckpointError
+from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.model.experts.quantize import quantize_parts
 from isotype.model.experts.stack import QuantizedStack, codes_of, quantized_stack, stacked_weights
 from tests.checkpoint.test_load import fp8_checkpoint, mxfp4_checkpoint
 from tests.models import CONFIGS, quiet, tiny_batch, tiny_config, tiny_model
 from tests.pairwise import pairwise
-from tests.policy import assert_policy_holds
+from tests.policy import assert_policy_holds, train
 
 Saved = Callable[..., Path]
 STORAGES = ["nf4", "fp4", "int8"]
@@ -176,7 +177,7 @@ def test_one_expert_at_a_time(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     path = SOURCES[source](tmp_path, saved)
-    policy = isotype.resolve_precision(path, "bfloat16", "nf4", device="cpu")
+    policy = replace(isotype.resolve_precision(path, "bfloat16", "nf4", device="cpu"), experts="")
     dense = isotype.load(path, isotype.resolve_precision(path, "bfloat16", device="cpu"))
     sizes: list[int] = []
 
@@ -227,3 +228,88 @@ def test_modules_that_are_left_out_stay_dense(saved: Saved) -> None:
     model = isotype.load(saved("qwen3-moe"), policy, quantization_config=config)
     dense = [path for path, module, own in stacked_weights(model) if quantized_stack(module, own) is None]
     assert set(dense) == {"model.layers.0.mlp.experts"}
+
+
+# ------------------------------------------------------------------------------------------------------- mxfp4
+
+
+@pytest.mark.parametrize("quantization", ["mxfp4", "nf4", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_mxfp4_is_kept_bit_for_bit(tmp_path: Path, quantization: str, dtype: str) -> None:
+    path, dense = mxfp4_checkpoint(tmp_path)
+    policy = isotype.resolve_precision(path, dtype, quantization, device="cpu")
+    assert (policy.experts, policy.quantization) == ("mxfp4", quantization)
+    model = isotype.load(path, policy)
+    assert assert_policy_holds(model, policy)["stack"] == 4
+    files = load_file(path / "model.safetensors")
+    for full, (stack, codes) in stacks(model).items():
+        assert torch.equal(codes, files[f"{full}_blocks"])
+        assert torch.equal(stack.get_buffer("scales"), files[f"{full}_scales"])
+        assert torch.equal(stack(codes), dense[full].to(policy.compute)), full
+        assert torch.equal(stack.part(codes, 1, 3), dense[full][1:3].to(policy.compute)), full
+    blank = store(skeleton(config_of(open_model(path)), policy), policy)
+    assert facts_of_module(blank).parameter_bytes == facts_of_module(model).parameter_bytes
+    assert {name: (p.shape, p.dtype) for name, p in blank.named_parameters()} == {
+        name: (p.shape, p.dtype) for name, p in model.named_parameters()
+    }
+
+
+def test_mxfp4_computes_what_the_dequantized_model_does(tmp_path: Path) -> None:
+    path, _ = mxfp4_checkpoint(tmp_path)
+    losses = []
+    for quantization in ("mxfp4", None):
+        policy = isotype.resolve_precision(path, "float32", quantization, device="cpu")
+        torch.manual_seed(0)
+        model = isotype.add_lora(isotype.load(path, policy), policy, r=4)
+        isotype.fuse(model)
+        losses.append(train(model, policy, tiny_batch("gpt-oss")))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][-1] < losses[0][0] - 0.05
+
+
+@pytest.mark.parametrize("quantization", ["mxfp4", "nf4"])
+def test_mxfp4_is_saved_and_loaded_again(tmp_path: Path, quantization: str) -> None:
+    import transformers
+
+    path, _ = mxfp4_checkpoint(tmp_path / "base")
+    policy = isotype.resolve_precision(path, "bfloat16", quantization, device="cpu")
+    model = isotype.load(path, policy)
+    assert facts_of_module(model).quantization.experts == "mxfp4"  # type: ignore[union-attr]
+    with quiet():
+        model.save_pretrained(tmp_path / "saved")
+    again = isotype.load(
+        tmp_path / "saved", isotype.resolve_precision(tmp_path / "saved", "bfloat16", quantization, "cpu")
+    )
+    assert_equal(again, model)
+    other = isotype.load(path, policy)
+    for _, codes in stacks(other).values():
+        codes.zero_()
+    other.load_state_dict(model.state_dict())
+    assert_equal(other, model)
+    if quantization == "mxfp4":
+        with quiet():
+            plain = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / "saved", dtype=torch.bfloat16
+            )
+        dense = isotype.load(path, isotype.resolve_precision(path, "bfloat16", device="cpu"))
+        with torch.no_grad():
+            batch = tiny_batch("gpt-oss")
+            assert torch.equal(plain(**batch).logits, dense(**batch).logits)
+
+
+def test_mxfp4_is_asked_of_what_stores_it(saved: Saved) -> None:
+    with pytest.raises(PrecisionError, match="stores its weights in bfloat16"):
+        isotype.resolve_precision(saved("gpt-oss", torch.bfloat16), "bfloat16", "mxfp4", device="cpu")
+    policy = isotype.resolve_precision(saved("gpt-oss", torch.bfloat16), "bfloat16", device="cpu")
+    with pytest.raises(CheckpointError, match="no weights are made into mxfp4"):
+        isotype.load(saved("gpt-oss", torch.bfloat16), replace(policy, experts="mxfp4"))
+
+
+def test_an_exponent_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path, _ = mxfp4_checkpoint(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 255
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    policy = isotype.resolve_precision(path, "bfloat16", "mxfp4", device="cpu")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.down_proj"):
+        isotype.load(path, policy)

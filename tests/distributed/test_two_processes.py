@@ -37,6 +37,7 @@ from tests.distributed.launch import (
 
 LOADS = {name: EVERY_LOAD[name] for name in ("pinned", "nf4", "int8", "mixed", "full")}
 MODELS = {"experts": "qwen3-moe", "turned": "gpt2"}
+PACKED = {**EVERY_LOAD["plain"], "precision": {"dtype": "bfloat16", "device": "cpu", "quantization": "mxfp4"}}
 WHOLE = ("gguf", "mxfp4")
 """Whose tensors every process reads whole: rows of what is stored in blocks are not cut out."""
 TRAININGS = {
@@ -148,6 +149,7 @@ def loads(base: Path, saved: Callable[..., Path]) -> dict[str, list[dict[str, An
     wanted["head"] = partial(saved, "llama", torch.bfloat16), head
     wanted["gguf"] = lambda: write_gguf(base / "loads" / "tiny.gguf"), LOADS["nf4"]
     wanted["mxfp4"] = lambda: mxfp4_checkpoint(base / "loads" / "mxfp4")[0], EVERY_LOAD["plain"]
+    wanted["packed"] = wanted["mxfp4"][0], PACKED
     found = _once(
         base / "loads",
         lambda: [{"job": "load", "path": str(path()), **arguments} for path, arguments in wanted.values()],
@@ -156,7 +158,7 @@ def loads(base: Path, saved: Callable[..., Path]) -> dict[str, list[dict[str, An
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*LOADS, *MODELS, "head", *WHOLE])
+@pytest.mark.parametrize("name", [*LOADS, *MODELS, "head", "packed", *WHOLE])
 def test_every_sharded_load_holds_the_bits_of_a_whole_one_and_reads_its_share(loads, name):
     for load in loads[name]:
         _as_whole(load, 1 if name in WHOLE else 0.55)

@@ -127,8 +127,8 @@ def inference_policy(
         wanted = None if quantization == "none" else quantization
         return resolve_precision(source, dtype, wanted, device, revision=revision)
     mixed = bool(saved.layers) and quantization in (None, MIXED)
-    wanted = saved.storage if mixed else quantization or (saved.storage if saved.quantized else "none")
-    as_trained = mixed or (wanted == saved.storage and not saved.layers)
+    wanted = saved.storage if mixed else quantization or saved.quantization or "none"
+    as_trained = mixed or (wanted == saved.quantization and not saved.layers)
     policy = resolve_precision(
         source,
         saved.compute if dtype == "auto" else dtype,
@@ -141,6 +141,8 @@ def inference_policy(
     )
     if mixed:
         policy = with_storage_reason(replace(policy, layers=saved.layers), "mixed, as in training")
+    if as_trained:
+        policy = replace(policy, experts=saved.experts)
     return replace(with_ranges_of(policy, saved), master=saved.master)
 
 

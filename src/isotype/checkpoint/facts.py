@@ -16,6 +16,7 @@ from isotype.checkpoint.mapping.match import match, unknown_quantization
 from isotype.checkpoint.mapping.schemes import method_of
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
+from isotype.core.formats import MXFP4
 from isotype.model.experts.stack import held_stack
 from isotype.model.parts import Parts
 from isotype.model.quantized import constant_bytes, is_int8
@@ -48,13 +49,13 @@ def facts_of_module(model: Any) -> ModelFacts:
     if not is_config(config):  # another library's idea of a config
         config = None
     quantization = _layers_quantization(base, config) or quantization_of(config)
-    if quantization is not None:
-        quantization = replace(quantization, in_memory=True)
     prefixes: tuple[str, ...] = ()  # how the names of adapter parameters begin
     if getattr(model, "peft_config", None) or has_own_adapters(model):
         prefix = getattr(getattr(model, "base_model", None), "prefix", None)
         prefixes = (prefix or "lora_", "modules_to_save")
     stored = list(stored_parameters(base, prefixes))
+    if quantization is not None:
+        quantization = replace(_with_experts(quantization, stored), in_memory=True)
     counts, trained = _weigh(stored, config_dtype(config))
     pinned, strict = _pins(base)
     dense = dense_modules(base)
@@ -148,7 +149,10 @@ def facts_of_config(
         trained = config_dtype(config)
         nbytes = parameters * trained.itemsize if trained is not None and quantization is None else None
     else:
-        _, trained = _weigh(_stored(headers), config_dtype(config))
+        stored = list(_stored(headers))
+        if quantization is not None:
+            quantization = _with_experts(quantization, stored)
+        _, trained = _weigh(stored, config_dtype(config))
         nbytes = sum(tensor.bytes for tensor in headers.tensors)
     return ModelFacts(
         source=source,
@@ -203,7 +207,8 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
     if method != "bitsandbytes":
         # Never bare "int8": that is bitsandbytes' format, and a gptq model of 8 bits is something else.
         form = f"{method}-{bits}bit" if bits else method
-        return QuantizationFacts(method, form, skip_modules=tuple(skip))
+        experts = MXFP4 if method == MXFP4 else ""
+        return QuantizationFacts(method, form, skip_modules=tuple(skip), experts=experts)
     if options.get("load_in_8bit"):
         return QuantizationFacts(method, "int8", skip_modules=tuple(skip))
     return QuantizationFacts(
@@ -225,6 +230,11 @@ def _stored(headers: CheckpointHeaders) -> Iterator[_Stored]:
         dtype = tensor.weight.dtype if tensor.weight.dtype is not None else tensor.weight.dtype_name
         form = dtype if tensor.plain or not tensor.constants else tensor.form
         yield _Stored(tensor.name, form, tensor.values, tensor.bytes)
+
+
+def _with_experts(quantization: QuantizationFacts, stored: Iterable[_Stored]) -> QuantizationFacts:
+    """The facts with the format of experts that tensors show, whatever the config says."""
+    return replace(quantization, experts=MXFP4 if any(each.dtype == MXFP4 for each in stored) else "")
 
 
 def _weigh(

@@ -19,7 +19,7 @@ from isotype.checkpoint.parts import Tensors, read_parts, read_source
 from isotype.checkpoint.values.unpack import Turn
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.bar import Bar
-from isotype.core.formats import FORMATS
+from isotype.core.formats import FORMATS, MXFP4
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.experts.quantize import quantize_parts
 from isotype.model.experts.stack import (
@@ -156,6 +156,8 @@ def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
 def _is_saved(source: Source, placement: Placement) -> bool:
     """Whether a weight is saved in the quantized format that its layer takes."""
     first, _ = source.tensors[0]
+    if first.form == MXFP4:
+        return placement.stacks.get(source.target) == MXFP4 and first.problem is None
     saved = first.form in FORMATS and bool(first.constants) and first.scheme is None
     return saved and (source.target in placement.quantized or source.target in placement.stacks)
 

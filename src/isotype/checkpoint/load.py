@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
+from isotype.checkpoint.facts import quantization_options
 from isotype.checkpoint.fill import Placement, fill, placement_dtypes
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import (
@@ -125,6 +126,10 @@ def load(
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)
+    if (
+        policy.experts and not policy.quantized
+    ):  # what is saved of this model is read as what it was loaded from
+        model.config.quantization_config = dict(quantization_options(config_of(checkpoint)))
     _save_stacks_whole(model)
     if headers is not None:
         model.name_or_path = checkpoint.name  # an adapter names its base by this
@@ -283,9 +288,8 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
         for name in model.state_dict()
         if quantizer is not None and (quantizer.param_needs_quantization(model, name) or name in other)
     }
-    stacks = {}
-    if quantizer is not None:
-        stacks = formats_of_stacks(model, policy, quantizer.modules_to_not_convert or ())
+    skipped = () if quantizer is None else quantizer.modules_to_not_convert or ()
+    stacks = {} if quantizer is None and policy.quantized else formats_of_stacks(model, policy, skipped)
     device_map = settings.device_map or {"": "cpu"}
     return Placement(
         placement_dtypes(model, policy, tuple(settings.dtype_plan)) | dict.fromkeys(quantized, policy.plain),

@@ -138,7 +138,7 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     """How the policy stores each tensor of a dense model: the float parameters, and the buffers that are pinned."""
     dtypes = dtypes_to_load(model, tuple(places(model)), policy)
     quantized = quantized_weights(model, policy.dense) if policy.quantized else frozenset()
-    storage = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantized else {}
+    storage = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in storage:
             continue

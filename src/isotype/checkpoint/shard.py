@@ -22,6 +22,7 @@ from isotype.checkpoint.weightless import forget_quantization, skeleton, store
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError
+from isotype.core.formats import MXFP4
 from isotype.core.names import base_name
 from isotype.model.experts.quantize import quantize_parts, with_constants
 from isotype.model.experts.stack import QuantizedStack, held_stack
@@ -178,6 +179,12 @@ class _Rows:
         # Experts that pass the compute dtype's range are quantized as they are computed.
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
         start, stop = self._own(experts)
+        if blank.storage == MXFP4:
+            codes, scales = (each.to(self.device) for each in self.stored.read_packed(name, start, stop))
+            constants = torch.zeros(experts, *scales.shape[1:], dtype=torch.uint8, device=self.device)
+            constants[start:stop] = scales
+            holder[0] = with_constants(blank, self._from_all(constants))
+            return codes
         parts = (self._read(name, each, each + 1, dtype) for each in range(start, stop))
         codes, own = quantize_parts(
             parts,

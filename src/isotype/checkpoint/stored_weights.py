@@ -13,6 +13,8 @@ from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, wei
 from isotype.checkpoint.parts import read_source, rows_of
 from isotype.checkpoint.values.unpack import turning
 from isotype.checkpoint.weightless import skeleton
+from isotype.core.errors import CheckpointError
+from isotype.core.formats import MXFP4
 
 
 class StoredWeights:
@@ -69,6 +71,22 @@ class StoredWeights:
             part, made, rows = None, source, self._made(source)[name]
         self.bytes_read += sum(header.bytes for tensor, _ in made.tensors for header in tensor.parts)
         return rows if part else rows[where].clone()
+
+    def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts `start` to `stop` of a stack that the checkpoint stores in mxfp4: blocks and exponents, as they are stored.
+
+        Raises:
+            CheckpointError: it is stored otherwise.
+        """
+        tensor, _ = self._sources[name].tensors[0]
+        if tensor.form != MXFP4 or tensor.problem is not None:
+            fix = "load it with quantization nf4 or int8, or with none"
+            what = f"{name}, stored in {tensor.form}"
+            raise CheckpointError.of("experts that are not in mxfp4", what, "blocks of mxfp4", fix)
+        files = MappedFiles()
+        blocks, scales = (files.tensor(part)[start:stop].clone() for part in tensor.parts)
+        self.bytes_read += blocks.nbytes + scales.nbytes
+        return blocks, scales
 
     def _made(self, source: Source) -> dict[str, torch.Tensor]:
         # Mapped for this call: pages of a file that stays mapped count as memory in use.

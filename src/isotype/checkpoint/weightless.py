@@ -103,6 +103,8 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
         forget_quantization(model.config)
     if policy.quantized:
         _quantize(model, policy, getattr(model.config, "quantization_config", None))
+    else:
+        store_blank(model, formats_of_stacks(model, policy), policy)
     own_class_again(model)
     if policy.trainable == "lora":
         model.requires_grad_(False)

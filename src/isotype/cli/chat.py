@@ -8,7 +8,7 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import ASKED
 
 
 def chat_parser() -> Parser:
@@ -20,7 +20,7 @@ def chat_parser() -> Parser:
         "--system", default=None, metavar="TEXT", help="a system message before the conversation"
     )
     parser.add_argument("--dtype", default="auto", help="compute dtype")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default=None)
+    parser.add_argument("--quantization", choices=ASKED, default=None)
     parser.add_argument("--device", default="auto", help="device to run on")
     parser.add_argument(
         "--model_revision", default=None, help="branch, tag or commit of a hub id; of an adapter, of its base"

@@ -11,7 +11,7 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.core.arguments import Parser
 from isotype.core.errors import UsageError
-from isotype.core.formats import MIXED, QUANTIZATIONS
+from isotype.core.formats import ASKED, MIXED
 from isotype.core.units import parse_size
 
 # What the plan is made by, with the defaults.
@@ -36,7 +36,7 @@ def inspect_parser() -> Parser:
     )
     add(
         "--quantization",
-        choices=(*QUANTIZATIONS, MIXED),
+        choices=(*ASKED, MIXED),
         default=None,
         help="of the plan: storage of the frozen weights; mixed: by the damages that isotype quality has measured",
     )

@@ -1,4 +1,4 @@
-"""Quantization formats that a frozen weight can be stored in, one record each (bitsandbytes has their code books)."""
+"""Quantization formats that a frozen weight can be stored in, one record each. bitsandbytes has the code books of all but mxfp4."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ _RECORDS = (
     Format("nf4-fitted", "nf4", 4, block=64, whole=False, fitted=True),
     Format("nf4-32-fitted", "nf4", 4, block=32, whole=False, fitted=True),
     Format("int8", "int8", 8),
+    Format("mxfp4", "mxfp4", 4, block=32, whole=False, measured=False),
 )
 FORMATS: Mapping[str, Format] = {each.name: each for each in _RECORDS}
 """Every format by its name."""
@@ -50,5 +51,11 @@ FOUR_BITS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole 
 FITTED: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
 
+MXFP4 = "mxfp4"
+"""The format of experts in a checkpoint that stores them in it (gpt-oss): OCP's blocks of 32 E2M1 codes with an exponent of two."""
+
 MIXED = "mixed"
 """The quantization of a base each of whose layers has a format of its own, by what it does to the model's output."""
+
+ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
+"""What a base can be asked to be stored in, beside `mixed`."""

@@ -67,7 +67,7 @@ def _with_values(command: Command, row: Row) -> Command:
         return command
     if row.base_memory is not None:
         return with_storage(command, MIXED, row.base_memory)
-    return with_storage(command, row.storage if row.policy.quantized else None)
+    return with_storage(command, row.policy.quantization)
 
 
 def words_of(row: Row) -> str:

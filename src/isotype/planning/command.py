@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isotype.core.formats import MIXED, QUANTIZATIONS
+from isotype.core.formats import ASKED, MIXED
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest
 from isotype.precision.devices.profile import DeviceProfile
@@ -36,7 +36,7 @@ def command_of(
         command = command.but(dataset_name=EXAMPLE_DATA)
     if row.base_memory is not None:
         command = with_storage(command, MIXED, row.base_memory)
-    elif row.storage in QUANTIZATIONS and request.step.precision.quantization != row.storage:
+    elif row.storage in ASKED and request.step.precision.quantization != row.storage:
         command = with_storage(command, row.storage)
     command = command.but(
         gradient_checkpointing={"off": False}.get(row.checkpointing, True), **_batch(request, row)

@@ -13,7 +13,7 @@ from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import ASKED
 from isotype.core.json_records import Names, text_of
 from isotype.core.random_states import random_states_kept
 from isotype.core.units import format_bytes
@@ -183,7 +183,7 @@ def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
-    storage = least.storage if least.storage in QUANTIZATIONS else request.step.precision.quantization
+    storage = least.storage if least.storage in ASKED else request.step.precision.quantization
     step = replace(
         request.step,
         fsdp=2,

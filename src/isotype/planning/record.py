@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from isotype.core.dtypes import parse_dtype
-from isotype.core.formats import MIXED
+from isotype.core.formats import MIXED, MXFP4
 from isotype.core.json_records import Signed
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.command import Command
@@ -304,4 +304,5 @@ def _loss(row: Row) -> float:
     """How much a storage rounds: a rank, no measure."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
-    return 8 - parse_dtype(row.storage).itemsize
+    # Experts that stay as they are stored lose nothing.
+    return 8 - parse_dtype(row.compute if row.storage == MXFP4 else row.storage).itemsize

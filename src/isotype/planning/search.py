@@ -14,7 +14,7 @@ import torch
 from isotype.checkpoint.opened import Checkpoint
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, PrecisionError, UsageError
-from isotype.core.formats import MIXED, QUANTIZATIONS
+from isotype.core.formats import MIXED, MXFP4
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.command import command_of
 from isotype.planning.largest import largest
@@ -93,6 +93,8 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
 """The most precise first; None is the compute dtype's."""
+PACKED_STORAGES: tuple[str | None, ...] = (None, MXFP4, "nf4")
+"""Those of a checkpoint whose experts can stay as they are stored; they do so beside nf4, too."""
 
 LENGTHS = 64
 """Tokens that the longest row is looked for in multiples of."""
@@ -168,7 +170,7 @@ class Search:
         if (
             self.request.layers is not None
             and self.request.count == 1
-            and (pinned or self._storages() is STORAGES)
+            and (pinned or len(self._storages()) > 1)
         ):
             for profile in self.profiles:
                 yield from self._mixed_rows(profile, seen[profile.name])
@@ -183,9 +185,7 @@ class Search:
                     if row.fits and self._looks_between(option):
                         yield from self._sparser_row(option, profile)
             except NotForeseenError as why:
-                self.refused.append(
-                    f"{option.step.policy.storage}, checkpointing {option.checkpointing}: {why}"
-                )
+                self.refused.append(f"{option.step.policy.form}, checkpointing {option.checkpointing}: {why}")
 
     def _steps(self, option: Option) -> Steps:
         known = self._known.setdefault(
@@ -196,7 +196,7 @@ class Search:
     def _looks_between(self, option: Option) -> bool:
         """Whether some layers are of interest beside all of them: of one storage, for such a step, whose layers differ, takes long to trace."""
         every = option.arguments is not None and self.request.step.auto
-        return every and not option.sharding and self._storages() is not STORAGES
+        return every and not option.sharding and len(self._storages()) == 1
 
     def _sparser_row(self, option: Option, profile: DeviceProfile) -> Iterator[Row]:
         """Beside a row that computes every layer again, one with every n-th, where no row of data fits with none and one does with some.
@@ -244,9 +244,9 @@ class Search:
                 try:
                     step.model(None)
                 except (UsageError, CheckpointError) as refusal:
-                    if policy.storage not in QUANTIZATIONS:
+                    if not policy.quantization:
                         raise
-                    self.refused.append(f"{policy.storage}: {refusal.headline}")
+                    self.refused.append(f"{policy.form}: {refusal.headline}")
                     break
                 yield step
 
@@ -272,7 +272,8 @@ class Search:
             or self.checkpoint.facts.saved_format is not None
         ):
             return (None,)
-        return STORAGES
+        saved = self.checkpoint.facts.quantization
+        return PACKED_STORAGES if saved is not None and saved.experts else STORAGES
 
     def _shardings(self) -> Sequence[int]:
         fsdp = self.request.step.fsdp
@@ -359,7 +360,7 @@ class Search:
         row = Row(
             device=profile.name,
             devices=self.request.count,
-            storage=MIXED if policy.layers else policy.storage,
+            storage=policy.form,
             compute=dtype_name(policy.compute),
             checkpointing=option.checkpointing,
             sharding=option.sharding,
@@ -443,7 +444,7 @@ class Search:
 
 def _key(option: Option) -> tuple[str, str, str]:
     policy = option.step.policy
-    return MIXED if policy.layers else policy.storage, option.checkpointing, option.sharding
+    return policy.form, option.checkpointing, option.sharding
 
 
 def _seconds(steps: Steps, device: str, rows: int, tokens: int) -> float | None:

@@ -194,7 +194,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
     """The request for the base that a policy has, mixed or not."""
     return replace(
         request,
-        quantization=policy.storage if policy.quantized else None,
+        quantization=policy.quantization,
         double_quant=policy.double_quant or None,
         quant_storage=policy.quant_storage if policy.storage in FOUR_BITS else None,
         layers=policy.layers,

@@ -12,7 +12,7 @@ import torch
 
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
-from isotype.core.formats import FOUR_BITS, QUANTIZATIONS
+from isotype.core.formats import ASKED, FOUR_BITS, MXFP4, QUANTIZATIONS
 from isotype.precision.by_ranges import decide_by_ranges
 from isotype.precision.facts import unreadable
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
@@ -79,6 +79,11 @@ def decide(
     dense = _dense(facts, request, storage)
     plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
     reasons |= fixed_reasons(compute, plain, pinned)
+    experts = kept_experts(facts, request)
+    if experts:
+        reasons["storage"] += (
+            f"; experts stay in {experts}, as they are stored, and become dense where tokens reach them"
+        )
     by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
     if dense:
@@ -102,6 +107,7 @@ def decide(
         dense=dense,
         exceptions=by_ranges.exceptions,
         loss_scale=by_ranges.loss_scale,
+        experts=experts,
         reasons=reasons,
         warnings=tuple(warnings),
     )
@@ -134,10 +140,10 @@ class _Draft:
         saved = self.facts.quantization.format if self.facts.quantization else None
         if self.request.trainable not in TRAINABLE:
             self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "give one of the two")
-        if requested is not None and requested not in QUANTIZATIONS:
+        if requested is not None and requested not in ASKED:
             self._refuse(
                 f"quantization {requested!r}",
-                f"one of {', '.join(QUANTIZATIONS)} or none",
+                f"one of {', '.join(ASKED)} or none",
                 "give one of these",
             )
             return None
@@ -156,7 +162,15 @@ class _Draft:
                 )
             self.reasons["storage"] = f"the checkpoint is saved in {saved}"
             return saved
-        if requested:
+        if requested == MXFP4 and not (self.facts.quantization and self.facts.quantization.experts):
+            trained = self.facts.trained_dtype
+            stores = saved or (dtype_name(trained) if trained else "another format")
+            self._refuse(
+                f"quantization {MXFP4}, but {self.facts.source} stores its weights in {stores}",
+                f"experts that are stored in {MXFP4}, as gpt-oss is published: they are kept so, and none are made so",
+                "ask for nf4 or int8, or leave the quantization out",
+            )
+        elif requested and requested != MXFP4:
             self.reasons["storage"] = "as asked"
             return requested
         if problem := unreadable(self.facts):
@@ -248,9 +262,12 @@ class _Draft:
         if self.request.trainable == "full":
             self.reasons["storage"] = "every weight is trainable, so the weights are the masters"
             return dtype_name(master)
-        if self.facts.quantization and self.facts.quantization.dequantized:
-            form = self.facts.quantization.format
-            self.reasons["storage"] = f"{form} weights are dequantized once at load: they have no backward"
+        saved = self.facts.quantization
+        if saved and saved.dequantized and not kept_experts(self.facts, self.request):
+            keeps = f"; --quantization {MXFP4} keeps experts as they are stored" if saved.experts else ""
+            self.reasons["storage"] = (
+                f"{saved.format} weights are dequantized once at load: they have no backward{keeps}"
+            )
         else:
             self.reasons["storage"] = "frozen weights are stored in the compute dtype, so no step casts them"
         return dtype_name(compute)
@@ -299,6 +316,14 @@ class _Draft:
             memory = " and they take twice the memory" if storage == torch.float32 else ""
             self.warnings.append(f"{name} storage: every step casts the frozen weights to {low}{memory}")
         return name
+
+
+def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
+    """The format that stacked experts keep: their own, where any quantization is asked for or there already; else empty."""
+    saved = facts.quantization
+    if saved is None or not saved.experts or request.trainable == "full":
+        return ""
+    return saved.experts if request.quantization or saved.in_memory or not saved.dequantized else ""
 
 
 def _auto_compute(

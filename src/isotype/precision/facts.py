@@ -23,6 +23,7 @@ class QuantizationFacts:
         double_quant: whether the quantization constants are quantized too; None where that has no meaning.
         quant_storage: dtype of the packed bytes; None if nothing says it.
         skip_modules: modules that are left unquantized.
+        experts: the format of stacked experts, if they can stay in it and it is not that of linear layers: `"mxfp4"`; else empty.
         in_memory: whether a model in memory is quantized so, not a checkpoint.
     """
 
@@ -32,6 +33,7 @@ class QuantizationFacts:
     double_quant: bool | None = None
     quant_storage: torch.dtype | None = None
     skip_modules: tuple[str, ...] = ()
+    experts: str = ""
     in_memory: bool = field(default=False, compare=False)
 
     @property

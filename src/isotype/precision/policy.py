@@ -16,7 +16,7 @@ import torch
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
-from isotype.core.formats import FORMATS, QUANTIZATIONS
+from isotype.core.formats import FORMATS, MIXED, QUANTIZATIONS
 from isotype.core.names import plural, starred
 
 POLICY_FILE = "precision_policy.json"
@@ -99,6 +99,7 @@ class PrecisionPolicy:
         loss_scale: the loss scale that a GradScaler begins with.
         keep_frozen: whether frozen float weights stay in the dtype they have, whatever `storage` says: true of a
             policy that was read off a model (`PrecisionCallback` without a policy).
+        experts: how stacked experts are stored where that is otherwise: `"mxfp4"`, as the checkpoint has them; else empty.
         reasons: role -> why.
         warnings: what an explicit request costs.
     """
@@ -119,13 +120,24 @@ class PrecisionPolicy:
     exceptions: tuple[ModuleException, ...] = ()
     loss_scale: float = DEFAULT_LOSS_SCALE
     keep_frozen: bool = False
+    experts: str = ""
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def quantized(self) -> bool:
-        """Whether base weights are stored in a quantization format."""
+        """Whether linear layers of the base are stored in a quantization format."""
         return self.storage in QUANTIZATIONS
+
+    @property
+    def quantization(self) -> str | None:
+        """What has to be asked for to get this storage, layers of their own aside; None where no quantization has."""
+        return self.storage if self.quantized else self.experts or None
+
+    @property
+    def form(self) -> str:
+        """The storage in a word: what to ask for, with layers of their own `mixed`, else the float dtype's name."""
+        return MIXED if self.layers else self.quantization or self.storage
 
     @cached_property
     def _layers_by_name(self) -> Mapping[str, LayerStorage]:
@@ -189,9 +201,10 @@ class PrecisionPolicy:
         return tuple((title, dtypes[role], self.reasons.get(role, "")) for role, title in _ROLES)
 
     def storage_words(self) -> str:
-        """`nf4 (double quantization), mixed`."""
+        """`nf4 (double quantization), mixed, experts mxfp4`."""
         nested = " (double quantization)" if self.double_quant else ""
-        return f"{self.storage}{nested}{', mixed' if self.layers else ''}"
+        experts = f", experts {self.experts}" if self.experts else ""
+        return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
         """One line for each format and kind of layer that are stored otherwise, with the numbers of the layers."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS
 from isotype.core.grouping import grouped
 from isotype.core.names import listed, plural, stacked, starred
 from isotype.core.stacks import why_kept
@@ -126,7 +126,7 @@ def _share(part: int, whole: int) -> str:
 
 
 _REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantized")
-_DEQUANTIZED = ("mxfp4",)  # stored in fewer bits than anything can be trained in
+_DEQUANTIZED = (MXFP4,)  # stored in fewer bits than anything is computed in
 _ROLES = ("storage", "compute", "pinned")
 
 
@@ -171,7 +171,7 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
     """What a quantized storage does not reach, and what is stored in fewer bits than it is loaded in."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
-    wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in QUANTIZATIONS]
+    wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in ASKED]
     if policy.storage in QUANTIZATIONS and wide:
         kept = f"stay in {listed(sorted({tensor.storage for tensor in wide}))}"
         lines.append(
@@ -186,7 +186,7 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
             read = format_bytes(sum(tensor.bytes for tensor in floats))
             lines.append(
                 f"dequantized: {plural(len(floats), 'tensor')} of {stored}, {read} in the files, {format_bytes(loaded)} "
-                f"loaded in {listed(sorted({tensor.storage for tensor in floats}))}: {stored} has no backward"
+                f"loaded in {listed(sorted({tensor.storage for tensor in floats}))} (--quantization {stored} keeps it so)"
             )
     return lines
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from isotype.checkpoint.merge.report import ENOUGH, share
 from isotype.core.dtypes import dtype_name
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import ASKED
 from isotype.core.units import format_bytes
 from isotype.report.narrow import fitting, show_commands
 
@@ -51,7 +51,7 @@ def _share(error: float) -> str:
 
 
 def _rows(report: MergeReport) -> list[tuple[str, str]]:
-    dequantized = f" (dequantized from {report.storage})" if report.storage in QUANTIZATIONS else ""
+    dequantized = f" (dequantized from {report.storage})" if report.storage in ASKED else ""
     rows = [
         ("adapter", str(report.adapter)),
         ("base", f"{report.base}{dequantized}"),

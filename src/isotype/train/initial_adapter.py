@@ -57,10 +57,10 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
         base["model_revision"] = adapter.revision
     saved, request = adapter.policy, settings.precision
     if saved is not None:
-        if request.quantization in (None, MIXED if saved.layers else None) and saved.quantized:
+        if request.quantization in (None, MIXED if saved.layers else None) and saved.quantization:
             request = replace(
                 request,
-                quantization=saved.storage,
+                quantization=saved.quantization,
                 double_quant=request.double_quant or saved.double_quant or None,
                 quant_storage=request.quant_storage
                 or (saved.quant_storage if saved.storage in FOUR_BITS else None),

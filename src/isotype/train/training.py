@@ -252,7 +252,7 @@ def _build(run: Run, console: Console) -> Built:
     if run.resume is None:
         say_what_is_overwritten(settings, console)
     set_seed(training.seed)
-    with console.status(f"loading {run.checkpoint.name} as {policy.storage} …"):
+    with console.status(f"loading {run.checkpoint.name} as {policy.form} …"):
         adapt = parts_to_adapt(settings, next(iter(rows[settings.script.dataset_train_split]), {}))
         model, peft_config = adapted_model(settings, run.checkpoint, policy, run.start, adapt=adapt)
     describe.show_model(console, model)

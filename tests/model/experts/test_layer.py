@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import peft
@@ -16,8 +16,9 @@ from torch import nn
 import isotype
 from isotype.core.stacks import why_dense
 from isotype.model.experts import layer
-from isotype.model.experts.quantize import quantize_parts
+from isotype.model.experts.quantize import blank_stack, quantize_parts
 from isotype.model.experts.stack import (
+    QuantizedStack,
     place_stack,
     quantized_stack,
     seen_dense,
@@ -54,6 +55,16 @@ class _Block(nn.Module):
         return self.experts(*inputs)
 
 
+def mxfp4_stack(
+    shape: torch.Size, storage: str, dtype: torch.dtype, *, transposed: bool
+) -> tuple[torch.Tensor, QuantizedStack]:
+    """Random blocks of values up to 1.5."""
+    codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device="cpu")
+    codes.random_(generator=torch.Generator().manual_seed(4))
+    stack.get_buffer("scales").random_(122, 126, generator=torch.Generator().manual_seed(6))
+    return codes, stack
+
+
 def _inputs(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Tokens, the experts of each, of which one is chosen by none, and their weights, which sum to less than one."""
     generator = torch.Generator().manual_seed(5)
@@ -80,9 +91,8 @@ def _adapted(name: str, dtype: torch.dtype, storage: str | None, rank: int = RAN
             value = getattr(module, weight).data
             if why_dense(value.shape, storage) is None:
                 turned = bool(getattr(module, "is_transposed", False))
-                place_stack(
-                    module, weight, *quantize_parts([value], value.shape, storage, dtype, transposed=turned)
-                )
+                made = mxfp4_stack if storage == "mxfp4" else partial(quantize_parts, [value])
+                place_stack(module, weight, *made(value.shape, storage, dtype, transposed=turned))
     lay = layer.layout_of(experts)
     assert lay is not None
     names = [f"experts.{lay.up}", f"experts.{layer.DOWN}"]
@@ -168,8 +178,13 @@ def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("dtype", "storage"), [*itertools.product(DTYPES, (None, "nf4", "int8"))])
+@pytest.mark.parametrize(
+    ("name", "dtype", "storage"),
+    [
+        *itertools.product(FAMILIES, DTYPES, (None, "nf4", "int8")),
+        *itertools.product(("qwen3_moe", "gpt_oss-cls"), DTYPES, ("mxfp4",)),
+    ],
+)
 def test_outputs_and_gradients_are_those_of_formed_deltas(
     name: str, dtype: torch.dtype, storage: str | None
 ) -> None:

@@ -229,6 +229,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
         device="cpu",
         double_quant=False,
         layers=(),
+        experts="",
         pinned=policy.pinned if plain != torch.float32 else (),
     )
 

@@ -147,7 +147,7 @@ def merge_adapter(
             adapter=saved.directory,
             output=final,
             base=source,
-            storage=policy.storage,
+            storage=policy.quantization or policy.storage,
             dtype=target,
             dtype_reason=reason,
             weights=weights,

@@ -17,12 +17,10 @@ from isotype.checkpoint.mapping.schemes import EXPECTED
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import Source, gguf_names
 from isotype.core.errors import CheckpointError, Problem
+from isotype.model.experts import mxfp4
 
 Read = Callable[[TensorHeader], torch.Tensor]
 
-# The 16 values of an OCP MXFP4 code: sign, two bits of exponent, one of mantissa (OCP MX specification 1.0, 5.3.3).
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_MXFP4 = torch.cat([_E2M1, -_E2M1])
 _PIECE = 1 << 19
 """Elements that are dequantized at a time: they stay in the caches, and are enough for all of torch's threads."""
 _GGUF_PIECE = 1 << 17
@@ -47,7 +45,7 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
         )
     codes, scales = read(tensor.weight), read(scheme.scale)
     if scheme.kind == "blocks":
-        return _mxfp4(codes, scales, dtype)
+        return mxfp4.unpack(codes, scales, dtype, True)
     factors = _factors(scales)
     if scheme.second is not None:
         second = read(scheme.second).to(torch.float32)
@@ -60,35 +58,8 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
         codes = _unpacked(codes, scheme.bits, scheme.shape)
     elif scheme.kind == "pairs":
         codes = torch.stack([codes.view(torch.uint8) & 15, codes.view(torch.uint8) >> 4], dim=-1).flatten(-2)
-        return _scaled(codes, factors, dtype, scheme.block, table=_MXFP4)
+        return _scaled(codes, factors, dtype, scheme.block, table=mxfp4.E2M1)
     return _scaled(codes, factors, dtype, scheme.block, zeros)
-
-
-def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., columns, rows] of blocks [..., rows, groups, bytes] and exponents [..., rows, groups].
-
-    A byte holds two values, the lower half first; a group of 32 shares the factor 2 ** (exponent - 127).
-    """
-    *outer, rows, groups, width = blocks.shape
-    columns = groups * width * 2
-    # Two digits times a power of two: bfloat16 has every such number that float32 has.
-    work = dtype if dtype == torch.bfloat16 else torch.float32
-    pairs = torch.stack([_MXFP4.repeat(16), _MXFP4.repeat_interleave(16)], dim=1).to(work)  # [256, 2]
-    words = pairs.view(torch.int32 if work.itemsize == 2 else torch.int64).view(256)  # a pair in one
-    values = torch.empty(*outer, columns, rows, dtype=dtype)
-    step = max(1, _PIECE // columns)
-    for block, scale, target in zip(
-        blocks.view(-1, rows, groups * width),
-        scales.view(-1, rows, groups, 1),
-        values.view(-1, columns, rows),
-        strict=True,
-    ):
-        for first in range(0, rows, step):
-            codes = block[first : first + step].reshape(-1).to(torch.int32)
-            piece = words.index_select(0, codes).view(work).view(-1, groups, width * 2)
-            piece *= _factors(scale[first : first + step]).to(work)
-            target[:, first : first + step] = piece.view(-1, columns).T
-    return values
 
 
 def _scaled(
@@ -144,11 +115,7 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
     """Scales as float32 numbers; bytes are exponents of two (E8M0)."""
-    if scales.dtype == torch.uint8:
-        # The exponent of a float32, whose bias is the same; 2 ** -127 is a denormal number.
-        exponents = scales.to(torch.int32)
-        return torch.where(exponents == 0, 1 << 22, exponents << 23).to(torch.int32).view(torch.float32)
-    return scales.to(torch.float32)
+    return mxfp4.powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
 
 
 def _unpacked(words: torch.Tensor, bits: int, shape: Sequence[int]) -> torch.Tensor:

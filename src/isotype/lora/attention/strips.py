@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from isotype.core.compiled import NotCompiledError
+from isotype.core.own_operators import operator
 from isotype.lora.attention.plan import Spec, attention_to_nothing
 from isotype.lora.loops.loading import Loops, loops_of
-from isotype.lora.operators import operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import PLAIN, is_transformed
+from isotype.core.own_operators import operator
 from isotype.lora.loops.loading import NAMES, Loops, loops_of
-from isotype.lora.operators import operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (Path(__file__).with_name("vectors.h"),)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.core.formats import FORMATS
+from isotype.core.errors import CheckpointError
+from isotype.core.formats import FORMATS, MXFP4
 from isotype.core.stacks import why_dense
 from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.experts.stack import (
@@ -39,9 +40,9 @@ def formats_of_stacks(
 
     formats = {}
     by_ranges = range_boundaries(model, tuple(places(model)), policy) if policy.exceptions else {}
-    for path, module, name in stacked_weights(model) if policy.quantized else ():
+    for path, module, name in stacked_weights(model) if policy.quantization else ():
         full = f"{path}.{name}".lstrip(".")
-        storage = policy.storage_of(full)
+        storage = policy.experts or policy.storage_of(full)
         kept = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
         # Values beyond float16: PEFT's own path, which such experts take, is wrong on a parametrized weight.
         kept |= computes_float32(by_ranges.get(path))
@@ -73,6 +74,13 @@ def blank_stack(
     """Codes and parametrization of a stacked weight without values; the arguments are those of `quantize_parts`."""
     form = FORMATS[storage]
     experts, rows, columns = shape
+    if storage == MXFP4:
+        rows, columns = (columns, rows) if transposed else (rows, columns)
+        codes = torch.empty(
+            experts, rows, columns // form.block, form.block // 2, dtype=torch.uint8, device=device
+        )
+        scales = torch.empty(codes.shape[:-1], dtype=torch.uint8, device=device)
+        return codes, QuantizedStack(storage, shape, dtype, {"scales": scales}, transposed=transposed)
     if storage == "int8":
         codes = torch.empty(shape, dtype=torch.int8, device=device)
         scales = torch.empty((experts, 1, columns) if transposed else (experts, rows, 1), device=device)
@@ -119,8 +127,18 @@ def quantize_parts(
         double_quant: whether the constants of 4 bits are quantized, too.
         transposed: whether the input dimension is `d1`.
         device: of the codes.
+
+    Raises:
+        CheckpointError: the format is mxfp4, in which weights are taken as they are stored, and none are made.
     """
     form = FORMATS[storage]
+    if storage == MXFP4:
+        what, expected = (
+            f"experts of shape {list(shape)} that are not stored in {storage}",
+            f"{storage} blocks",
+        )
+        fix = "load them with quantization nf4 or int8, or with none"
+        raise CheckpointError.of(f"no weights are made into {storage}", what, expected, fix)
     codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device=device)
     constants: Any = stack.scales if storage == "int8" else stack.absmax
     matrices = (matrix for part in parts for matrix in part)
@@ -144,10 +162,10 @@ def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedS
 
     Args:
         blank: whose storage, shape and dtype it has.
-        constants: float32, of the blocks of 4 bits `[experts, blocks]`, which are quantized where those of `blank` are; scales of int8.
+        constants: float32, of the blocks of nf4 and fp4 `[experts, blocks]`, which are quantized where those of `blank` are; else scales.
     """
     held = {"scales": constants}
-    if blank.storage != "int8":
+    if blank.storage not in ("int8", MXFP4):
         form = FORMATS[blank.storage]
         state = state_4bit(
             constants.view(-1),

@@ -10,9 +10,11 @@ Codes lie by expert, so that a part of them is a slice, and FSDP2 shards them by
   experts: `d1 * d2` is a multiple of the block size, or the weight stays dense (`isotype.core.stacks.why_dense`).
 - int8: int8 `[experts, d1, d2]`, with float32 scales over the input dimension, `[experts, d1, 1]`, or `[experts, 1, d2]` where the
   module `is_transposed`; a value is `code * scale / 127`.
+- mxfp4: blocks and exponents as `isotype.model.experts.mxfp4` reads them, the very bytes of a checkpoint; none are made here.
 
 In `state_dict` the codes are `gate_up_proj`, 4 bits flat `[n, 1]`, with `.absmax`, `.quant_map` and `.quant_state.bitsandbytes__nf4`
-beside them, as bitsandbytes writes and reads them; int8 scales are `gate_up_proj.SCB`. A module with a quantized stack can be
+beside them, as bitsandbytes writes and reads them; int8 scales are `gate_up_proj.SCB`; mxfp4 is `gate_up_proj_blocks` and
+`gate_up_proj_scales`, as gpt-oss is published. A module with a quantized stack can be
 copied, and is pickled by its `state_dict` only, as torch wants it of every parametrized module.
 """
 
@@ -30,7 +32,8 @@ from torch.nn.utils import parametrize
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.swapped import Swapped, swap
 from isotype.compat.torch import UncastBuffers, own_modules, own_parameters, state_dict_hooks
-from isotype.core.formats import FORMATS
+from isotype.core.formats import FORMATS, MXFP4
+from isotype.model.experts import mxfp4
 from isotype.model.hooks import listening
 from isotype.model.walk import is_tuner_layer, places
 
@@ -44,7 +47,7 @@ class QuantizedStack(UncastBuffers):
     Constants are buffers, which a `state_dict` names as bitsandbytes does. They move with the model, and are never cast.
 
     Attributes:
-        storage: `"nf4"`, `"fp4"` or `"int8"`.
+        storage: `"nf4"`, `"fp4"`, `"int8"` or `"mxfp4"`.
         shape: of the dense weight, `[experts, d1, d2]`.
         dtype: of dense values; may be set.
         blocksize: values that share a constant, of 4 bits.
@@ -62,7 +65,7 @@ class QuantizedStack(UncastBuffers):
         blocksize: int = 64,
         transposed: bool = False,
     ) -> None:
-        """`constants`: of 4 bits as `constants_4bit` gives them, `scales` of int8."""
+        """`constants`: of nf4 and fp4 as `constants_4bit` gives them, `scales` of int8 and mxfp4."""
         super().__init__()
         self.storage, self.shape, self.dtype = storage, torch.Size(shape), dtype
         self.blocksize, self.transposed = blocksize, transposed
@@ -77,14 +80,17 @@ class QuantizedStack(UncastBuffers):
 
     @torch.no_grad()
     def part(self, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The dense weight `[stop - start, d1, d2]` of these experts alone, new memory, in `dtype`.
+        """The dense weight `[stop - start, d1, d2]` of these experts alone, new memory of any layout, in `dtype`.
 
         Args:
             codes: `codes_of` the module.
             start, stop: of the experts, `0 <= start < stop <= experts`.
         """
+        scales: Any = getattr(self, "scales", None)
+        if self.storage == MXFP4:
+            values = mxfp4.unpack(codes[start:stop], scales[start:stop], self.dtype)
+            return values.mT if self.transposed else values
         if self.storage == "int8":
-            scales: Any = self.scales
             out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=codes.device)
             return torch.mul(codes[start:stop], scales[start:stop] / 127, out=out)
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
@@ -94,6 +100,8 @@ class QuantizedStack(UncastBuffers):
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
+        if self.storage == MXFP4:
+            return (mxfp4.powers(constants.scales),)
         return (constants.scales if self.storage == "int8" else constants.absmax,)
 
     def state(self) -> Any:
@@ -311,10 +319,11 @@ def saved_stack(
         device: where they go.
     """
     shape, codes = shape_of(module, name), codes.to(device)
-    scales = next((value for key, value in constants.items() if key.endswith(".SCB")), None)
+    scales = next((value for key, value in constants.items() if key.endswith((".SCB", "_scales"))), None)
     if scales is not None:
         held, turned = {"scales": scales.to(device)}, is_transposed(module)
-        return codes, QuantizedStack("int8", shape, dtype, held, transposed=turned)
+        form = "int8" if codes.dtype == torch.int8 else MXFP4
+        return codes, QuantizedStack(form, shape, dtype, held, transposed=turned)
     from bitsandbytes.functional import QuantState
 
     state = QuantState.from_dict(dict(constants), device)
@@ -336,6 +345,9 @@ def _write_state(
     stack = quantized_stack(module, name)
     if codes is None or stack is None:
         return
+    if stack.storage == MXFP4:
+        state[f"{prefix}{name}_blocks"], state[f"{prefix}{name}_scales"] = codes, stack.scales
+        return
     if stack.storage == "int8":
         state[f"{prefix}{name}"], state[f"{prefix}{name}.SCB"] = codes, stack.scales
         return
@@ -348,10 +360,13 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
     """Take the codes and constants that `_write_state` named out of a `state_dict` that is being loaded."""
     own = f"{prefix}{name}"
     stack = quantized_stack(module, name)
-    if stack is None or own not in state:
+    if stack is None:
         return
-    codes = state.pop(own)
-    constants = {key: state.pop(key) for key in list(state) if key.startswith(f"{own}.")}
+    weight, beside = (f"{own}_blocks", f"{own}_scales") if stack.storage == MXFP4 else (own, f"{own}.")
+    if weight not in state:
+        return
+    codes = state.pop(weight)
+    constants = {key: state.pop(key) for key in list(state) if key.startswith(beside)}
     codes, saved = saved_stack(codes, constants, module, name, stack.dtype, codes.device)
     held = f"{prefix}parametrizations.{name}"
     state[f"{held}.original"] = codes

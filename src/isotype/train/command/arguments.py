@@ -12,7 +12,7 @@ from typing import Any
 
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import Problem
-from isotype.core.formats import MIXED, QUANTIZATIONS
+from isotype.core.formats import ASKED, MIXED
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
@@ -27,9 +27,9 @@ class IsotypeArguments:
         default=None,
         metadata={
             "help": "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
-            "--bnb_4bit_quant_type. mixed: each linear layer in nf4, int8 or unquantized, by what that does to the model's output "
+            "--bnb_4bit_quant_type. mxfp4: experts that the checkpoint stores so (gpt-oss) stay packed. mixed: each linear layer in nf4, int8 or unquantized, by what that does to the model's output "
             "(measured once, see isotype quality).",
-            "choices": [*QUANTIZATIONS, MIXED],
+            "choices": [*ASKED, MIXED],
         },
     )
     base_memory: str | None = field(
@@ -253,7 +253,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("columns", "what", "alpaca", "or prompt=question,completion=answer"),
     Argument("eval_split", "what", "0.05", "share of rows to evaluate on"),
     Argument("output_dir", "what", "DIR", "adapter, checkpoints, report"),
-    Argument("quantization", "precision", "nf4", "storage of the base: nf4, fp4, int8"),
+    Argument("quantization", "precision", "nf4", "storage of the base: nf4, fp4, int8, mxfp4"),
     Argument("dtype", "precision", "bfloat16", "compute dtype; auto by default"),
     Argument("device", "precision", "cuda", "auto, cpu, cuda, mps, xpu"),
     Argument("learning_rate", "training", "2e-4", limit=Limit(0, 1e3, fix="1e-4 is a common start")),

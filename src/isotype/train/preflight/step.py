@@ -16,6 +16,7 @@ from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require
 from isotype.compat.transformers import documents_told_at, has_states
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError
+from isotype.core.formats import MXFP4
 from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
@@ -342,7 +343,7 @@ def _by_lengths(plan: StepPlan, model: Any) -> bool:
 def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
     """What a checkpoint's own format takes that nothing can be trained in, and what it is loaded in."""
     saved = quantization_of(config)
-    if saved is None or saved.format != "mxfp4":
+    if saved is None or not saved.experts:
         return
     experts = [
         weight
@@ -356,7 +357,7 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
         return
     dtype = experts[0].dtype
     stored = int(loaded / dtype.itemsize * _MXFP4_BYTES)
-    yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} where the files hold {format_bytes(stored)}"
+    yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} where the files hold {format_bytes(stored)} (--quantization {MXFP4} keeps them so)"
 
 
 def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:

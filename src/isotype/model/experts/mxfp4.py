@@ -1,0 +1,68 @@
+"""Weights in OCP's MXFP4, as gpt-oss stores its experts: blocks of 32 codes along the inputs, each with an exponent of two.
+
+A code is E2M1: a sign, two bits of exponent, one of mantissa (OCP MX specification 1.0, 5.3.3). A byte holds two, the lower half first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isotype.core.own_operators import operator
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat([_E2M1, -_E2M1])
+"""float32 `[16]`: the value of each code."""
+
+_PIECE = 1 << 19
+"""Values that a CPU makes dense at a time: they stay in the caches, and are enough for all of torch's threads."""
+_GPU_PIECE = 1 << 24
+
+
+def _blank(
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
+) -> torch.Tensor:
+    experts, outputs, groups, width = blocks.shape
+    inputs = groups * width * 2
+    shape = (experts, inputs, outputs) if turned else (experts, outputs, inputs)
+    return torch.empty(shape, dtype=dtype, device=blocks.device)
+
+
+@operator(
+    "unpack_mxfp4(Tensor blocks, Tensor scales, ScalarType dtype, bool turned=False) -> Tensor",
+    keys=("CompositeExplicitAutograd",),
+    fake=_blank,
+)
+def unpack(
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
+) -> torch.Tensor:
+    """The dense weights `[experts, out, in]`, or `[experts, in, out]`, new memory.
+
+    Every value has two binary digits, which bfloat16 has in float32's range: float32 and bfloat16 come out exact, float16 rounded once.
+
+    Args:
+        blocks: uint8 `[experts, out, in / 32, 16]`.
+        scales: uint8 `[experts, out, in / 32]`: exponents with a bias of 127 (E8M0).
+        dtype: of the values.
+        turned: whether the inputs come first in memory.
+    """
+    experts, outputs, groups, width = blocks.shape
+    inputs = groups * width * 2
+    values = _blank(blocks, scales, dtype, turned)
+    pairs = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1).to(torch.bfloat16)
+    words = pairs.view(torch.int32).view(256).to(blocks.device)  # a byte's two values in one
+    step = max(1, (_PIECE if blocks.device.type == "cpu" else _GPU_PIECE) // max(1, inputs))
+    for expert in range(experts):
+        target = values[expert].T if turned else values[expert]
+        for first in range(0, outputs, step):
+            codes = blocks[expert, first : first + step].reshape(-1).to(torch.int32)
+            piece = words.index_select(0, codes).view(torch.bfloat16).view(-1, groups, width * 2)
+            piece *= powers(scales[expert, first : first + step]).to(torch.bfloat16)[..., None]
+            target[first : first + step] = piece.view(-1, inputs)
+    return values
+
+
+def powers(exponents: torch.Tensor) -> torch.Tensor:
+    """float32 powers of two of E8M0 bytes, of any shape."""
+    # The exponent of a float32, whose bias is the same; 2 ** -127 is a denormal number.
+    places = exponents.to(torch.int32)
+    return torch.where(places == 0, 1 << 22, places << 23).to(torch.int32).view(torch.float32)
