@@ -1,6 +1,6 @@
 """Memory that `isotype check` foresees for mixtures of experts as published, from their configs alone.
 
-One row of 1,024 tokens on an H100, nf4, r 16, float32 masters, AdamW, gradient checkpointing; adapters on attention alone, and on experts too.
+One row of 1,024 tokens on an H100, nf4 (and mxfp4 where experts are published in it), r 16, float32 masters, AdamW, gradient checkpointing; adapters on attention alone, and on experts too.
 
 Run: python benchmarks/experts_memory.py [--record]
 Prints a table.
@@ -9,6 +9,7 @@ Prints a table.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import transformers
 import results
 
 _GIB = 1 << 30
-_STEP = "--quantization nf4 --device h100 --batch 1 --length 1024 --gradient_checkpointing True --optim adamw_torch --lora_r 16"
+_STEP = "--dtype bfloat16 --device h100 --batch 1 --length 1024 --gradient_checkpointing True --optim adamw_torch --lora_r 16"
+_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 _ATTENTION = "--lora_target_modules q_proj k_proj v_proj o_proj"
 TARGETS = {"attention": _ATTENTION, "experts": ""}
 
@@ -45,15 +47,21 @@ def configs() -> dict[str, Any]:
         dtype="bfloat16",
     )
     oss = transformers.GptOssConfig(num_hidden_layers=24, num_local_experts=32, dtype="bfloat16")
+    oss.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": _DENSE}
     qwen.architectures, oss.architectures = ["Qwen3MoeForCausalLM"], ["GptOssForCausalLM"]
     return {"Qwen3-30B-A3B": qwen, "gpt-oss-20b": oss}
 
 
-def foreseen(folder: Path, targets: str) -> dict[str, Any]:
+def storages(config: Any) -> tuple[str, ...]:
+    """What a base is stored in; experts that are published in mxfp4 stay in it beside nf4."""
+    return ("nf4", "mxfp4") if getattr(config, "quantization_config", None) else ("nf4",)
+
+
+def foreseen(folder: Path, flags: str) -> dict[str, Any]:
     """Peak bytes, and those of each kind in its phase."""
     command = [sys.executable, "-m", "isotype", "check", "sft", "--model_name_or_path", str(folder), "--json"]
     done = subprocess.run(
-        [*command, *_STEP.split(), *targets.split()], capture_output=True, text=True, check=False
+        [*command, *_STEP.split(), *flags.split()], capture_output=True, text=True, check=False
     )
     memory: dict[str, Any] = json.loads(done.stdout)["memory"]
     return memory
@@ -64,18 +72,20 @@ def main() -> None:
     for name, config in configs().items():
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            for targets, flags in TARGETS.items():
-                memory = foreseen(Path(folder), flags)
+            for storage, (targets, flags) in itertools.product(storages(config), TARGETS.items()):
+                memory = foreseen(Path(folder), f"--quantization {storage} {flags}")
                 kinds = {
                     kind: size
                     for kind, size in memory["phases"][memory["peak_phase"]].items()
                     if size > _GIB // 10
                 }
                 words = ", ".join(f"{kind} {size / _GIB:.2f}" for kind, size in kinds.items())
-                print(f"{name:<14} {targets:<10} {memory['peak_bytes'] / _GIB:5.1f} GiB   {words}")
+                print(
+                    f"{name:<14} {storage:<6} {targets:<10} {memory['peak_bytes'] / _GIB:5.1f} GiB   {words}"
+                )
                 if arguments.record:
                     measures = {"peak": results.Measure(memory["peak_bytes"] / _GIB, "GiB")}
-                    results.append(f"experts-memory/{name}", measures, targets)
+                    results.append(f"experts-memory/{name} {storage}", measures, targets)
 
 
 if __name__ == "__main__":

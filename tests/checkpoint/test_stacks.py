@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -281,12 +282,12 @@ def test_mxfp4_is_saved_and_loaded_again(tmp_path: Path, quantization: str) -> N
         tmp_path / "saved", isotype.resolve_precision(tmp_path / "saved", "bfloat16", quantization, "cpu")
     )
     assert_equal(again, model)
-    other = isotype.load(path, policy)
-    for _, codes in stacks(other).values():
-        codes.zero_()
-    other.load_state_dict(model.state_dict())
-    assert_equal(other, model)
     if quantization == "mxfp4":
+        other = copy.deepcopy(model)
+        for _, codes in stacks(other).values():
+            codes.zero_()
+        other.load_state_dict(model.state_dict())
+        assert_equal(other, model)
         with quiet():
             plain = transformers.AutoModelForCausalLM.from_pretrained(
                 tmp_path / "saved", dtype=torch.bfloat16

@@ -28,7 +28,7 @@ from isotype.compat.torch import FakeTensor
 from isotype.core.dtypes import NoAutocast
 from isotype.precision.devices.simulated import simulates_cpu
 
-_DENSE_BYTES = 1 << 28
+_DENSE_BYTES = 1 << 27
 """Bytes of dense weights that are held at a time, of experts that are stored in another form."""
 _ROWS = 512
 """Rows that a CPU computes at once, where experts have fewer: each call costs, and larger results leave the caches."""
