@@ -8,6 +8,7 @@ matter; each set-up runs in a process forked from one that has imported the libr
 
 Run: python benchmarks/foreseen.py --seed 1 --count 70 [--only sft none …] [--jobs 2] [--json FILE]. Prints a line per set-up, the shares
 within 5 and 10 %, and of what is off the settings that it has in common. Ends with 1 where fewer than 95 % are within 5 %, or one is not within 10 %.
+`--experts` runs a fixed list of mixtures instead, of every storage (mxfp4 of gpt-oss, whose experts it writes as blocks).
 `--at SEED/NUMBER …` runs some of the set-ups again, `--kinds` prints what the foreseen peak is made of.
 """
 
@@ -17,10 +18,12 @@ import argparse
 import contextlib
 import gc
 import io
+import itertools
 import json
 import multiprocessing
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -34,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from records import keep_foreseen
-from results import parsed
+from results import Measure, append, parsed
 
 NEAR, FAR, LEAST_SHARE = 0.05, 0.10, 0.95
 SECONDS = 600
@@ -93,6 +96,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (configuration class of transformers, its arguments). Not Qwen2: its tokenizers are read by a class that knows no word of these."""
 
 
+_EXPERTS: dict[str, Any] = {"hidden_size": 256, "num_experts_per_tok": 2, "intermediate_size": 256}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe of 16": ("Qwen3MoeConfig", {**ARCHITECTURES["qwen3-moe"][1], **_EXPERTS, "num_experts": 16, "moe_intermediate_size": 256}),
+    "gpt-oss of 16": ("GptOssConfig", {**ARCHITECTURES["gpt-oss"][1], **_EXPERTS, "num_local_experts": 16}),
+}  # fmt: skip
+"""Of 16 experts in 4 layers, whose weights are nine tenths of the model's."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """One training set-up.
@@ -100,7 +111,7 @@ class Setup:
     Attributes:
         architecture: a key of `ARCHITECTURES`.
         method: `sft` or `dpo`.
-        storage: of the frozen weights: `none`, `nf4` or `int8`.
+        storage: of the frozen weights: `none`, `nf4`, `int8` or `mxfp4`.
         adapters: `lora`, `dora` or `full` (every weight is trained).
         evaluation: `off`, `default` rows, or rows a step.
     """
@@ -156,6 +167,32 @@ def draw(seed: int, number: int) -> Setup:
     )  # fmt: skip
 
 
+def mixtures() -> list[tuple[str, Setup]]:
+    """Every storage of `MIXTURES`, with and without checkpointing."""
+    every = itertools.product(MIXTURES, ("none", "nf4", "int8", "mxfp4"), ("False", "True"))
+    setups = [
+        Setup(
+            name,
+            "sft",
+            storage,
+            "bfloat16",
+            "lora",
+            16,
+            0.05,
+            False,
+            recompute,
+            1,
+            "adamw_torch",
+            "off",
+            4,
+            128,
+        )
+        for name, storage, recompute in every
+        if storage != "mxfp4" or name.startswith("gpt-oss")
+    ]
+    return [(f"m/{number}", setup) for number, setup in enumerate(setups)]
+
+
 # The files of a set-up
 
 
@@ -172,9 +209,28 @@ def save_model(setup: Setup, folder: Path) -> None:
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    name, settings = ARCHITECTURES[setup.architecture]
+    name, settings = (ARCHITECTURES | MIXTURES)[setup.architecture]
     config = getattr(transformers, name)(**settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    if setup.storage == "mxfp4":
+        write_blocks(folder)
+
+
+def write_blocks(folder: Path) -> None:
+    """Put random blocks of mxfp4 in the place of the experts of a saved gpt-oss."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        weights[f"{name}_blocks"] = codes
+        weights[f"{name}_scales"] = torch.full(codes.shape[:-1], 121, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def save_rows(setup: Setup, folder: Path) -> None:
@@ -459,12 +515,15 @@ def main() -> int:
     parser.add_argument("--at", nargs="+", default=[], metavar="SEED/NUMBER", help="these set-ups alone")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="set-ups with all of these")
     parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="set-ups with none of these")
+    parser.add_argument("--experts", action="store_true", help="mixtures of every storage")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--kinds", action="store_true", help="print what the foreseen peaks are made of")
     parser.add_argument("--json", type=Path, help="write the results")
     options = parsed(parser, "at", "only", "without")
     places = options.at or [f"{options.seed}/{number}" for number in range(options.count)]
-    setups = [(place, draw(*map(int, place.split("/")))) for place in places]
+    setups = (
+        mixtures() if options.experts else [(place, draw(*map(int, place.split("/")))) for place in places]
+    )
     if not options.at:
         words = {place: _words_of(setup) for place, setup in setups}
         setups = [
@@ -483,7 +542,13 @@ def main() -> int:
     print("\n".join(summary(ratios, len(results) - len(ratios))))
     if options.json is not None:
         options.json.write_text(json.dumps(results), encoding="utf-8")
-    if options.record:
+    if options.record and options.experts:
+        for storage in dict.fromkeys(setup.storage for setup, _ in ratios):
+            of = sorted(ratio for setup, ratio in ratios if setup.storage == storage)
+            append(
+                f"foreseen-experts/{storage}", {"ratio": Measure(statistics.median(of), "", (of[0], of[-1]))}
+            )
+    elif options.record:
         keep_foreseen(options.seed, [ratio for _, ratio in ratios], NEAR, FAR)
     errors = [abs(ratio - 1) for _, ratio in ratios]
     near = sum(error <= NEAR for error in errors)
