@@ -12,10 +12,13 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || :
 # What a user's step goes through; pages, documents, the corpus, the zoo and chains of kills say nothing new about older libraries.
 CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules preflight train test_public.py)
 
-.PHONY: demo test test-all test-cpus test-oldest lint types check bench clean
+.PHONY: demo demo-pictures test test-all test-cpus test-oldest lint types check bench clean
 
 demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
 	$(BIN)/isotype demo
+
+demo-pictures: $(VENV)/.installed  ## fine-tune a small vision-language model, made here, on drawn pictures
+	$(BIN)/isotype demo --pictures
 
 test: $(VENV)/.installed  ## lint, types and the whole test suite
 	$(BIN)/ruff check .

@@ -536,6 +536,16 @@ def test_policy_of_the_page_allows_its_own_style_and_script_only() -> None:
     assert "unsafe" not in policy[1]
 
 
+def test_pictures_stand_beside_their_questions() -> None:
+    url = "data:image/png;base64,AAAA"
+    asked = tuple(Sample(f"question {at}", "a", "b", None, (url,)) for at in range(3))
+    html = to_html(replace(realistic(), samples=asked))
+    assert html.count(f'<img src="{url}"') == 3
+    assert "Questions about pictures, before and after" in html
+    assert "img-src data:;" in html  # the page's own policy lets them be shown
+    assert "<details><summary>2 more" not in html
+
+
 def test_everything_is_said() -> None:
     record = realistic(
         steps=step_records(scaled=True), resumed_from=1200, status="failed", error="RuntimeError: no & <more>"

@@ -227,14 +227,21 @@ def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats * 2))
     more = "--max_steps 2 --per_device_train_batch_size 3 --save_strategy no --lora_r 2 --device cpu"
     data = ("--model_name_or_path", "model", "--dataset_name", "t.jsonl", "--output_dir", "out")
-    status = main([method, *data, *more.split(), *(["--assistant_only_loss"] if method == "sft" else [])])
+    status = main(
+        [
+            method,
+            *data,
+            *more.split(),
+            *(["--assistant_only_loss", "--eval_split", "2"] if method == "sft" else []),
+        ]
+    )
     output, errors = capsys.readouterr()
     assert status == 0, output + errors
+    report = json.loads(Path("out/run_report.json").read_text())
+    assert len(report["steps"]) == 2
     if method == "sft":
-        assert "[picture 40 × 30, 16 tokens]" in output
-    record = (
-        json.loads(Path("out/isotype_run.json").read_text())
-        if Path("out/isotype_run.json").exists()
-        else None
-    )
-    assert record is None or record["steps"]
+        assert "first example" in output
+        asked = [sample for sample in report["samples"] if sample["pictures"]]
+        assert asked
+        assert all(url.startswith("data:image/png;base64,") for sample in asked for url in sample["pictures"])
+        assert all(None not in (sample["before"], sample["after"]) for sample in asked)

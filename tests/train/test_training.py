@@ -374,9 +374,9 @@ def test_the_sample_is_asked_in_the_format_of_its_row(model):
         ({"prompt": turns, "completion": reply}, turns),
         ({"messages": turns + reply}, turns),
     ):
-        sample, asked = describe.sample_question(settings, {"test": [row]})
+        ((sample, asked),) = describe.sample_questions(settings, {"test": [row, row]})
         assert (sample.question, sample.reference, asked) == ("w1", "w2", prompt)
-    assert describe.sample_question(settings, {"test": [{"text": "w1"}]}) is None
+    assert describe.sample_questions(settings, {"test": [{"text": "w1"}]}) == []
     tokenizer = processing_class(model)
     words = tokenizer.convert_ids_to_tokens(encode(tokenizer, "w1 w2")["input_ids"][0])
     assert words == ["w1", "w2"]

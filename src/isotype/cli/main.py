@@ -41,7 +41,7 @@ usage: isotype COMMAND [ARGUMENT …]
 
 train a model under one precision policy (each takes the arguments of `trl COMMAND`):
 {_METHODS}
-  demo     sft of SmolLM2-135M-Instruct on an embedded data set
+  demo     sft of SmolLM2-135M-Instruct on an embedded data set; --pictures: of one that sees
 
 use what came out:
   chat     talk to a model or an adapter

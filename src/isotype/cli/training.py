@@ -34,6 +34,15 @@ DEMO = shlex.split(
 )
 """`isotype demo` is `isotype sft` with these arguments."""
 
+SHAPES_MODEL = "runs/shapes-model"
+PICTURES = shlex.split(
+    f"--model_name_or_path {SHAPES_MODEL} --dataset_name embedded:shapes --output_dir runs/demo-pictures "
+    "--max_steps 24 --per_device_train_batch_size 8 --learning_rate 1e-3 --lr_scheduler_type cosine --warmup_steps 3 "
+    "--lora_r 16 --lora_alpha 32 --lora_dropout 0 --gradient_checkpointing False --eval_strategy steps --eval_steps 24 "
+    "--eval_on_start True --save_strategy no --seed 0"
+)
+"""Those of `isotype demo --pictures`."""
+
 
 def train(command: str, argv: Sequence[str], console: Console) -> int:
     """Run one training command and return its exit status."""
@@ -102,10 +111,18 @@ def _planned(command: Command, console: Console) -> Command:
 
 
 def demo(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype demo`."""
-    arguments = [*DEMO, *argv]
+    """Run `isotype demo`, with `--pictures` on pictures, for which its model is made first."""
+    rest = [each for each in argv if each != "--pictures"]
+    pictures = len(rest) < len(argv)
+    arguments = [*(PICTURES if pictures else DEMO), *rest]
     command = printed_command(["isotype", "sft", *arguments], indent=4)
     console.print(wrapped(f"isotype demo is:\n{command}\n", console), highlight=False, soft_wrap=True)
+    if pictures and not {"-h", "--help"} & {*rest}:
+        quiet_libraries()
+        with interrupts_kept():
+            from isotype.train.shapes_model import make_shapes_model
+
+            make_shapes_model(Path(SHAPES_MODEL), partial(console.print, highlight=False, markup=False))
     return train("sft", arguments, console)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from isotype.core.errors import DataError, Problem
 from isotype.core.grouping import grouped
 from isotype.core.names import plural
+from isotype.data import drawn
 from isotype.data.columns import quoted
 from isotype.data.pictures import SUFFIXES
 from isotype.data.rows import METADATA, READERS, captioned
@@ -132,8 +133,10 @@ def _missing(path: Path) -> Problem:
 
 def _find_embedded(name: str) -> LocalData:
     root = embedded_root()
-    names = sorted({file.parent.name for file in root.glob("*/*.jsonl")})
+    names = sorted({file.parent.name for file in root.glob("*/*.jsonl")} | {drawn.NAME})
     inner = name.removeprefix(EMBEDDED)
+    if inner == drawn.NAME:
+        return _find_in_directory(name, drawn.shapes_folder())
     if inner in names:
         return _find_in_directory(name, root / inner)
     close = difflib.get_close_matches(inner, names, n=1) or names

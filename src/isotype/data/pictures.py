@@ -165,6 +165,16 @@ def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Proble
     bar.close()
 
 
+def data_url(picture: Any, side: int = 256) -> str:
+    """A decoded picture as text for a page, no larger than `side` pixels in width and height."""
+    small = picture.copy()
+    small.thumbnail((side, side))
+    stream = io.BytesIO()
+    plain = small.size == picture.size and small.width * small.height <= 64 * 64
+    small.convert("RGB").save(stream, "png" if plain else "jpeg", quality=80)
+    return f"data:image/{'png' if plain else 'jpeg'};base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
 def pictures_in(row: Mapping[str, Any]) -> list[Any]:
     """The pictures in the columns of a row, as they are there."""
     cells: Iterable[Any] = (row[name] for name in PICTURE_COLUMNS if row.get(name) is not None)

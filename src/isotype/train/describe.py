@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -22,6 +24,7 @@ from isotype.core.optimizers import state_of
 from isotype.core.stacks import why_kept
 from isotype.core.terminal import as_typed, lost_output
 from isotype.core.units import format_bytes
+from isotype.data.pictures import data_url, pictures_in
 from isotype.lora.fuse import FusionReport
 from isotype.lora.loss.trl_head import HEAD_CHOICE
 from isotype.model.parts import PARTS, Parts
@@ -33,7 +36,7 @@ from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warni
 from isotype.report.text import format_share
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings
-from isotype.train.generate import Prompt
+from isotype.train.generate import Prompt, with_pictures
 from isotype.train.monitor.recorder import RunRecorder
 from isotype.train.recompute_choice import Choice
 from isotype.train.rows.examples import data_summary
@@ -223,26 +226,37 @@ def unquantized_experts(model: Any) -> list[str]:
     ]
 
 
-def sample_question(settings: Settings, data: Any) -> tuple[Sample, Prompt] | None:
-    """The question of `--ask` as one turn of a chat, or the first prompt of the test split as its row has it.
+_PICTURED = 4
+"""Rows with pictures that a model is asked about; of text it is asked one."""
+
+
+def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
+    """The question of `--ask` as one turn of a chat, or the first prompts of the test split as their rows have them.
 
     Returns:
-        (sample, prompt): the texts to show, and what the model is asked; None where there is nothing to ask.
+        (sample, prompt) each: the texts to show, and what the model is asked; nothing where there is nothing to ask.
     """
     if settings.extra.ask:
         asked = as_typed(settings.extra.ask)
-        return Sample(asked, None, None, None), [{"role": "user", "content": asked}]
+        return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
     split = settings.script.dataset_test_split
-    if split not in data:
-        return None
-    row = next(iter(data[split]))
-    prompt, answer = row.get("prompt"), row.get("completion") or row.get("chosen")
+    rows = list(islice(data[split], _PICTURED)) if split in data else []
+    taken = rows[: _PICTURED if rows and pictures_in(rows[0]) else 1]
+    return [question for row in taken if (question := _question(row)) is not None]
+
+
+def _question(row: Mapping[str, Any]) -> tuple[Sample, Prompt] | None:
+    prompt: Any = row.get("prompt")
+    answer = row.get("completion") or row.get("chosen")
     messages = row.get("messages")
     if prompt is None and isinstance(messages, list):
         first = next((n for n, m in enumerate(messages) if m.get("role") == "assistant"), len(messages))
         prompt, answer = messages[:first], messages[first : first + 1]
-    question = _text(prompt)
-    return (Sample(question, None, None, _text(answer)), prompt) if question else None
+    question, pictures = _text(prompt), pictures_in(row)
+    if question and pictures:
+        prompt = with_pictures(prompt, pictures)
+    sample = Sample(question or "", None, None, _text(answer), tuple(map(data_url, pictures)))
+    return (sample, prompt) if question else None
 
 
 def _text(value: Any) -> str | None:
@@ -250,6 +264,8 @@ def _text(value: Any) -> str | None:
         return value
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         content = value[-1].get("content")
+        if isinstance(content, list):
+            content = " ".join(part["text"] for part in content if part.get("type") == "text")
         return content if isinstance(content, str) else None
     return None
 
@@ -259,7 +275,7 @@ def record(
     built: Built,
     recorder: RunRecorder,
     started: datetime,
-    sample: Sample | None,
+    samples: Sequence[Sample],
     status: Literal["running", "finished", "interrupted", "failed"],
     error: str | None = None,
 ) -> RunRecord:
@@ -295,7 +311,7 @@ def record(
         ),
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
-        samples=(sample,) if sample else (),
+        samples=tuple(samples),
         notes=(*model_notes(trainer.model), *built.notes, *lost_output()),
         resumed_from=recorder.resumed_from,
         data=data_summary(trainer, built.lengths),

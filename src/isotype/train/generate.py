@@ -45,8 +45,11 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
         return tokenizer(text=messages, return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
         asked = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        turns: list[Any] = list(messages)
+        if hasattr(tokenizer, "tokenizer"):  # a processor's, whose template takes contents in parts
+            turns, asked = with_pictures(turns, ()), {**asked, "tokenize": True}
         try:
-            return render_chat(tokenizer, list(messages), **asked)
+            return render_chat(tokenizer, turns, **asked)
         except TemplateError as error:
             what = f"{template_source(tokenizer)}: {one_line(error)}"
             fix = "ask otherwise, or correct the template"
@@ -57,6 +60,14 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
     return tokenizer(messages[-1]["content"], return_tensors="pt")
 
 
+def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]:
+    """Messages with their contents in parts, and pictures in their places."""
+    from trl import prepare_multimodal_messages
+
+    turns: list[Any] = prepare_multimodal_messages([dict(turn) for turn in messages], images=list(pictures))
+    return turns
+
+
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
     """The model's greedy answer (sampling with `do_sample=True, …`) to a text or a conversation, as text.
@@ -65,7 +76,8 @@ def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 6
     """
     device = next(model.parameters()).device
     inputs = {k: v.to(device) for k, v in encode(tokenizer, messages).items()}
-    end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    end = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
     with evaluating(model):
         out = model.generate(
             **inputs,
@@ -73,25 +85,25 @@ def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 6
             pad_token_id=end,
             **{**PLAIN, "do_sample": False, **kwargs},
         )
-    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+    return str(words.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
 
-def as_asked_before(asked: tuple[Sample, Prompt] | None, earlier: RunRecord | None) -> Sample | None:
-    """The sample question, with the answer that it got before the run began."""
-    if asked is None:
-        return None
+def as_asked_before(asked: Sequence[tuple[Sample, Prompt]], earlier: RunRecord | None) -> list[Sample]:
+    """The sample questions, with the answers that they got before the run began."""
     samples = () if earlier is None else earlier.samples
-    earlier_answers = {sample.question: sample.before for sample in samples}
-    return replace(asked[0], before=asked[0].before or earlier_answers.get(asked[0].question))
+    answers = {(sample.question, sample.pictures): sample.before for sample in samples}
+    return [
+        replace(each, before=each.before or answers.get((each.question, each.pictures))) for each, _ in asked
+    ]
 
 
-def answer_after(
-    trainer: Any, sample: Sample | None, asked: tuple[Sample, Prompt] | None, console: Console
-) -> Sample | None:
-    """The sample question, with the answer of the trained model; None where nothing was asked."""
-    if sample is None or asked is None:
-        return None
-    _, prompt = asked
+def answers_after(
+    trainer: Any, samples: Sequence[Sample], asked: Sequence[tuple[Sample, Prompt]], console: Console
+) -> list[Sample]:
+    """The sample questions, with the answers of the trained model."""
+    if not samples:
+        return []
     with console.status("asking the model after training …"):
-        text = answer(trainer.model, trainer.processing_class, prompt)
-    return replace(sample, after=text)
+        prompts = [prompt for _, prompt in asked]
+        texts = [answer(trainer.model, trainer.processing_class, prompt) for prompt in prompts]
+    return [replace(sample, after=text) for sample, text in zip(samples, texts, strict=True)]

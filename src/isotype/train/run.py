@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Built:
 
     Attributes:
         trainer: under the policy.
-        asked: the question that it is asked before and after.
+        asked: the questions that it is asked before and after.
         choice: of the layers that are computed again in the backward.
         fusion: what computes in functions of ours; None where nothing was fused.
         notes: what its user should know besides.
@@ -67,7 +67,7 @@ class Built:
     """
 
     trainer: Any
-    asked: tuple[Sample, Prompt] | None
+    asked: Sequence[tuple[Sample, Prompt]]
     choice: Choice
     fusion: FusionReport | None = None
     notes: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
 from isotype.train.enforce import enforce_trainer, masters_of, precision_arguments
-from isotype.train.generate import Prompt, answer, answer_after, as_asked_before
+from isotype.train.generate import Prompt, answer, answers_after, as_asked_before
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
@@ -257,7 +257,7 @@ def _build(run: Run, console: Console) -> Built:
         model, peft_config = adapted_model(settings, run.checkpoint, policy, run.start, adapt=adapt)
     describe.show_model(console, model)
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
-    sample = _first_answer(run, model, tokenizer, console)
+    asked = _first_answers(run, model, tokenizer, console)
     masters = masters_of(model)
     with (
         _arguments_of(settings),
@@ -287,7 +287,7 @@ def _build(run: Run, console: Console) -> Built:
     notes = tuple(note for note in (*said, twice, cut, dropped, packing, not_the_best(settings)) if note)
     for note in notes:
         say(console, f"note: {note}")
-    built = Built(trainer=trainer, asked=sample, choice=choice, fusion=fusion, notes=notes, lengths=lengths)
+    built = Built(trainer=trainer, asked=asked, choice=choice, fusion=fusion, notes=notes, lengths=lengths)
     if run.resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
@@ -397,16 +397,16 @@ def _rewards(settings: Settings) -> dict[str, Any]:
     return {"reward_funcs": reward_functions(script.reward_funcs, script.reward_model_name_or_path)}
 
 
-def _first_answer(run: Run, model: Any, tokenizer: Any, console: Console) -> tuple[Sample, Prompt] | None:
+def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:
     if not run.settings.method.answers:
-        return None
-    question = describe.sample_question(run.settings, run.data)
-    if question is None or run.resume is not None:
-        return question
-    sample, prompt = question
+        return []
+    questions = describe.sample_questions(run.settings, run.data)
+    if not questions or run.resume is not None:
+        return questions
     with console.status("asking the model before training …"):
-        text = answer(model, tokenizer, prompt)
-    return replace(sample, before=text), prompt
+        return [
+            (replace(each, before=answer(model, tokenizer, prompt)), prompt) for each, prompt in questions
+        ]
 
 
 def _train(run: Run, built: Built, console: Console) -> Outcome:
@@ -414,7 +414,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     from isotype.train.monitor.progress import ProgressView
 
     settings, root = run.settings, Path(run.settings.training.output_dir)
-    trainer, sample = built.trainer, as_asked_before(built.asked, run.earlier)
+    trainer, samples = built.trainer, as_asked_before(built.asked, run.earlier)
     started, goes_on = (
         datetime.now(UTC),
         partial(resume_command, settings.command, settings.training.output_dir),
@@ -424,11 +424,11 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view, run.earlier)
         record_of = partial(describe.record, run, built, recorder, started)
-        so_far = partial(record_of, sample, "running")
+        so_far = partial(record_of, samples, "running")
         hooks = Hooks(
             before=recorder.settle,
             in_checkpoint=partial(files_of_checkpoint, run.identity, so_far),
-            card=lambda: model_card(record_of(sample, "finished")),
+            card=lambda: model_card(record_of(samples, "finished")),
             goes_on=goes_on,
         )
 
@@ -446,26 +446,26 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
                 stopped_by = _train_and_save(trainer, root, run.resume, hooks, console)
             leave_group_at_exit()
         except TrainingError as failure:
-            return ended(record_of(sample, "failed", str(failure)))
+            return ended(record_of(samples, "failed", str(failure)))
         except Exception as failure:
             error = (
                 str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
             )
             unread = recorder.record_unread()
-            failed = record_of(sample, "failed", f"{error}; {unread}" if unread else error)
+            failed = record_of(samples, "failed", f"{error}; {unread}" if unread else error)
             report_failure(failed, write, console, made_steps=recorder.made_steps)
             raise
     if stopped_by is not None:
         unread = recorder.record_unread()
-        return ended(record_of(sample, "interrupted"), unread, by=stopped_by)
+        return ended(record_of(samples, "interrupted"), unread, by=stopped_by)
     try:
-        sample = answer_after(trainer, sample, built.asked, console)
+        samples = answers_after(trainer, samples, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
     early = (stopping and stopping.said(trainer.state, trainer.args.metric_for_best_model)) or ""
     if early:
         say(console, early)
-    return ended(record_of(sample, "finished"), early, adapter=root)
+    return ended(record_of(samples, "finished"), early, adapter=root)
 
 
 def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:

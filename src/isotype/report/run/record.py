@@ -80,12 +80,14 @@ class Sample:
         question: of the data set.
         before, after: the model's answer before and after training; None where it was not recorded.
         reference: the data set's.
+        pictures: that the question is about, small, as data URLs.
     """
 
     question: str
     before: str | None
     after: str | None
     reference: str | None
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

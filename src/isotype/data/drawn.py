@@ -1,0 +1,144 @@
+"""`embedded:shapes`: pictures that are drawn here, each with a question about the colour, the form or the number of its shapes.
+
+A picture is a grid of nine cells, one to four of which hold a shape, all of one form and colour. Every sixth combination of
+number, colour and form is in the test split alone, so that nobody has seen it in training. Nothing depends on the machine: a
+fixed seed, whole pixels, no font.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from isotype.core.cache import default_cache_dir
+from isotype.core.errors import DataError
+from isotype.data.pictures import NEEDS_PILLOW
+
+NAME = "shapes"
+CELL = 16
+SIDE = 3 * CELL
+"""Pixels of a picture, in width and height."""
+NUMBERS = ("one", "two", "three", "four")
+FORMS = ("circle", "square", "triangle")
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 160, 60),
+    "blue": (50, 80, 220),
+    "yellow": (235, 200, 40),
+    "purple": (150, 60, 180),
+    "black": (30, 30, 30),
+}
+_ROWS = {"train": 480, "test": 48}
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Content:
+    """A number of shapes of one form and colour."""
+
+    number: int
+    colour: str
+    form: str
+
+    @property
+    def words(self) -> str:
+        """`three red circles`."""
+        return f"{NUMBERS[self.number - 1]} {self.colour} {self.forms}"
+
+    @property
+    def forms(self) -> str:
+        """The form, in the plural where there are several."""
+        return self.form + "s" * (self.number > 1)
+
+
+CONTENTS = tuple(
+    Content(number, colour, form) for number in range(1, 5) for colour in COLOURS for form in FORMS
+)
+# One sixth of all, of each number, colour and form.
+HELD_BACK = frozenset(
+    Content(number, colour, FORMS[(at // 2 + number) % 3])
+    for number in range(1, 5)
+    for at, colour in enumerate(COLOURS)
+    if at % 2 == number % 2
+)
+
+
+def draw(content: Content, rng: random.Random) -> Any:
+    """The picture as pixels uint8 [SIDE, SIDE, 3]; where the shapes are and how large is up to `rng`."""
+    pixels = numpy.full((SIDE, SIDE, 3), rng.randrange(225, 256), numpy.uint8)
+    for cell in rng.sample(range(9), content.number):
+        y, x = numpy.mgrid[0:SIDE, 0:SIDE] + 0.5
+        dx = x - CELL * (cell % 3 + 0.5) - rng.uniform(-1, 1)
+        dy = y - CELL * (cell // 3 + 0.5) - rng.uniform(-1, 1)
+        radius = rng.uniform(5, 7)
+        inside = {
+            "circle": dx * dx + dy * dy < radius * radius,
+            "square": numpy.maximum(abs(dx), abs(dy)) < 0.88 * radius,
+            "triangle": (dy < 0.8 * radius) & (dy > -radius) & (abs(dx) < 0.55 * (dy + radius)),
+        }[content.form]
+        pixels[inside] = COLOURS[content.colour]
+    return pixels
+
+
+def questions(content: Content) -> list[tuple[str, str]]:
+    """(question, answer) about a picture."""
+    are = "is" if content.number == 1 else "are"
+    return [
+        ("What colour is it?", f"{content.colour.capitalize()}."),
+        ("How many shapes are there?", f"{NUMBERS[content.number - 1].capitalize()}."),
+        (
+            "Which shape is it?",
+            f"A {content.form}." if content.number == 1 else f"{content.forms.capitalize()}.",
+        ),
+        ("What do you see?", f"There {are} {content.words}."),
+    ]
+
+
+def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
+    """(content, pixels, question, answer) of the rows of a split, always the same."""
+    rng = random.Random(f"{NAME} {_VERSION} {split}")
+    contents = [each for each in CONTENTS if (each in HELD_BACK) == (split == "test")]
+    for at in range(_ROWS[split]):
+        content = rng.choice(contents)
+        yield content, draw(content, rng), *questions(content)[at % 4]
+
+
+def shapes_folder() -> Path:
+    """The folder of the data set, drawn when it is asked for first: `train` and `test`, each with its pictures and `metadata.jsonl`.
+
+    Raises:
+        DataError: pillow is not installed.
+    """
+    folder = default_cache_dir() / f"{NAME}-{_VERSION}"
+    if folder.is_dir():
+        return folder
+    if find_spec("PIL") is None:
+        raise DataError(f"The data set 'embedded:{NAME}' cannot be drawn", [NEEDS_PILLOW])
+    from PIL import Image
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        for split in _ROWS:
+            (part / split).mkdir()
+            with (part / split / "metadata.jsonl").open("w", encoding="utf-8") as file:
+                for at, (_, pixels, question, answer) in enumerate(rows(split)):
+                    name = f"{at:03}.png"
+                    Image.fromarray(pixels).save(part / split / name)
+                    row = {"file_name": name, "prompt": question, "completion": answer}
+                    file.write(json.dumps(row) + "\n")
+        part.replace(folder)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        if not folder.is_dir():  # another process may have been faster
+            raise
+    return folder

