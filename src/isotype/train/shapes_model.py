@@ -66,7 +66,12 @@ def make_shapes_model(folder: Path, said: Callable[[str], object] = lambda line:
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.tie_weights()
     said(f"teaching a vision tower to name shapes, in {STEPS} steps of {_ROWS} drawn pictures")
-    _teach(model, tokenizer)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # products so small take longer on several
+    try:
+        _teach(model, tokenizer)
+    finally:
+        torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     _processor(tokenizer).save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
