@@ -299,6 +299,11 @@ def test_every_bad_picture_is_named_with_its_file_and_row():
             "column 'chosen' holds a picture",
         ),
         (
+            "kto",
+            {"prompt": "<image>a", "chosen": "b", "rejected": "c", "image": "red.png"},
+            "a pair of answers with pictures",
+        ),
+        (
             "reward",
             {"chosen": asked([PLACE, text("a")]), "rejected": asked("a")},
             "column 'chosen' holds a part of the type 'image'",

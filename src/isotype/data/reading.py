@@ -11,7 +11,7 @@ from typing import Any
 from isotype.core.errors import DataError, Problem
 from isotype.data.cells import CHATS, TURN_COLUMNS, Row
 from isotype.data.methods import CHAT_COLUMNS, METHODS
-from isotype.data.pictures import PICTURE_COLUMNS
+from isotype.data.pictures import PICTURE_COLUMNS, pictures_in
 from isotype.data.placed import CAPTIONS, with_places
 from isotype.data.sharegpt import standard_chats
 from isotype.data.tokens import TOKEN_COLUMNS, with_labels
@@ -157,6 +157,12 @@ class Reading:
             standard = with_places(standard, folder, listed=listed, pictured=self.pictured)
             if isinstance(standard, Problem):
                 return standard
+            if unpaired and pictures_in(standard) and "chosen" in standard:
+                what, expected = (
+                    "a pair of answers with pictures",
+                    "labelled completions, where there are pictures",
+                )
+                return Problem(what, expected, "write two rows of 'prompt', 'completion' and 'label'")
         if self.chat or self.joined:
             standard = _spoken(standard)
         return _joined(standard) if self.joined else standard

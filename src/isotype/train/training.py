@@ -322,8 +322,8 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
     columns: set[str] = {*next(iter(rows), {})}
     if {"input_ids", *PICTURE_COLUMNS} & columns:
         values["assistant_only_loss"] = False  # TRL refuses it beside labels, and templates without markers
-    if {*PICTURE_COLUMNS} & columns:
-        values["remove_unused_columns"] = False  # tools, for one
+    if {*PICTURE_COLUMNS} & columns and run.settings.method.loss == "labels":
+        values["remove_unused_columns"] = False  # tools, for one, which TRL would take away
     return run.settings.but(**values).training
 
 
