@@ -22,8 +22,11 @@ from isotype.records.trace import Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.train.command.parse import parse_command
 from isotype.train.preflight.command import repaired_command
+from isotype.train.preflight.step_plan import parse_options
 from tests.models import CONFIGS
 from tests.pairwise import few
+from tests.zoo.shrink import tiny_config
+from tests.zoo.vision import MODELS
 
 SCRIPT = """
 import torch
@@ -305,3 +308,59 @@ def test_a_fix_that_arguments_make_has_its_command(capsys, config):
     (line,) = [each.strip() for each in out.splitlines() if "--dtype float16" in each]
     assert line.startswith("isotype sft ")
     assert "--device" not in line
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a model that takes pictures of any size, without a processor."""
+    return _config_of(tmp_path_factory.mktemp("qwen2_vl"), "qwen2_vl")
+
+
+def _config_of(folder: Path, name: str) -> Path:
+    tiny_config(name, {**MODELS[name].settings, "architectures": [CLASSES[name]]}).save_pretrained(folder)
+    return folder
+
+
+def _check(capsys, *argv: object) -> tuple[int, str]:
+    return run(capsys, *argv)[:2]
+
+
+CLASSES = {"qwen2_vl": "Qwen2VLForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration"}
+
+
+def test_text_alone_is_not_called_clean_of_a_model_that_takes_pictures(capsys, seeing):
+    status, out = _check(capsys, seeing, "--device", "h100", "-v")
+    assert status == 0
+    assert "runs clean" not in out
+    assert "The text of this step runs on NVIDIA H100" in out
+    assert "nothing went through model.visual: text alone was checked" in " ".join(out.split())
+    assert "--image 1024x768 gives each one of that size" in " ".join(out.split())
+
+
+def test_pictures_are_traced_by_the_config(capsys, seeing):
+    status, out = _check(
+        capsys, seeing, "--device", "h100", "-v", "--image", "64x64", "--images", "2", "--length", "64"
+    )
+    assert status == 0
+    assert "runs clean" in out
+    assert "2 pictures of 64x64 in each row: 36 tokens, by the config" in " ".join(out.split())
+    assert "pixel_values [128, 384]" in " ".join(out.split())
+
+
+def test_a_tower_of_one_size_is_traced_without_being_asked(capsys, tmp_path):
+    status, out = _check(capsys, _config_of(tmp_path, "gemma3"), "--device", "h100", "-v")
+    assert status == 0
+    assert "runs clean" in out
+    assert "1 picture of 32x32 in each row: 4 tokens, by the config" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("size", ["64", "0x4", "64x48x2", "axb"])
+def test_a_size_that_is_none(capsys, seeing, size):
+    with pytest.raises(UsageError, match="a size in pixels"):
+        parse_options([str(seeing), "--image", size])
+
+
+def test_a_model_of_text_takes_no_picture(capsys, config):
+    status, _, error = run(capsys, config, "--image", "64x48")
+    assert status == 2
+    assert "which takes text alone" in error

@@ -36,6 +36,9 @@ def _lacking(name: str) -> str:
     return ""
 
 
+needs_torchvision = pytest.mark.lacking(_lacking("qwen2_vl"))
+
+
 def of_families(core: Collection[str] = CORE) -> Callable[..., Any]:
     """`parametrize` over the families; all but those of `core` are `exhaustive`."""
     marks = {name: [pytest.mark.exhaustive, pytest.mark.lacking(_lacking(name))] for name in FAMILIES}

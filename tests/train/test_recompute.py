@@ -126,13 +126,6 @@ def test_the_longest_row_that_can_occur(
     assert bool(why) == (longest is None)
 
 
-def test_rows_with_images_have_no_known_length() -> None:
-    pictures = SimpleNamespace(column_names=["images", "prompt"])
-    found, why = longest_possible(pictures, None, 1024, packed=False, completion=0)
-    assert found is None
-    assert "images" in why
-
-
 # ------------------------------------------------------------------------------------------------ the command line
 
 

@@ -11,7 +11,7 @@ import transformers
 from isotype.core.errors import UsageError
 from isotype.data.methods import Loss
 from isotype.lora.loss.trl_head import put_head
-from isotype.ranges.batches import image_shape
+from isotype.ranges.pictures import NONE
 from isotype.train.preflight.synthetic import LOSSES, batch_notes, step_inputs, synthetic_batch
 from tests.models import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
 
@@ -34,14 +34,15 @@ def test_the_model_takes_it(name):
 def test_an_image_takes_its_tokens():
     model = tiny_model("gemma3-vision")
     batch = synthetic_batch(model, 2, 12)
-    assert image_shape(model.config) == (IMAGE_TOKENS, IMAGE_TOKEN, 32)
     assert (batch["input_ids"] == IMAGE_TOKEN).sum(-1).tolist() == [IMAGE_TOKENS] * 2
     assert (tuple(batch["pixel_values"].shape), batch["pixel_values"].dtype) == (
         (2, 3, 32, 32),
         torch.float32,
     )
-    assert batch_notes(model.config) == ()
-    with pytest.raises(UsageError, match="the image does not fit into the sequence"):
+    assert (batch["labels"][:, 1 : 1 + IMAGE_TOKENS] == -100).all()
+    assert (batch["labels"] != -100).sum() == 2 * (12 - IMAGE_TOKENS)
+    assert batch_notes(model.config) == ("1 picture of 32x32 in each row: 4 tokens, by the config",)
+    with pytest.raises(UsageError, match="the pictures do not fit into the sequence"):
         synthetic_batch(model, 2, 5)
 
 
@@ -49,8 +50,9 @@ def test_images_of_unknown_size_are_left_out_and_that_is_said():
     config = CONFIGS["gemma3-vision"]()
     config.mm_tokens_per_image = None
     assert batch_notes(config) == (
-        "the batch is text only: the config does not say how many tokens an image takes",
+        "no row has a picture here: --image 1024x768 gives each one of that size, --images 2 two",
     )
+    assert batch_notes(config, NONE) == ("no row has a picture",)
 
 
 def test_a_model_without_token_ids_is_refused():

@@ -39,7 +39,13 @@ _OTHER_NAMES: Mapping[str, str] = {
     for other in others.split()
 }
 """Names of arguments in other libraries, or short ones -> ours."""
-_KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "True or False", "Path": "a path"}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "string_to_bool": "True or False",
+    "Path": "a path",
+    "image_size": "a size in pixels",
+}
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
@@ -149,7 +155,12 @@ def _wrong_value(action: argparse.Action, value: Any, kind: str) -> Problem:
     return Problem(argument, kind, f"{name} {_EXAMPLES.get(kind, 'VALUE')}")
 
 
-_EXAMPLES = {"a whole number": "8", "a number": "0.1", "True or False": "True"}
+_EXAMPLES = {
+    "a whole number": "8",
+    "a number": "0.1",
+    "True or False": "True",
+    "a size in pixels": "1024x768",
+}
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:

@@ -18,7 +18,7 @@ from isotype.train.command.arguments import count_problems
 from isotype.train.command.command import Command
 from isotype.train.command.parse import parse_command
 from isotype.train.preflight.plan import Options, StepPlan
-from isotype.train.preflight.step_plan import plan_of
+from isotype.train.preflight.step_plan import image_size, plan_of
 
 _DESCRIPTION = """\
 Say what can be trained on a device, how fast, and print the command of the best settings: from a config alone, without
@@ -30,7 +30,7 @@ weights, a GPU or a data set.
 
 Every flag of `isotype sft` (dpo, …) works, and is in the command that is printed; these are the ones of a plan alone:"""
 
-OWN = ("method", "devices", "max_memory", "rows", "length")
+OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
 """The arguments of a plan alone that `isotype.plan` takes by name, beside those it names itself."""
 
 
@@ -117,6 +117,8 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
     add("--max-memory", "--max_memory", metavar="SIZE", help="what a step may take, such as 20GiB")
     add("--rows", type=int, help="rows of a micro-batch; chosen by the memory where not given")
     add("--length", type=int, help="tokens of a row; --max_length, the data's longest row, or 1024")
+    add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
+    add("--images", type=int, default=1, help="how many pictures each row has (default: 1)")
     add("-v", "--verbose", action="store_true", help="print what memory and time are made of, too")
     add("--json", action="store_true", help="print JSON")
     add(
@@ -163,13 +165,14 @@ def parse_request(
     devices = tuple(name for each in own.device or ["auto"] for name in each.split(",") if name)
     devices = devices or ("",)  # which is refused as any other name that is none
     request = request_of(
-        command, devices, goal=own.goal, count=own.devices, memory=memory, rows=own.rows, length=own.length
-    )
+        command, devices, goal=own.goal, count=own.devices, memory=memory, rows=own.rows, length=own.length,
+        image=own.image, images=own.images,
+    )  # fmt: skip
     return request, Outputs(own.json, own.html, own.verbose)
 
 
 def _problems(own: argparse.Namespace) -> list[Problem]:
-    problems = count_problems({name: getattr(own, name) for name in ("devices", "rows", "length")})
+    problems = count_problems({name: getattr(own, name) for name in ("devices", "rows", "length", "images")})
     if own.max_memory is not None and parse_size(own.max_memory) is None:
         fix = "write it like 20GiB"
         problems.append(Problem(f"--max-memory {own.max_memory}", "an amount of memory", fix))
@@ -185,6 +188,8 @@ def request_of(
     memory: int | None = None,
     rows: int | None = None,
     length: int | None = None,
+    image: tuple[int, int] | None = None,
+    images: int = 1,
 ) -> PlanRequest:
     """What a training command asks of devices; `auto` rows, lengths and storages of it are chosen.
 
@@ -192,6 +197,7 @@ def request_of(
         command: the training.
         devices: names of devices or profiles.
         goal, count, memory, rows, length: see `PlanRequest`.
+        image, images: size and number of pictures in each row.
 
     Raises:
         UsageError, PrecisionError, DataError: what the training itself would refuse.
@@ -199,7 +205,13 @@ def request_of(
     auto = command.planned
     tokens = command["tokens_per_step"]
     command = command.but(tokens_per_step=None, **dict.fromkeys(auto))
-    options = Options(bare="per_device_train_batch_size" not in command, length=length, devices=count)
+    options = Options(
+        bare="per_device_train_batch_size" not in command,
+        length=length,
+        devices=count,
+        image=image,
+        images=images,
+    )
     step = plan_of(options, command.but(device=devices[0]))
     of_step = command.rows * count
     if rows is not None and "per_device_train_batch_size" not in command:

@@ -421,7 +421,7 @@ class Search:
         rows = self.request.rows or 1
         positions = row_length(replace(option.step.plan, length=2**20), self.config)
         far = positions if self.request.goal == "longest" else min(positions, max(FARTHEST, self.length))
-        low, high = -(-least_length(self.config) // LENGTHS), far // LENGTHS
+        low, high = -(-least_length(self.config, self.request.step.pictures) // LENGTHS), far // LENGTHS
         if high < low:
             return (far, True) if steps.peak(rows, far) <= size else (0, False)
 

@@ -11,8 +11,10 @@ from torch import nn
 from isotype.compat.transformers import attention_of
 from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import Problem, UsageError
+from isotype.core.names import plain_name
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
+from isotype.model.parts import towers_of
 from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
@@ -72,11 +74,18 @@ def setup_of(request: StepRequest) -> Setup:
         accumulates=request.accumulates,
         room=request.room,
         batch=_shapes(request.inputs),
+        towers=_towers(request.model),
         details=(*adapter_words(request.model), _checkpointing_words(request)),
         incompatible=incompatible_here() if profile.present else (),
         ranges=request.ranges,
         family_ranges=_family_ranges(config),
     )
+
+
+def _towers(model: Any) -> tuple[str, ...]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    return tuple(names[id(tower)] for _, tower in towers_of(base))
 
 
 def _problems(request: StepRequest) -> Iterator[Problem]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import nn
 
 from isotype.core.errors import UsageError
 from isotype.core.names import plural
+from isotype.ranges.pictures import by_config, pictures_of
 
 LENGTH = 64
 """Tokens of one text."""
@@ -163,8 +163,8 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     size = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0))
     ids, said = token_rows(words, size, rows, length)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    notes = _add_images(batch, base, size)
-    batch["labels"] = _labels(base, batch)
+    pictures, notes = _add_pictures(batch, base, tokenizer, size)
+    batch["labels"] = _labels(base, batch["input_ids"], pictures)
     return Batches((batch,), rows, said, ids.numel(), notes)
 
 
@@ -192,43 +192,43 @@ def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -
     return torch.tensor(batch), f"{plural(rows, 'text')} of {length} tokens that come with isotype"
 
 
-def _labels(base: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    name, ids = type(base).__name__, batch["input_ids"]
+_PICTURE = (336, 252)
+"""Pixels of a picture where a model takes any size."""
+
+
+def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
+    name = type(base).__name__
     if name.endswith("ForSequenceClassification"):
         return torch.zeros(ids.shape[0], dtype=torch.long)
     if name.endswith("ForTokenClassification"):
         return torch.zeros_like(ids)
-    # Nothing is learned from the tokens that stand for an image.
-    images = image_shape(base.config) if "pixel_values" in batch else None
-    return ids.clone() if images is None else ids.masked_fill(ids == images[1], -100)
+    # Nothing is learned from the tokens that stand for a picture.
+    labels = ids.clone()
+    labels[:, 1 : 1 + pictures] = -100  # torch's `ignore_index`
+    return labels
 
 
-def _add_images(batch: dict[str, torch.Tensor], base: Any, size: int) -> tuple[str, ...]:
-    """One image a row, drawn, for a vision-language model that says how many tokens it takes."""
+def _add_pictures(
+    batch: dict[str, torch.Tensor], base: Any, processor: Any | None, size: int
+) -> tuple[int, tuple[str, ...]]:
+    """One picture a row, drawn, for a model that takes them: its tokens, and what there is to say."""
     if getattr(base.config, "vision_config", None) is None:
-        return ()
-    ids, image = batch["input_ids"], image_shape(base.config)
-    if image is None:
-        return ("the batch is text only: the config does not say how many tokens an image takes",)
-    tokens, placeholder, side = image
-    ids[ids == placeholder] = min(_FIRST, size - 1)
-    room = torch.full((ids.shape[0], tokens), placeholder)
-    ids = torch.cat([ids[:, :1], room, ids[:, 1:]], dim=1)
+        return 0, ()
+    pictures = pictures_of(base.config, processor, [_PICTURE]) or by_config(base.config)
+    if pictures is None:
+        return 0, (
+            "the batch is text only: neither a processor nor the config says what a picture is to the model",
+        )
+    ids = batch["input_ids"]
+    for placeholder in set(pictures.ids[pictures.kinds].tolist()):
+        ids[ids == placeholder] = min(_FIRST, size - 1)
+    row = pictures.ids.expand(ids.shape[0], -1)
+    ids = torch.cat([ids[:, :1], row, ids[:, 1:]], dim=1)
     batch["input_ids"], batch["attention_mask"] = ids, torch.ones_like(ids)
     generator = torch.Generator().manual_seed(_SEED)
-    # What processors return has about mean 0 and variance 1.
-    batch["pixel_values"] = torch.randn(ids.shape[0], 3, side, side, generator=generator)
-    if "token_type_ids" in inspect.signature(base.forward).parameters:
-        batch["token_type_ids"] = (ids == placeholder).long()
-    return ("its images are drawn: normally distributed values with a fixed seed",)
-
-
-def image_shape(config: Any) -> tuple[int, int, int] | None:
-    """(tokens of an image, placeholder token, pixels a side), None where the config does not say all three."""
-    vision = getattr(config, "vision_config", None)
-    size = getattr(vision, "image_size", None)
-    tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
-    placeholder = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    if not all(isinstance(each, int) for each in (size, tokens, placeholder)):
-        return None
-    return tokens, placeholder, size  # type: ignore[return-value]
+    for name, value in pictures.batch(ids.shape[0]).items():
+        # What processors return has about mean 0 and variance 1.
+        drawn = value.is_floating_point()
+        batch[name] = torch.randn(value.shape, generator=generator) if drawn else value
+    batch |= pictures.marks(ids, 1, base)
+    return pictures.tokens, ("its images are drawn: normally distributed values with a fixed seed",)

@@ -290,6 +290,7 @@ class Setup:
         room: what the step may take of the device's memory, and why; None: its share of all of it, see `limit`.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
+        towers: names of the parts of the model that only pictures or sound go through.
         data: what is known about the rows of the data set in words, "" where none was opened.
         incompatible: what of the installed libraries does not fit together; nothing where the device is elsewhere.
         ranges: what was measured of the model's values; None where nobody measured them.
@@ -316,6 +317,7 @@ class Setup:
     room: Room | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     details: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
     data: str = ""
     incompatible: tuple[Incompatibility, ...] = ()
     ranges: Ranges | None = None

@@ -59,6 +59,7 @@ _STATUS = {
     "unknown": ("interrupted", "? not known"),
     "costs": ("interrupted", "◐ runs with warnings"),
     "unmeasured": ("interrupted", "? values not measured"),
+    "partial": ("interrupted", "? text alone"),
     "clean": ("finished", "✓ runs clean"),
 }
 _ACTIONS_SHOWN = 3

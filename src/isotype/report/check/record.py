@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from isotype.core.names import plain_name
 from isotype.records.finding import Action, Finding, Severity
 from isotype.records.memory import Memory
 from isotype.records.step_time import StepTime
@@ -16,7 +17,7 @@ from isotype.rules.kit.step_time import step_time
 from isotype.rules.kit.value_ranges import Held, computes_float16, largest
 
 Again = Callable[[Sequence[Action]], tuple[Finding, ...]]
-Status = Literal["fails", "does not fit", "unknown", "costs", "unmeasured", "clean"]
+Status = Literal["fails", "does not fit", "unknown", "costs", "unmeasured", "partial", "clean"]
 Known = Literal["measured", "known", "unknown"]
 
 
@@ -96,7 +97,18 @@ class Record:
             return "unknown"
         if self.warnings:
             return "costs"
-        return "unmeasured" if self.ranges in ("known", "unknown") else "clean"
+        if self.ranges in ("known", "unknown"):
+            return "unmeasured"
+        return "partial" if self.unseen else "clean"
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """The towers of the model that nothing of the step went through: its inputs have no picture, or no sound."""
+        towers = self.trace.setup.towers
+        if not towers:
+            return ()
+        modules = {plain_name(call.module) for call in self.trace.calls}
+        return tuple(t for t in towers if not any(f"{each}.".startswith(f"{t}.") for each in modules))
 
     @property
     def ranges(self) -> Known | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from isotype.contracts.contract import doubts, judged_by
 from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import named, plain_name, plural
+from isotype.core.names import listed, named, plain_name, plural
 from isotype.core.units import format_bytes
 from isotype.precision import by_ranges
 from isotype.records.finding import Cost, Finding, Fix, Scope, marked
@@ -49,6 +49,7 @@ _VERDICTS = {
     "unknown": "bold yellow",
     "costs": "bold yellow",
     "unmeasured": "bold yellow",
+    "partial": "bold yellow",
     "clean": "bold green",
 }
 _PATTERNS_SHOWN = 8
@@ -83,15 +84,22 @@ def verdict(report: Record) -> str:
             return f"Not known whether this step runs on {title}: {'; '.join([unseen, *([counted] if counted else [])])}"
         case "costs":
             unmeasured = [] if report.ranges in (None, "measured") else [_UNMEASURED]
-            return f"This step runs on {title}, with {'; '.join([counted, *unmeasured])}"
+            unseen_towers = [_unseen(report)] if report.unseen else []
+            return f"This step runs on {title}, with {'; '.join([counted, *unmeasured, *unseen_towers])}"
         case "unmeasured":
             return f"Every dtype of this step fits on {title}; {'; '.join([_UNMEASURED, *rest])}"
+        case "partial":
+            return f"The text of this step runs on {title}; {'; '.join([_unseen(report), *rest])}"
         case "clean":
             operators = sum(call.repeats for call in report.trace.calls)
             largest = report.largest
             room = "" if largest is None else f", headroom of float16 {largest.headroom:.2g}"
             seen = f"{plural(operators, 'operator')} checked{room}"
             return f"This step runs clean on {title}: {'; '.join([seen, *rest])}"
+
+
+def _unseen(report: Record) -> str:
+    return f"nothing went through {listed(report.unseen)}: text alone was checked (--image 1024x768 adds a picture)"
 
 
 _UNMEASURED = "whether its values fit float16 was not measured"

@@ -11,6 +11,7 @@ from isotype.precision.decide import PrecisionRequest
 
 if TYPE_CHECKING:
     from isotype.model.targets import Adapt
+    from isotype.ranges.pictures import Pictures
     from isotype.records.memory import MemoryKind
     from isotype.train.rows.lengths import Lengths
 
@@ -29,6 +30,8 @@ class Options:
         fix: whether the repaired command is shown.
         fail_on: the severity from which the exit status is 1.
         verbose: whether the text says how memory and time come about.
+        image: size of the pictures in each row; None where the data says it, or nothing.
+        images: how many of them there are.
     """
 
     bare: bool = False
@@ -43,6 +46,8 @@ class Options:
     fix: bool = False
     fail_on: str = "error"
     verbose: bool = False
+    image: tuple[int, int] | None = None
+    images: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class StepPlan:
         reference: whether every step runs the reference model.
         copied: of what a frozen copy is that reference: `weights` or `adapters`; None where there is none.
         lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
+        pictures: of each row; None for what the model's config says by itself.
         adapt: the parts of the model that get adapters; None for all.
         learning_rate, optimizer: of the optimizer.
         checkpointing: arguments of `gradient_checkpointing_enable`, None where it is off.
@@ -120,3 +126,4 @@ class StepPlan:
     data_rows: int | None = None
     lengths: Lengths | None = None
     adapt: Adapt | None = None
+    pictures: Pictures | None = None

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from isotype.core.errors import Problem
 from isotype.core.names import plural
+from isotype.data.build import undecoded
+from isotype.data.pictures import PICTURE_COLUMNS, pictures_in, size_of
+from isotype.ranges.pictures import NONE, Pictures, pictures_of
 from isotype.train.adapt import parts_to_adapt
 from isotype.train.models import tokenizer_here
 from isotype.train.rows.assistant import labelled_rows
@@ -51,6 +55,32 @@ def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | No
     return replace(plan, rows=fewer, longest=longest, unforeseen=plan.unforeseen or why)
 
 
+_TRIED = 8
+"""Rows whose pictures the processor is asked for: those with the most pixels, and with the most pictures."""
+
+
+def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
+    """The pictures that cost most of any row that is looked at; None where nobody can say.
+
+    Args:
+        processor: of the model, or its tokenizer.
+        rows: of a data set.
+    """
+    if not hasattr(rows, "__len__") or not len(rows):
+        return None
+    if not {*PICTURE_COLUMNS} & {*rows.column_names}:
+        return NONE
+    if not hasattr(processor, "image_processor"):
+        return None
+    stored, step = undecoded(rows), max(1, -(-len(rows) // COUNTED_ROWS))
+    found = (tuple(map(size_of, pictures_in(stored[at]))) for at in range(0, len(rows), step))
+    sizes = {each for each in found if each and not any(isinstance(size, Problem) for size in each)}
+    by_pixels = sorted(sizes, key=lambda row: -sum(width * height for width, height in row))  # type: ignore[misc]
+    tried = {*by_pixels[: _TRIED // 2], *sorted(sizes, key=len)[-_TRIED // 2 :]}
+    pictures = [pictures_of(None, processor, each) for each in tried]  # type: ignore[arg-type]
+    return max(filter(None, pictures), key=lambda each: (each.values, each.tokens), default=NONE)
+
+
 def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     """The plan with the lengths that the rows of a data set on this machine really have.
 
@@ -66,6 +96,8 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     rows = data[script.dataset_train_split]
     adapt = parts_to_adapt(settings, next(iter(rows), {}))
     plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None, adapt=adapt)
+    if not {*PICTURE_COLUMNS} & {*(getattr(rows, "column_names", None) or PICTURE_COLUMNS)}:
+        plan = replace(plan, pictures=NONE)
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:
         return replace(
@@ -77,6 +109,7 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
     notes += plain_turns(settings, tokenizer, data)
     lengths = lengths_in(settings, tokenizer, rows)
+    plan = replace(plan, pictures=pictures_in_rows(tokenizer, rows))
     notes += filter(None, [None if lengths is None else lengths.begun_twice()])
     plan = with_held_back(plan, settings, tokenizer, data)
     plan = replace(plan, data="; ".join(notes), lengths=lengths)

@@ -245,6 +245,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
             report.trace.setup,
             data=plan.data,
             details=(*report.trace.setup.details, *_dequantized(config, report.trace)),
+            towers=() if plan.pictures is not None and not plan.pictures.sizes else report.trace.setup.towers,
         ),
         model=plan.source,
         notes=(
@@ -314,8 +315,10 @@ def row_length(plan: StepPlan, config: Any) -> int:
         positions = None
     default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
     wanted = plan.length or default
-    if plan.lengths is not None:  # rows of text alone may be shorter than the picture that is traced in each
-        wanted = max(wanted, least_length(config))
+    if (
+        plan.lengths is not None or plan.pictures is not None
+    ):  # rows of text alone may be shorter than the picture that is traced in each
+        wanted = max(wanted, least_length(config, plan.pictures))
     return wanted if positions is None else min(wanted, positions)
 
 
@@ -330,6 +333,7 @@ def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
         completion=min(plan.completion, length - 1),
         reference=plan.reference,
         packed=plan.packed and not _by_lengths(plan, model),
+        pictures=plan.pictures,
     )
 
 
@@ -361,7 +365,7 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
 
 
 def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
-    notes = [*batch_notes(model.config), *getattr(model, "adapter_notes", ())]
+    notes = [*batch_notes(model.config, plan.pictures), *getattr(model, "adapter_notes", ())]
     if plan.length is not None and plan.length > length:
         notes.append(f"rows of {length} tokens, not {plan.length}: the model has no more positions")
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):

@@ -73,7 +73,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 
 
 def _problems(own: argparse.Namespace) -> list[Problem]:
-    return count_problems({name: getattr(own, name) for name in ("batch", "length", "devices")})
+    return count_problems({name: getattr(own, name) for name in ("batch", "length", "devices", "images")})
 
 
 def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
@@ -89,7 +89,10 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
     parser.add_argument("--fsdp", choices=("0", "1", "2"), default=None)
     own, unknown = parser.parse_known_args(rest)
     parser.refuse(parser.problems)
-    flags = [*unknown, *(f"--{name}" for name in ("batch", "length") if getattr(own, name) is not None)]
+    flags = [
+        *unknown,
+        *(f"--{name}" for name in ("batch", "length", "image") if getattr(own, name) is not None),
+    ]
     if flags:
         raise UsageError.of(
             f"arguments that do not go with {function}",
@@ -99,6 +102,18 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
         )
     device, fsdp = vars(own).pop("device"), vars(own).pop("fsdp")
     return Options(fsdp=None if fsdp is None else int(fsdp), **vars(own)), function, device
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """(width, height) that `1024x768` stands for.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    width, _, height = text.lower().replace("×", "x").partition("x")
+    if min(sides := (int(width), int(height))) < 1:
+        raise ValueError(text)
+    return sides
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +126,14 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="devices that train together: each with all weights (DDP), or with --fsdp 2 (--fsdp full_shard) each with a share",
     )
+    add(
+        "--image",
+        metavar="WxH",
+        type=image_size,
+        default=None,
+        help="pixels of a picture in each row, such as 1024x768",
+    )
+    add("--images", type=int, default=1, help="how many pictures each row has")
     add("--generate", action="store_true", help="trace generation too")
     add("-v", "--verbose", action="store_true", help="print how memory and time come about, too")
     add("--json", action="store_true", help="print JSON")
@@ -164,7 +187,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
         problems = list(number_problems(command.given))
         if problems:
             raise UsageError("arguments that cannot work", problems)
-        return _light_plan(options, command)
+        return with_pictures(_light_plan(options, command), options)
     from isotype.train.command.settings import settings_of
     from isotype.train.initial_adapter import start_of
     from isotype.train.preflight.plan_rows import with_data
@@ -174,7 +197,34 @@ def plan_of(options: Options, command: Command) -> StepPlan:
     problems = argument_problems(settings)
     if problems:
         raise UsageError("arguments that cannot work", problems)
-    return with_data(_full_plan(options, settings, start), settings, options)
+    return with_pictures(with_data(_full_plan(options, settings, start), settings, options), options)
+
+
+def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
+    """The plan with the pictures of `--image`.
+
+    Raises:
+        UsageError: the model takes no pictures, or neither a processor nor its config says what they are to it.
+    """
+    if options.image is None:
+        return plan
+    from isotype.checkpoint.opened import config_of, open_model
+    from isotype.ranges.pictures import pictures_of
+    from isotype.train.models import tokenizer_here
+
+    config = config_of(open_model(plan.source, plan.revision))
+    _, processor = tokenizer_here(plan.source, plan.revision)
+    pictures = pictures_of(config, processor, [options.image] * options.images)
+    if pictures is not None:
+        return replace(plan, pictures=pictures)
+    takes = getattr(config, "vision_config", None) is not None
+    shown = "x".join(map(str, options.image))
+    raise UsageError.of(
+        "the pictures cannot be counted",
+        f"--image {shown} for {plan.source}, {'whose processor is not here' if takes else 'which takes text alone'}",
+        "the processor beside the model" if takes else "a model that takes pictures",
+        "copy its preprocessor_config.json and tokenizer here" if takes else "leave --image out",
+    )
 
 
 def _is_light(command: Command) -> bool:
@@ -301,12 +351,13 @@ def training_plan(
         lengths: of the training rows, where they are known already.
     """
     from isotype.train.adapt import parts_to_adapt
-    from isotype.train.preflight.plan_rows import bounded, with_held_back
+    from isotype.train.preflight.plan_rows import bounded, pictures_in_rows, with_held_back
     from isotype.train.rows.lengths import lengths_in
 
     plan = _full_plan(Options(), settings, start)
     rows = data[settings.script.dataset_train_split]
-    plan = replace(plan, adapt=parts_to_adapt(settings, next(iter(rows), {})))
+    adapt = parts_to_adapt(settings, next(iter(rows), {}))
+    plan = replace(plan, adapt=adapt, pictures=pictures_in_rows(tokenizer, rows))
     plan = with_held_back(plan, settings, tokenizer, data)
     return bounded(plan, settings, rows, lengths or lengths_in(settings, tokenizer, rows))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -14,59 +13,62 @@ from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS, Loss
 from isotype.data.tokens import IGNORED
 from isotype.model.loss import loss_of
-from isotype.ranges.batches import image_shape
+from isotype.ranges.pictures import FILL, Pictures, by_config
 from isotype.records.request import LossOf
 
 PROMPT_TOKENS = 512
 """Length of a prompt that nobody has named the length of (grpo, rloo)."""
 
-_FIRST_TOKEN = 5  # past the special tokens that most vocabularies begin with
 
-
-def synthetic_batch(model: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
+def synthetic_batch(
+    model: Any, rows: int, length: int, pictures: Pictures | None = None
+) -> dict[str, torch.Tensor]:
     """A batch such as the collators of TRL make, for the transformers model `model`.
 
-    Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`); images are
-    float32 `[rows, 3, size, size]`, as processors return them, one a row, with their placeholder tokens. A
-    vision-language model whose number of image tokens its config does not say gets text only, see `batch_notes`.
+    Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has `pictures`, or one
+    picture where the config says how many tokens that takes, with its placeholder tokens, which are not learned.
 
     Raises:
-        UsageError: the model takes no token ids, or `length` has no room for an image's tokens.
+        UsageError: the model takes no token ids, or `length` has no room for the tokens of the pictures.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     if getattr(base, "main_input_name", "input_ids") != "input_ids":
         fix = "give package.module:function, where the function returns (model, inputs)"
         problem = Problem(f"{type(base).__name__} takes {base.main_input_name}", "a model of token ids", fix)
         raise UsageError("no batch can be made up for this model", [problem])
-    ids = torch.full((rows, length), _FIRST_TOKEN)
+    ids = torch.full((rows, length), FILL)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    image = image_shape(base.config)
-    if image is not None:
-        tokens, placeholder, size = image
-        if least_length(base.config) > length:
-            expected = f"room for the {tokens} tokens of an image and some text"
-            problem = Problem(f"rows of {length} tokens", expected, f"--max_length {tokens + 2}, or more")
-            raise UsageError("the image does not fit into the sequence", [problem])
-        ids[:, 1 : 1 + tokens] = placeholder
-        batch["pixel_values"] = torch.zeros(rows, 3, size, size)
-        if "token_type_ids" in inspect.signature(base.forward).parameters:
-            batch["token_type_ids"] = (ids == placeholder).long()
+    pictures = pictures or by_config(base.config)
+    if pictures is not None:
+        least = least_length(base.config, pictures)
+        if least > length:
+            expected = f"room for the {pictures.tokens} tokens of its pictures and some text"
+            problem = Problem(f"rows of {length} tokens", expected, f"--max_length {least}, or more")
+            raise UsageError("the pictures do not fit into the sequence", [problem])
+        ids[:, 1 : 1 + pictures.tokens] = pictures.ids
+        batch |= {**pictures.batch(rows), **pictures.marks(ids, 1, base)}
     classifier = type(base).__name__.endswith("ForSequenceClassification")
     batch["labels"] = torch.zeros(rows, dtype=torch.long) if classifier else ids.clone()
+    if pictures is not None and not classifier:
+        batch["labels"][:, 1 : 1 + pictures.tokens] = IGNORED
     return batch
 
 
-def least_length(config: Any) -> int:
+def least_length(config: Any, pictures: Pictures | None = None) -> int:
     """Tokens of the shortest row that `synthetic_batch` makes of a model of this config."""
-    image = image_shape(config)
-    return 2 if image is None else image[0] + 2
+    pictures = pictures or by_config(config)
+    return 2 if pictures is None else pictures.tokens + 2
 
 
-def batch_notes(config: Any) -> tuple[str, ...]:
-    """What a made-up batch leaves out."""
-    if getattr(config, "vision_config", None) is None or image_shape(config) is not None:
+TEXT_ALONE = "no row has a picture here: --image 1024x768 gives each one of that size, --images 2 two"
+
+
+def batch_notes(config: Any, pictures: Pictures | None = None) -> tuple[str, ...]:
+    """What a made-up batch has of pictures, or that it has none although the model takes them."""
+    if getattr(config, "vision_config", None) is None:
         return ()
-    return ("the batch is text only: the config does not say how many tokens an image takes",)
+    pictures = pictures or by_config(config)
+    return (TEXT_ALONE if pictures is None else pictures.words(),)
 
 
 def step_inputs(
@@ -79,6 +81,7 @@ def step_inputs(
     completion: int = 0,
     reference: bool = True,
     packed: bool = False,
+    pictures: Pictures | None = None,
 ) -> LossOf:
     """What one step of a method feeds the model, and its loss over it.
 
@@ -90,9 +93,10 @@ def step_inputs(
         prompt: tokens at the beginning of an example that the loss leaves out.
         completion: tokens of the completion (grpo, rloo).
         reference: whether the method compares with the reference model in every step.
+        pictures: of each row; None for one that the config says everything of.
         packed: whether each row holds two documents, told apart by their positions (sft).
     """
-    batch = synthetic_batch(model, rows, length)
+    batch = synthetic_batch(model, rows, length, pictures)
     loss = METHODS[method].loss
     if batch["labels"].dim() > 1:
         batch["labels"][:, :prompt] = IGNORED

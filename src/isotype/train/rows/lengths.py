@@ -137,8 +137,6 @@ def longest_possible(
         packed: whether short rows are put together up to the limit.
         completion: tokens of a completion that follows each row.
     """
-    if {"image", "images"} & set(getattr(rows, "column_names", None) or ()):
-        return None, "how many tokens the rows' images take is not known"
     if lengths is None or packed or len(lengths.tokens) < lengths.rows:
         return (None, UNBOUNDED) if limit is None else (limit, "")
     longest = lengths.longest + completion + 1  # a trainer may add a token at the end

@@ -1,0 +1,277 @@
+"""What the pictures of a row are to a model: token ids in the text, and the tensors of the picture inputs.
+
+The processor of the model says it, which is asked for blank pictures of the sizes. Without one it is counted from the config, by the rules
+of the families whose configs hold what that takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from isotype.compat.templates import render_chat
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+FILL = 5
+"""A token of text: past the special tokens that most vocabularies begin with."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of one row.
+
+    Attributes:
+        sizes: of the pictures, in their order.
+        ids: int64 `[tokens]`, what stands in the text for them and around them.
+        kinds: bool `[tokens]`, which of these stand for a part of a picture.
+        inputs: name of an argument -> tensor of one row's pictures, whose rows follow one another in a batch.
+        source: who said so, as a clause.
+    """
+
+    sizes: tuple[Size, ...]
+    ids: torch.Tensor
+    kinds: torch.Tensor
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """In the text, with those around them."""
+        return len(self.ids)
+
+    @property
+    def values(self) -> int:
+        """Numbers in the picture inputs."""
+        return sum(value.numel() for value in self.inputs.values())
+
+    def words(self) -> str:
+        """`2 pictures of 1024x768 in each row: 1,540 tokens, by the processor`."""
+        if not self.sizes:
+            return "no row has a picture"
+        shown = sorted({f"{width}x{height}" for width, height in self.sizes})
+        noun = "picture" if len(self.sizes) == 1 else "pictures"
+        of = shown[0] if len(shown) == 1 else f"{len(shown)} sizes"
+        return f"{len(self.sizes)} {noun} of {of} in each row: {self.tokens:,} tokens, {self.source}"
+
+    def batch(self, rows: int) -> dict[str, torch.Tensor]:
+        """The picture inputs of `rows` such rows."""
+        return {name: torch.cat([value] * rows) for name, value in self.inputs.items()}
+
+    def marks(self, ids: torch.Tensor, start: int, model: Any) -> dict[str, torch.Tensor]:
+        """`token_type_ids` or `mm_token_type_ids` for `[rows, length]` ids whose pictures begin at `start`, if the model takes them."""
+        takes = inspect.signature(model.forward).parameters
+        kinds = torch.zeros_like(ids)
+        kinds[:, start : start + self.tokens] = self.kinds.long()
+        return {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+
+
+NONE = Pictures((), torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.bool))
+"""Of rows without pictures."""
+
+
+def pictures_of(config: Any, processor: Any | None, sizes: Sequence[Size]) -> Pictures | None:
+    """The pictures of a row, by the model's processor if it is one, else by its config; None where neither says it.
+
+    Args:
+        config: of the model.
+        processor: the model's processor; its tokenizer alone says nothing.
+        sizes: of the pictures of a row.
+    """
+    if processor is not None and hasattr(processor, "image_processor"):
+        return _by_processor(processor, sizes)
+    return by_config(config, sizes)
+
+
+def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
+    from PIL import Image
+
+    place = picture_place(processor)
+    images = [Image.new("RGB", size) for size in sizes]
+    made = processor(
+        images=[images], text=[place * len(images)], return_tensors="pt", add_special_tokens=False,
+        return_mm_token_type_ids=True,
+    )  # fmt: skip
+    ids = made.pop("input_ids")[0]
+    made.pop("attention_mask", None)
+    kinds = [made.pop(name, None) for name in ("token_type_ids", "mm_token_type_ids")]
+    mark = next((each[0].bool() for each in kinds if each is not None), None)
+    if mark is None:
+        mark = ids == getattr(processor, "image_token_id", -1)
+    inputs = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+    return Pictures(tuple(sizes), ids, mark, inputs, "by the model's processor")
+
+
+def picture_place(processor: Any) -> str:
+    """What the chat template writes for one picture, cut out of a turn that has two."""
+    texts = [
+        str(
+            render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)
+        )
+        for count in (1, 2)
+    ]
+    longer = len(texts[1]) - len(texts[0])
+    same = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[0]))
+    start = max(0, same - longer)
+    return texts[1][start : start + longer]
+
+
+# ------------------------------------------------------------------------------------------------------ by the config
+
+
+def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
+    """The pictures of a row by the config; None where it does not say what that takes.
+
+    Args:
+        config: of the model.
+        sizes: None for one picture of the size that the tower takes, if it takes one alone.
+    """
+    vision = getattr(config, "vision_config", None)
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    rule = _RULES.get(str(getattr(config, "model_type", "")), None if sizes is not None else _fixed)
+    rule = rule or _fixed
+    if vision is None or not isinstance(token, int) or (sizes is None and rule not in _ONE_SIZE):
+        return None
+    side = getattr(vision, "image_size", None)
+    if sizes is None:
+        if not isinstance(side, int):
+            return None
+        sizes = [(side, side)]
+    try:
+        counted = rule(config, vision, sizes)
+    except (AttributeError, TypeError):
+        return None  # a field that the rule reads is not there
+    if counted is None:
+        return None
+    tokens, inputs = counted
+    ids = torch.tensor([token if mark else FILL for mark in tokens])
+    return Pictures(tuple(sizes), ids, ids == token, inputs, "by the config")
+
+
+Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
+"""(of each token in the text whether it stands for a picture, the inputs)."""
+
+
+def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
+    """One square of the tower's size a picture: Gemma 3, PaliGemma."""
+    tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
+    side = vision.image_size
+    if not isinstance(tokens, int) or not isinstance(side, int):
+        return None
+    return [True] * tokens * len(sizes), {"pixel_values": torch.ones(len(sizes), 3, side, side)}
+
+
+def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
+    side = vision.image_size
+    tokens = (side // vision.patch_size) ** 2 + (config.vision_feature_select_strategy == "full")
+    return [True] * tokens * len(sizes), {"pixel_values": torch.ones(len(sizes), 3, side, side)}
+
+
+def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
+    """The whole picture and its tiles, without the padding around it, a token at the end of each line of patches."""
+    side, marks, tiles = vision.image_size, [], []
+    patches = side // vision.patch_size
+    for width, height in sizes:
+        best = min(config.image_grid_pinpoints, key=lambda size: _wasted((width, height), (size[1], size[0])))
+        rows, columns = best[0] // side * patches, best[1] // side * patches
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        marks += [True] * (patches**2 + rows * columns + rows)
+        tiles.append(1 + (best[0] // side) * (best[1] // side))
+    return marks, {
+        "pixel_values": torch.ones(len(sizes), max(tiles), 3, side, side),
+        "image_sizes": torch.tensor([[height, width] for width, height in sizes]),
+    }
+
+
+def _wasted(size: Size, into: Size) -> tuple[float, float]:
+    """(minus the pixels that are kept, pixels without any) of a picture that is scaled into a rectangle."""
+    scale = min(into[0] / size[0], into[1] / size[1])
+    kept = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
+    return -kept, into[0] * into[1] - kept
+
+
+def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
+    """Qwen-VL: both sides a multiple of the merged patches, the pixels within the bounds of the family's processor."""
+    patch, merge = vision.patch_size, vision.spatial_merge_size
+    least, most = _PIXELS.get(config.model_type, _PIXELS["qwen3_vl"])
+    factor, grids = patch * merge, []
+    for width, height in sizes:
+        high, wide = (max(factor, round(each / factor) * factor) for each in (height, width))
+        if high * wide > most:
+            scale = math.sqrt(height * width / most)
+            high, wide = (max(factor, math.floor(each / scale / factor) * factor) for each in (height, width))
+        elif high * wide < least:
+            scale = math.sqrt(least / (height * width))
+            high, wide = (math.ceil(each * scale / factor) * factor for each in (height, width))
+        grids.append([1, high // patch, wide // patch])
+    count = sum(high * wide for _, high, wide in grids)
+    channels = getattr(vision, "in_channels", None) or vision.in_chans
+    marks = [each for _, high, wide in grids for each in (False, *[True] * (high * wide // merge**2), False)]
+    return marks, {
+        "pixel_values": torch.ones(count, channels * vision.temporal_patch_size * patch**2),
+        "image_grid_thw": torch.tensor(grids),
+    }
+
+
+def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
+    """Idefics 3 and SmolVLM: four tiles along the longer side, and the whole picture in one."""
+    side = vision.image_size
+    each = (side // vision.patch_size) ** 2 // config.scale_factor**2
+    marks: list[bool] = []
+    counts = []
+    for width, height in sizes:
+        scale = 4 * side / max(width, height)
+        columns, rows = (math.ceil(int(length * scale) / side) for length in (width, height))
+        tile = [False, False, *[True] * each]
+        for _ in range(rows):
+            marks += [*tile * columns, False]
+        marks += [*tile, False]
+        counts.append(rows * columns + 1)
+    tiles = sum(counts)
+    return marks, {
+        "pixel_values": torch.ones(1, tiles, 3, side, side),
+        "pixel_attention_mask": torch.ones(1, tiles, side, side, dtype=torch.bool),
+    }
+
+
+def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
+    """Pixtral and Mistral 3: as large as it is, within the tower's size, a token at the end of each line of merged patches."""
+    patch = vision.patch_size * config.spatial_merge_size
+    marks: list[bool] = []
+    shapes = []
+    for width, height in sizes:
+        shrink = max(1.0, width / vision.image_size, height / vision.image_size)
+        columns, rows = ((math.floor(length / shrink) - 1) // patch + 1 for length in (width, height))
+        marks += [*[True] * columns, False] * rows
+        shapes.append((rows * patch, columns * patch))
+    largest = [max(each) for each in zip(*shapes, strict=True)]
+    return marks, {
+        "pixel_values": torch.ones(len(sizes), 3, *largest),
+        "image_sizes": torch.tensor(shapes),
+    }
+
+
+_RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {
+    **dict.fromkeys(("llava", "vipllava"), _llava),
+    "llava_next": _llava_next,
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _patches
+    ),
+    **dict.fromkeys(("idefics3", "smolvlm"), _tiles),
+    "mistral3": _lines,
+}
+"""Model type -> how its pictures are counted; of any other one, whose config says how many tokens a picture takes, `_fixed`."""
+_ONE_SIZE = (_fixed, _llava)
+"""Rules of towers that take one size alone."""
+_OLDER = (56 * 56, 28 * 28 * 1280)
+_PIXELS = {"qwen2_vl": _OLDER, "qwen2_5_vl": _OLDER, "qwen3_vl": (256 * 256, 4096 * 4096)}
+"""Model type -> fewest and most pixels of a picture: of transformers' processor, and of the checkpoints of Qwen3-VL."""
