@@ -37,7 +37,7 @@ from tests.distributed.launch import (
 
 LOADS = {name: EVERY_LOAD[name] for name in ("pinned", "nf4", "int8", "mixed", "full")}
 MODELS = {"experts": "qwen3-moe", "turned": "gpt2"}
-PACKED = {**EVERY_LOAD["plain"], "precision": {"dtype": "bfloat16", "device": "cpu", "quantization": "mxfp4"}}
+PACKED = {**EVERY_LOAD["plain"], "precision": {"dtype": "bfloat16", "quantization": "mxfp4"}}
 WHOLE = ("gguf", "mxfp4")
 """Whose tensors every process reads whole: rows of what is stored in blocks are not cut out."""
 TRAININGS = {

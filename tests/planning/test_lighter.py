@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import transformers
 
 import isotype
+from isotype.checkpoint.opened import config_of, open_model
+from isotype.planning.from_request import plan_of_request
+from isotype.planning.lighter import lighter
+from isotype.planning.request import parse_request
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +68,23 @@ def test_what_was_asked_for_is_not_given_up(experts: Path) -> None:
     plan = _plan(experts, least - 1, lora_target_modules=["all-linear"], optim="adamw_torch")
     assert plan.chosen is None
     assert not any(note.startswith("given up") for note in plan.notes)
+
+
+def test_the_last_resort_is_nested_constants_and_short_rows(experts: Path) -> None:
+    request, _ = parse_request([str(experts), "--device", "a100-80g"], {})
+    *_, nested, shorter, shortest = lighter(request, config_of(open_model(experts)))
+    assert nested[0].endswith(
+        "optimizer states in 32 bits, 4-bit constants in 32 bits (--use_bnb_nested_quant)"
+    )
+    assert shortest[0] == f"{nested[0]}, rows of more than 256 tokens"
+    plans = [plan_of_request(replace(each, longest=False)) for _, each in (nested, shorter, shortest)]
+    lengths = [plan.chosen.length for plan in plans if plan.chosen is not None]
+    assert lengths == [1024, 512, 256]
+    for plan in plans:
+        assert plan.policy is not None
+        assert (plan.policy.storage, plan.policy.double_quant) == ("nf4", True)
+        assert plan.command is not None
+        assert "--quantization nf4 --use_bnb_nested_quant True" in plan.command
+    assert "--max_length 256" in str(plans[2].command)
+    asked, _ = parse_request([str(experts), "--device", "a100-80g", "--quantization", "int8"], {})
+    assert not any("nested" in words for words, _ in lighter(asked, config_of(open_model(experts))))

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.weightless import skeleton
+from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import choose_targets
 from isotype.planning.request import PlanRequest
 from isotype.precision.devices.profile import device_profile
 
 _EIGHT_BITS = "adamw_bnb_8bit"
+_SHORTER = (512, 256)
+"""Tokens of the rows that are tried last."""
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
@@ -29,7 +32,30 @@ def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanReques
         yield "optimizer states in 32 bits (--optim adamw_bnb_8bit)", _with_8_bits(request)
     yield experts, less
     if choosable:
-        yield f"{experts}, optimizer states in 32 bits", _with_8_bits(less)
+        experts, less = f"{experts}, optimizer states in 32 bits", _with_8_bits(less)
+        yield experts, less
+    yield from _least(experts, less)
+
+
+def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """nf4 with constants in 8 bits and every layer computed again, then shorter rows too; none where a storage was asked for."""
+    step, command = request.step, request.command
+    if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
+        return
+    command = command.but(quantization="nf4", use_bnb_nested_quant=True)
+    step = replace(step, precision=replace(step.precision, quantization="nf4", double_quant=True))
+    if step.auto:
+        step = replace(step, auto=False, checkpointing=CHECKPOINTING)
+    given_up = f"{given_up}, 4-bit constants in 32 bits (--use_bnb_nested_quant)"
+    yield given_up, replace(request, step=step, command=command)
+    if request.length is not None:
+        return
+    for tokens in _SHORTER:
+        shorter = command.but(max_length=tokens)
+        yield (
+            f"{given_up}, rows of more than {tokens} tokens",
+            replace(request, step=step, command=shorter, length=tokens),
+        )
 
 
 def _with_8_bits(request: PlanRequest) -> PlanRequest:

@@ -31,7 +31,7 @@ from torch.nn.utils import parametrize
 
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.swapped import Swapped, swap
-from isotype.compat.torch import UncastBuffers, own_modules, own_parameters, state_dict_hooks
+from isotype.compat.torch import FakeTensor, UncastBuffers, own_modules, own_parameters, state_dict_hooks
 from isotype.core.formats import FORMATS, MXFP4
 from isotype.model.experts import mxfp4
 from isotype.model.hooks import listening
@@ -92,7 +92,12 @@ class QuantizedStack(UncastBuffers):
             return values.mT if self.transposed else values
         if self.storage == "int8":
             out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=codes.device)
-            return torch.mul(codes[start:stop], scales[start:stop] / 127, out=out)
+            # A CPU casts the codes and the result aside before it multiplies: those of one expert.
+            alone = codes.device.type == "cpu" and not isinstance(codes, FakeTensor)
+            for first in range(start, stop, 1 if alone else stop - start):
+                last = first + 1 if alone else stop
+                torch.mul(codes[first:last], scales[first:last] / 127, out=out[first - start : last - start])
+            return out
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
