@@ -7,7 +7,7 @@ loaded parameters and quantization constants take.
 
 Checkpoints are synthetic: a Llama of 1.1 billion parameters in bfloat16 (22 layers of width 2048), a gpt-oss of 16
 experts in mxfp4 (4 layers of width 1024), a Qwen3-MoE of 64 experts in 4 layers of width 1024 (0.6 GB in bfloat16; transformers leaves
-experts in bfloat16), and `embedded:smollm2`, a GGUF file of 135 million parameters, where it is
+experts in bfloat16; the case that names 4 GB takes one of 128 experts in 7 layers of width 2048, if it is asked for), and `embedded:smollm2`, a GGUF file of 135 million parameters, where it is
 installed. `--small` takes a Llama of 0.1 billion.
 
 Run: python benchmarks/load.py [CASE …] [--rounds 3] [--small] [--keep DIR] [--record]. Prints a table and one line of JSON.
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ CASES = {
     "mxfp4 -> bf16": Case("gpt-oss", "bfloat16"),
     "GGUF -> bf16": Case("gguf", "bfloat16"),
     "experts, bf16 -> nf4": Case("qwen3-moe", "bfloat16", "nf4"),
+    "experts of 4 GB, bf16 -> nf4": Case("qwen3-moe-large", "bfloat16", "nf4"),
 }
+USUAL = tuple(name for name, case in CASES.items() if not case.checkpoint.endswith("-large"))
 
 
 def write_llama(directory: Path, small: bool) -> None:
@@ -122,17 +125,17 @@ def write_gpt_oss(directory: Path, small: bool) -> None:
     path.write_text(json.dumps(written), encoding="utf-8")
 
 
-def write_qwen3_moe(directory: Path, small: bool) -> None:
+def write_qwen3_moe(directory: Path, small: bool, large: bool = False) -> None:
     """A bfloat16 Qwen3-MoE as it is published: a tensor for each layer of each expert."""
     import torch
     import transformers
     from safetensors.torch import save_file
 
     config = transformers.Qwen3MoeConfig(
-        hidden_size=512 if small else 1024,
+        hidden_size=2048 if large else 512 if small else 1024,
         moe_intermediate_size=256 if small else 384,
-        num_experts=32 if small else 64,
-        num_hidden_layers=2 if small else 4,
+        num_experts=128 if large else 32 if small else 64,
+        num_hidden_layers=7 if large else 2 if small else 4,
         num_attention_heads=8,
         num_key_value_heads=2,
         vocab_size=8192,
@@ -157,7 +160,12 @@ def write_qwen3_moe(directory: Path, small: bool) -> None:
     config.save_pretrained(directory)
 
 
-WRITERS = {"llama": write_llama, "gpt-oss": write_gpt_oss, "qwen3-moe": write_qwen3_moe}
+WRITERS = {
+    "llama": write_llama,
+    "gpt-oss": write_gpt_oss,
+    "qwen3-moe": write_qwen3_moe,
+    "qwen3-moe-large": partial(write_qwen3_moe, large=True),
+}
 
 
 def loader(case: Case, side: str, path: str) -> Callable[[], Any]:
@@ -287,7 +295,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     print(f"{'case':<34} {'side':<13} {'seconds':>22} {'CPU':>7} {'peak':>9} {'model':>9}")
     with tempfile.TemporaryDirectory() as scratch:
-        for name in options.cases or CASES:
+        for name in options.cases or USUAL:
             path = prepared(CASES[name].checkpoint, options.keep or Path(scratch), options.small)
             results[name] = compare(name, path, options.rounds)
             for side, found in results[name].items():
