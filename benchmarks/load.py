@@ -160,7 +160,7 @@ def write_qwen3_moe(directory: Path, small: bool, large: bool = False) -> None:
     config.save_pretrained(directory)
 
 
-WRITERS = {
+WRITERS: dict[str, Callable[[Path, bool], None]] = {
     "llama": write_llama,
     "gpt-oss": write_gpt_oss,
     "qwen3-moe": write_qwen3_moe,
