@@ -154,6 +154,23 @@ def test_tokens_are_counted_by_headers_alone(name, tmp_path):
     assert lengths_of("sft", processor, rows) == lengths
 
 
+def test_a_size_goes_through_the_processor_once(monkeypatch):
+    processor = tiny_processor("llava")
+    rows = data(*range(1, 20))["train"]
+    calls: list[int] = []
+    real = type(processor).__call__
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(type(processor), "__call__", counted)
+    lengths = lengths_of("sft", processor, rows)
+    assert lengths is not None
+    assert len(lengths.tokens) == 19
+    assert len(calls) == 1
+
+
 def test_an_example_shows_the_place_and_size_of_each_picture():
     row = {"messages": CHAT[1:3], "images": pictures()}
     parts = Pictured(tiny_processor("llava"), only=True).stretches(row)

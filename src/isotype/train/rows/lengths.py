@@ -104,7 +104,8 @@ def lengths_of(
 
 def _with_pictures(processor: Any, rows: Any, every: bool) -> Lengths:
     step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
-    counts = [Pictured(processor).count(rows[at]) for at in range(0, len(rows), step)]
+    collator = Pictured(processor)  # it keeps what is made of pictures of one size
+    counts = [collator.count(rows[at]) for at in range(0, len(rows), step)]
     return Lengths(
         tuple(tokens for tokens, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts)
     )
