@@ -22,6 +22,7 @@ def check_of(setup: Setup, device: str = "cpu") -> Report:
         autocast=setup.autocast or False,
         scaler=setup.scaler,
         optimizer=setup.optimizer,
+        wiring=False,
         verify=False,
     )
 

@@ -11,6 +11,7 @@ import torch
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.memory import Memory, Phase
+from isotype.records.reach import Labels, Leak, NoReach, Reach
 from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Quantization, Setup, Trace, Weight
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -100,6 +101,24 @@ def trace(
         memory=Memory({}),
         failure=failure,
     )
+
+
+def reached(
+    *leaks: Leak,
+    weights: Iterable[Weight] = (),
+    labels: Labels | None = None,
+    unused: tuple[NoReach, ...] = (),
+    **batch: Any,
+) -> Trace:
+    """A trace with what was measured of a batch; `batch` names its inputs."""
+    reach = Reach("a copy of the model", 2, 16, labels or Labels(30, 1), leaks, unused)
+    return replace(trace(weights, batch=batch), reach=reach)
+
+
+def leak(source: Any, **given: Any) -> Leak:
+    """Every prediction behind the seventh token changes, in the first layer's attention."""
+    values: dict[str, Any] = {"module": "model.layers.0.self_attn", "kind": "LlamaAttention"}
+    return Leak(source, 0, 7, 16, 16, 1.25, **(values | given))
 
 
 def with_modules(given: Trace, **modules: str) -> Trace:

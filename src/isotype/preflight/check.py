@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     accumulates: bool
     room: Room | None
     ranges: Ranges | None
+    wiring: bool
     verify: bool
     seconds: float
 
@@ -89,6 +90,8 @@ def check(
             - `room`: what the step may take of the device's memory (`isotype.precision.devices.room.Room`); None: its share.
             - `ranges`: from `isotype.measure_ranges`, which says where float16 overflows. Without it a float16 step of a
               model whose weights are at hand is measured here, on these inputs, where that takes little time.
+            - `wiring`: whether it is measured, on a small copy of the model, which inputs reach which predictions (True): packed
+              rows, padding, later tokens, labels, pictures, adapters. The inputs need token ids with values, and labels.
             - `verify`: whether fixes are tried by a second trace each (True).
             - `seconds`: that the step may be traced for; what was seen until then is judged. Trials of fixes are
               not counted.

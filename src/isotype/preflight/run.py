@@ -25,6 +25,7 @@ from isotype.ranges import measure as ranges_measure
 from isotype.ranges.batches import given_batches
 from isotype.ranges.measure import of_module
 from isotype.records.finding import Action, Finding, Fix, Severity
+from isotype.records.reach import Reach
 from isotype.records.request import StepRequest, named_inputs
 from isotype.records.trace import Call, Setup, Trace
 from isotype.report.check.report import Report
@@ -35,6 +36,7 @@ from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import failed_trace, trace_step
 from isotype.trace.fake.surroundings import surroundings
 from isotype.trace.fake.untouched import Untouched
+from isotype.trace.reach.measure import measure_reach
 from isotype.trace.weights import weights_of
 
 
@@ -69,8 +71,11 @@ def run(
         step = _Step(_code_of(request), setup)
         # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
         untouched = step.code.reached()
+        reach = reach_of(request)
+        untouched.restore()
+        step = replace(step, reach=reach)
         tried = replace(step, untouched=untouched)
-        trace = traced or tried.trace(deadline=time.monotonic() + seconds)
+        trace = replace(traced or tried.trace(deadline=time.monotonic() + seconds), reach=reach)
     except IsotypeError:
         raise
     except Exception as error:  # noqa: BLE001 - a check never ends a script: a finding says what it failed on
@@ -121,6 +126,7 @@ class _Step:
 
     code: StepCode
     setup: Setup
+    reach: Reach | None = None
     untouched: Untouched | None = None
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
 
@@ -133,7 +139,7 @@ class _Step:
         def change(twin: nn.Module) -> None:
             apply_actions(twin, actions)
 
-        return trace_step(
+        trace = trace_step(
             self.code,
             with_settings(self.setup, actions),
             change=change if actions else None,
@@ -142,6 +148,7 @@ class _Step:
             untouched=self.untouched,
             enough=enough,
         )
+        return replace(trace, reach=self.reach)
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
         """What is found with `actions` applied to the model as it was checked; traced once."""
@@ -343,6 +350,15 @@ def setting_value(value: str) -> Any:
     except ValueError:
         named = getattr(torch, value, None)
         return named if isinstance(named, torch.dtype) else value
+
+
+def reach_of(request: StepRequest) -> Reach | None:
+    """Which inputs of the step reach which predictions; None where nobody asks, and of inputs without token ids and labels."""
+    if not request.wiring or "forward" not in request.phases:
+        return None
+    inputs = {name: value for name, value in named_inputs(request.inputs).items() if name.isidentifier()}
+    with surroundings():
+        return measure_reach(request.model, inputs)
 
 
 logger = logging.getLogger("isotype")

@@ -25,6 +25,7 @@ Kind = Literal[
     "device",  # what the device lacks or runs slowly, whatever the step does
     "versions",  # what is installed
     "values",  # which numbers it computes, whatever takes them
+    "wiring",  # which inputs reach which outputs, whatever their dtypes
 ]
 
 ActionKind = Literal[

@@ -18,6 +18,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.precision.versions import Incompatibility
 from isotype.records.memory import Memory, Phase
+from isotype.records.reach import Reach
 
 FLOATS = frozenset(
     {
@@ -398,6 +399,7 @@ class Trace:
             the exponent of a layer that computes on 2^-exponent times its values, 0 of a module in float32.
         reached: how many trainable parameters got a gradient; None where no backward ran to its end.
         unreached: those that got none because they are used where gradients are off.
+        reach: which inputs reach which predictions; None where that was not measured.
     """
 
     setup: Setup
@@ -413,6 +415,7 @@ class Trace:
     by_ranges: Mapping[str, int] = field(default_factory=dict)
     reached: int | None = None
     unreached: tuple[Unreached, ...] = ()
+    reach: Reach | None = None
 
     @property
     def flops(self) -> dict[torch.dtype, int]:

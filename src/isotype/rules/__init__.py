@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, str] = {
     "IST6": "hardware and versions",
     "IST7": "distributed",
     "IST8": "range",
+    "IST9": "dependence: who reaches whom",
 }
 """How a code begins -> what its rules are about."""
 

@@ -1,0 +1,59 @@
+"""
+**What it means.** Sequences that are packed into one row see each other: a prediction in one sequence changes with the tokens of
+another one.
+
+**Why it happens.** Packing needs a mask by sequence, and the mask is built by the model's own code from `position_ids`, from
+`cu_seq_lens_q`, from `seq_idx` or from numbered masks, whichever it reads. transformers builds it from `position_ids` only where no
+`attention_mask` is given: beside an `attention_mask` of ones, as most collators and `tokenizer.pad` write it, the positions start
+again and the attention does not. State-space, linear-attention and convolution layers need `seq_idx`, and many read none.
+
+**An example that fails**
+
+    batch = {"input_ids": packed, "position_ids": starts_again, "attention_mask": torch.ones_like(packed), "labels": labels}
+    model(**batch).loss.backward()                            # trains; every sequence reads those before it
+
+**Repaired**
+
+    batch.pop("attention_mask")                               # transformers builds the mask of each sequence from position_ids
+
+**What is not reported.** Rows that say nothing of where their sequences begin: concatenated text with end-of-text tokens between is
+a way to train that many choose.
+
+**How safe is the fix?** Safe: the step then computes what one row for each sequence computes. It is verified on the copy that the
+finding was measured on.
+
+**Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796; modelscope/ms-swift #4439.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.records.finding import Action, Finding, Fix
+from isotype.records.reach import Leak
+from isotype.records.trace import Trace
+from isotype.rules.kit.reach import leak_finding, where
+from isotype.rules.kit.words import advice
+
+TITLE = "Packed sequences that see each other"
+KIND = "wiring"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Predictions in one sequence of a packed row that depend on another one's tokens."""
+    leak = None if trace.reach is None else trace.reach.leak("packed row")
+    if trace.reach is not None and leak is not None:
+        message = "the sequences of a packed row see each other"
+        yield leak_finding("IST901", "error", message, trace.reach, leak, *_cause(leak))
+
+
+def _cause(leak: Leak) -> tuple[str, tuple[Fix, ...]]:
+    if leak.without:
+        cause = f"{leak.without} is given beside position_ids: {where(leak)} then sees the whole row"
+        order = f"leave {leak.without} out of the batch"
+        action = Action("advice", leak.without, order)
+        outcome = "no sequence then reaches another one"
+        return cause, (Fix(order, "safe", verified=True, actions=(action,), outcome=outcome),)
+    cause = f"{where(leak)} does not tell the sequences of a row apart"
+    how = "train without packing, or with an attention implementation and a model that separate packed sequences"
+    return cause, (advice("packing", how),)

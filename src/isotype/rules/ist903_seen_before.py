@@ -1,0 +1,69 @@
+"""
+**What it means.** A prediction depends on the token that it is to predict: the loss falls, and nothing is learned that generation
+could use.
+
+**Why it happens.** A causal model runs without its causal mask: an encoder's class is used for a language model (`BertLMHeadModel`
+without `is_decoder=True`), a 4-D mask of zeros replaces the model's own, `is_causal` is lost in an attention function, a convolution
+is padded on both sides. Or labels are compared with the predictions of the same place instead of those one token before.
+
+**An example that fails**
+
+    logits = model(input_ids=ids).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())       # each token predicts itself
+
+**Repaired**
+
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+**What is not reported.** Models whose labels are no tokens of the input, and masked language models, whose learned tokens are
+replaced in the input.
+
+**How safe is the fix?** It changes what is learned: to what was meant.
+
+**Seen in** huggingface/transformers #48745 (RoFormer, BigBird, RemBERT, MegatronBERT since 5.9), #31673 (Gemma 2); tatp22/linformer-pytorch
+#25; keras-team/keras #23038.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.core.names import plural
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
+from isotype.rules.kit.reach import leak_finding, measured_on, where
+from isotype.rules.kit.words import advice
+
+TITLE = "Predictions that see what they predict"
+KIND = "wiring"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """A causal mask that is missing, labels that reach their own prediction, labels that nothing moved."""
+    reach = trace.reach
+    if reach is None:
+        return
+    later, label = reach.leak("later token"), reach.leak("own label")
+    rows = reach.leak("other row")
+    if later is not None and (rows is None or rows.module != later.module):  # else IST907 names both
+        cause = f"{where(later)} lets a token see those behind it"
+        how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and give no mask that undoes it"
+        message = "predictions depend on the tokens that they predict"
+        yield leak_finding("IST903", "error", message, reach, later, cause, (advice("causal mask", how),))
+    if label is not None:
+        cause = (
+            f"{where(label)} takes the labels as an input and shows them to the predictions of the same place"
+        )
+        how = "shift what the model is fed of the labels by one token"
+        message = "predictions depend on their own labels"
+        yield leak_finding("IST903", "error", message, reach, label, cause, (advice("labels", how),))
+    if reach.labels is not None and reach.labels.shift == 0:
+        how = "compare the logits of a token with the id of the next one"
+        yield Finding(
+            "IST903",
+            "error",
+            "every token predicts itself",
+            cause="the loss compares the logits of a token with the id of the same token",
+            notes=(f"{plural(reach.labels.learned, 'prediction')} are learned", measured_on(reach)),
+            fixes=(advice("loss", how),),
+        )

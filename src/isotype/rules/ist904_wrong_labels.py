@@ -1,0 +1,79 @@
+"""
+**What it means.** Labels stand where nothing is to be learned (at padding, at tokens that stand for pictures), or are compared with
+the wrong prediction: that of two tokens before.
+
+**Why it happens.** `labels = input_ids.clone()` without -100 where the mask is 0: the model learns to write padding, in short rows more
+than anything else. A collator that shifts the labels, and a model that shifts them again, as all of transformers' do.
+
+**An example that fails**
+
+    labels = torch.roll(ids, -1, dims=1)                       # the next token's
+    model(input_ids=ids, labels=labels).loss.backward()        # transformers shifts them once more
+
+**Repaired**
+
+    labels = ids.masked_fill(attention_mask == 0, -100)        # the model shifts them
+
+**How safe is the fix?** It changes what is learned: to what was meant.
+
+**Seen in** huggingface/transformers #32944, #44642; LLM360/amber-train #6; GanjinZero/RRHF #49; open-jarvis/OpenJarvis #521.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.core.names import plural
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
+from isotype.rules.kit.reach import measured_on
+from isotype.rules.kit.words import advice
+
+TITLE = "Labels where nothing is to be learned"
+KIND = "wiring"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Labels that are shifted twice, labels of padding, labels of pictures."""
+    reach = trace.reach
+    labels = None if reach is None else reach.labels
+    if reach is None or labels is None:
+        return
+    if labels.shift not in (None, 0, 1):
+        cause = "the labels come shifted, and the model shifts them again"
+        if labels.shift == -1:
+            cause = "each prediction is compared with the token before it"
+        fixes = (advice("labels", "give labels that stand at their own tokens: the model shifts them"),)
+        yield Finding(
+            "IST904",
+            "error",
+            "predictions are compared with the wrong token",
+            cause=cause,
+            notes=(f"{plural(labels.learned, 'prediction')} are learned", measured_on(reach)),
+            fixes=fixes,
+        )
+    for count, what, cause, how in (
+        (
+            labels.at_padding,
+            "padding",
+            "attention_mask is 0 there",
+            "labels.masked_fill(attention_mask == 0, -100)",
+        ),
+        (
+            labels.at_pictures,
+            "pictures",
+            "these tokens stand for pictures or sounds",
+            "labels[labels == image_token_id] = -100",
+        ),
+    ):
+        if count:
+            yield Finding(
+                "IST904",
+                "warning",
+                f"{plural(count, 'token')} of {what} {'is' if count == 1 else 'are'} learned",
+                cause=f"labels are not -100 where {what} is: {cause}"
+                if what == "padding"
+                else f"labels are not -100 at {what}: {cause}",
+                notes=(measured_on(reach),),
+                fixes=(advice("labels", how),),
+            )

@@ -1,0 +1,68 @@
+"""
+**What it means.** An adapter, or another trainable weight, reaches no loss: its gradient is zero to the last bit, whatever its values.
+
+**Why it happens.** The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`), its result is multiplied with a gate that is closed, or is
+written over by what comes behind it; a trained copy (`modules_to_save`) is not the one that the forward uses.
+
+**An example that fails**
+
+    config = LoraConfig(r=16, lora_alpha=0, target_modules="all-linear")    # scaling is alpha / r
+    train(get_peft_model(model, config))                                    # the loss moves with nothing
+
+**Repaired**
+
+    config = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
+
+**What is not reported.** Experts that no token of the batch chooses; parts that the batch does not run (a tower without a picture);
+weights without any gradient, which IST307 names.
+
+**How safe is the fix?** It changes what is trained: to what was meant.
+
+**Seen in** unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower); verl-project/verl #1821 (lora_alpha 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.core.names import plural, starred
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
+from isotype.rules.kit.reach import measured_on
+from isotype.rules.kit.words import advice, and_its_like
+
+TITLE = "Adapters and trainable weights that reach no loss"
+KIND = "wiring"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Trainable weights whose gradient is exactly zero with generic values everywhere."""
+    reach = trace.reach
+    idle = () if reach is None else [each for each in reach.unused if each.kind in ("adapter", "weight")]
+    if reach is None or not idle:
+        return
+    names = [each.name for each in idle]
+    trained = {starred(weight.name) for weight in trace.weights if weight.trainable and not weight.buffer}
+    whole = trained <= set(names)
+    what = (
+        "nothing that is trained reaches the loss"
+        if whole
+        else f"{len(names)} of {plural(len(trained), 'kind')} of trainable weights reach no loss"
+    )
+    why = next((each.why for each in idle if each.why), "")
+    shown = and_its_like(names)
+    how = (
+        "give the adapter a scale (lora_alpha) above 0"
+        if why
+        else "leave these weights out of what is trained, or use their result"
+    )
+    yield Finding(
+        "IST906",
+        "error" if whole else "warning" if any(each.kind == "adapter" for each in idle) else "note",
+        what,
+        module=names[0].rpartition(".lora_")[0],
+        phase="backward",
+        cause=why or f"the gradient of {shown} is zero to the last bit, with random values in every weight",
+        notes=(measured_on(reach),),
+        fixes=(advice("lora_alpha" if why else names[0], how),),
+    )

@@ -1,0 +1,1 @@
+"""Which inputs reach which outputs, measured on a small copy."""

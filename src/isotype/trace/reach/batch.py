@@ -1,0 +1,196 @@
+"""A batch as it is measured: on the CPU, cut to where its rows, sequences or padding meet, and what each token of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from isotype.compat.torch import FakeTensor
+
+MOST_ROWS = 4
+FEW_TOKENS = 64
+"""Rows of so many tokens show what longer ones do, in a moment."""
+MOST_TOKENS = 512
+_AROUND = 16
+_BORDERS = 64
+_SEGMENTS = ("seq_idx", "segment_ids", "sequence_ids", "document_ids", "doc_ids")
+_STARTS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
+_PIECES = ("pixel_values", "input_features", "image", "grid", "audio", "video")
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch.
+
+    Attributes:
+        inputs: by name, on the CPU.
+        ids: token ids, `[rows, tokens]`.
+        padding: which tokens the attention mask leaves out, `[rows, tokens]`.
+        sequences: the number of the sequence that each token belongs to in its row, `[rows, tokens]`; 0 everywhere if rows are
+            not packed, -1 of padding.
+        packed_by: the name of the input that tells sequences apart, "" if none does.
+    """
+
+    inputs: Mapping[str, Any]
+    ids: torch.Tensor
+    padding: torch.Tensor
+    sequences: torch.Tensor
+    packed_by: str = ""
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row has several sequences."""
+        return bool((self.sequences > 0).any())
+
+    def but(self, **changes: Any) -> dict[str, Any]:
+        """The inputs with other values; None leaves one out."""
+        return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        """The batch with its floats in `dtype`."""
+        cast = {
+            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in self.inputs.items()
+        }
+        return replace(self, inputs=cast)
+
+
+def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
+    """The batch that can be measured; None if it has no token ids with values and no labels."""
+    ids, labels = inputs.get("input_ids"), inputs.get("labels")
+    if not isinstance(ids, torch.Tensor) or not isinstance(labels, torch.Tensor) or ids.dim() != 2:
+        return None
+    tensors = [each for each in inputs.values() if isinstance(each, torch.Tensor)]
+    if any(each.is_meta or isinstance(each, FakeTensor) for each in tensors) or ids.numel() < 2:
+        return None
+    plain = {name: _plain(value) for name, value in inputs.items()}
+    return _read(_window(_read(_rows(plain))))
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().cpu().clone()
+
+
+def _rows(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The first rows of many; all of them where pieces of pictures or sounds belong to no row by their shape."""
+    rows = inputs["input_ids"].shape[0]
+    if rows <= MOST_ROWS or _in_pieces(inputs):
+        return inputs
+    return {
+        name: value[:MOST_ROWS]
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def _in_pieces(inputs: Mapping[str, Any]) -> bool:
+    return any(piece in name for name in inputs for piece in _PIECES)
+
+
+def _read(inputs: dict[str, Any]) -> Batch:
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask")
+    padding = torch.zeros_like(ids, dtype=torch.bool)
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        padding = mask == 0
+    sequences, by = _sequences(inputs, ids)
+    return Batch(inputs, ids, padding, sequences.masked_fill(padding, -1), by)
+
+
+def _sequences(inputs: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tensor, str]:
+    for name in _SEGMENTS:
+        value = inputs.get(name)
+        if isinstance(value, torch.Tensor) and value.shape == ids.shape:
+            return _numbered(value), name
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape and int(mask.max()) > 1:
+        return _numbered(mask), "attention_mask"
+    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.shape[-1] == ids.shape[1]:
+        starts = (positions == 0) & (positions.roll(1, -1) != 0)
+        starts[:, 0] = False
+        if starts.any():
+            return starts.long().cumsum(-1).expand(ids.shape), "position_ids"
+    for name in _STARTS:
+        value = inputs.get(name)
+        if isinstance(value, torch.Tensor) and ids.shape[0] == 1:
+            ends = value.flatten()[1:]
+            return torch.searchsorted(ends, torch.arange(ids.shape[1]), right=True)[None].long(), name
+    return torch.zeros_like(ids), ""
+
+
+def _numbered(values: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2, … for runs of equal values."""
+    changes = torch.diff(values, prepend=values[:, :1], dim=-1) != 0
+    return changes.long().cumsum(-1)
+
+
+def _window(batch: Batch) -> dict[str, Any]:
+    """The inputs of few tokens of each row: those where two sequences, or padding and text, meet, up to what is learned behind."""
+    rows, tokens = batch.ids.shape
+    inputs = dict(batch.inputs)
+    if tokens <= FEW_TOKENS or _in_pieces(inputs) or any(name in inputs for name in _STARTS):
+        return inputs
+    row, first, last = _meeting(batch)
+    size = min(max(last + _AROUND - first, FEW_TOKENS), MOST_TOKENS, tokens)
+    first = max(min(first, tokens - size), 0)
+    window = slice(first, first + size)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            for axis in range(1, value.dim()):
+                if value.shape[axis] == tokens:
+                    value = value[(slice(None),) * axis + (window,)]
+            inputs[name] = value
+    if rows > 2:  # other rows meet their borders elsewhere
+        pair = torch.tensor([row, (row + 1) % rows])
+        inputs = {
+            name: value[pair]
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
+            else value
+            for name, value in inputs.items()
+        }
+    return inputs
+
+
+def _meeting(batch: Batch) -> tuple[int, int, int]:
+    """(row, first column, last column) from shortly before a border to the label behind it that is learned; the shortest such."""
+    labels = batch.inputs["labels"]
+    if labels.shape != batch.ids.shape:
+        labels = batch.ids
+    learned = labels != IGNORED
+    best: tuple[int, int, int] | None = None
+    for what in (batch.sequences.clamp_min(0), batch.padding.long()):
+        for row, column in (torch.diff(what, dim=-1) != 0).nonzero()[:_BORDERS].tolist():
+            behind = learned[row, column + 1 :].nonzero()
+            last = column + 1 + int(behind[0]) if len(behind) else column
+            if len(behind) and (best is None or last - column < best[2] - best[1] - _AROUND):
+                best = row, max(column + 1 - _AROUND, 0), last
+        if best is not None:
+            return best
+    places = learned.nonzero()
+    row, column = places[0].tolist() if len(places) else (0, 0)
+    return row, max(column - FEW_TOKENS // 2, 0), column
+
+
+def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
+    """The batch with the token ids of a small copy, in `input_ids` and in labels that repeat them."""
+    if tokens is None:
+        return batch
+    changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}
+    for name in ("labels", "decoder_input_ids"):
+        value = batch.inputs.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() == 2:
+            changes[name] = _mapped(value, tokens)
+    inputs = batch.but(**changes)
+    return replace(batch, inputs=inputs, ids=inputs["input_ids"])
+
+
+def _mapped(ids: torch.Tensor, tokens: Mapping[int, int]) -> torch.Tensor:
+    flat = [tokens.get(each, each) for each in ids.flatten().tolist()]
+    return torch.tensor(flat, dtype=ids.dtype).view(ids.shape)

@@ -1,0 +1,96 @@
+"""FlashAttention as transformers calls it, on a CPU in any dtype: which tokens see each other, by the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "isotype_flash"
+
+
+def use_stand_in(model: nn.Module) -> None:
+    """Have the parts of a model that ask for FlashAttention, which needs a GPU, take the stand-in; of FlexAttention, which has no
+    backward on a CPU, the model's own code with the same masks.
+
+    The rules are those of `flash_attention_mask` in transformers/masking_utils.py and of `_flash_attention_forward` in
+    transformers/modeling_flash_attention_utils.py (5.23).
+    """
+    asking = []
+    for config in _configs(model):
+        kernel = str(getattr(config, "_attn_implementation", ""))
+        if kernel == "flex_attention":
+            config._attn_implementation = "eager"
+        elif "flash" in kernel:
+            asking.append(config)
+    if not asking:
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(NAME, _forward)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    for config in asking:
+        config._attn_implementation = NAME
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    seen: set[int] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+
+
+def _forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `[rows, heads, tokens, size]`; returns `[rows, tokens, heads, size]`."""
+    rows, _heads, queries, _size = query.shape
+    keys = key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    here, there = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
+    visible = torch.ones(queries, keys, dtype=torch.bool)
+    if causal and queries > 1:
+        visible &= there <= here
+    if sliding_window is not None:
+        visible &= (here - there).abs() < sliding_window
+    seen = visible.expand(rows, 1, queries, keys)
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None, -keys:].bool()
+    elif (sequence := _sequences(rows, keys, cu_seq_lens_q, position_ids)) is not None:
+        seen = seen & (sequence[:, None, -queries:, None] == sequence[:, None, None, :])
+    bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return scaled_dot_product_attention(query, key, value, bias, scale=scaling).transpose(1, 2), None
+
+
+def _sequences(
+    rows: int, tokens: int, starts: torch.Tensor | None, positions: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The sequence that each token belongs to, `[rows, tokens]`; None where the kernel is told of none.
+
+    Positions that start again count in a batch of one row alone.
+    """
+    if starts is not None and rows == 1:
+        return torch.searchsorted(starts.flatten()[1:], torch.arange(tokens), right=True)[None]
+    if positions is None or rows != 1 or positions.shape[-1] != tokens or positions.dim() != 2:
+        return None
+    if bool((torch.arange(tokens) + positions.min() == positions).all()):
+        return None
+    return (positions == 0).long().cumsum(-1)

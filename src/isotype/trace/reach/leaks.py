@@ -1,0 +1,177 @@
+"""Predictions that depend on what they must not depend on: one probe for each source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from isotype.records.reach import Leak, Source
+from isotype.trace.reach.batch import IGNORED
+from isotype.trace.reach.place import first_place
+from isotype.trace.reach.probe import Probe, spread
+
+_MOST_SEQUENCES = 3
+_CUTS = 3
+
+
+def leaks(probe: Probe) -> Iterator[Leak]:
+    """One leak at most from each source."""
+    if len(probe.copy.plain) < 2:
+        return
+    for source in (_neighbours, _other_rows, _padding, _padding_positions, _later, _label):
+        if probe.late:
+            return
+        if (leak := source(probe)) is not None:
+            yield leak
+
+
+def _leak(
+    probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
+) -> Leak | None:
+    """The leak that changed inputs show.
+
+    Args:
+        probe: the copy and its batch.
+        source: what was changed.
+        changed: the inputs.
+        at: the learned predictions that must not change, `[learned]`.
+        guarded: the tokens that must not change, `[rows, tokens]`.
+    """
+    if not probe.of_rows:
+        # A token of padding sees nothing or everything: what is learned from it is no text.
+        at = at & ~probe.batch.padding[probe.learned.rows, probe.learned.columns]
+    change = probe.changes(changed, at) if at.any() else torch.zeros(0)
+    seen = (change > probe.seen).nonzero()[:, 0]
+    if not len(seen):
+        return None
+    first = int(at.nonzero()[:, 0][seen[0]])
+    module, kind = first_place(probe.copy.model, probe.run, probe.batch.inputs, changed, guarded, probe.seen)
+    row, column = int(probe.learned.rows[first]), int(probe.learned.columns[first])
+    return Leak(source, row, column, len(seen), len(change), float(change.max()), module, kind)
+
+
+def _neighbours(probe: Probe) -> Leak | None:
+    """Other tokens in one sequence of a packed row, seen from the others."""
+    batch, learned = probe.batch, probe.learned
+    if not batch.packed or probe.of_rows:
+        return None
+    for sequence in range(min(int(batch.sequences.max()) + 1, _MOST_SEQUENCES)):
+        within = batch.sequences == sequence
+        guarded = ~within & within.any(-1, keepdim=True) & ~batch.padding
+        other = probe.other_tokens(within & probe.meaningless())
+        at = guarded[learned.rows, learned.columns]
+        leak = _leak(probe, "packed row", batch.but(input_ids=other), at, guarded)
+        if leak is not None:
+            return replace(leak, without=_cure(probe, other, at))
+    return None
+
+
+def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
+    """The input without which the same change reaches nothing; "" if there is none."""
+    batch = probe.batch
+    told = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
+    if not told or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":
+        return ""
+    base = probe.logits(batch.but(attention_mask=None))
+    change = probe.changes(batch.but(input_ids=other, attention_mask=None), at, base)
+    return "attention_mask" if len(change) and float(change.max()) <= probe.seen else ""
+
+
+def _other_rows(probe: Probe) -> Leak | None:
+    """Other tokens in the first row, seen from the other rows."""
+    batch, learned = probe.batch, probe.learned
+    within = torch.zeros_like(batch.padding)
+    within[0] = True
+    other = probe.other_tokens(within & probe.meaningless() & ~batch.padding)
+    return _leak(probe, "other row", batch.but(input_ids=other), learned.rows != 0, ~within & ~batch.padding)
+
+
+def _padding(probe: Probe) -> Leak | None:
+    """Other tokens where the attention mask is 0; without a mask, where rows end or begin in unlearned padding tokens."""
+    batch, learned = probe.batch, probe.learned
+    where = batch.padding if bool(batch.padding.any()) else _unmasked_padding(probe)
+    if not where.any():
+        return None
+    within = where[learned.rows, learned.columns]
+    at = torch.ones_like(within) if probe.of_rows else ~within
+    return _leak(probe, "padding", batch.but(input_ids=probe.other_tokens(where)), at, ~where)
+
+
+def _unmasked_padding(probe: Probe) -> torch.Tensor:
+    """Runs of the padding token, without labels, at the ends of rows that come without an attention mask."""
+    batch, config = probe.batch, getattr(probe.copy.model, "config", None)
+    pad, labels = getattr(config, "pad_token_id", None), batch.inputs["labels"]
+    if "attention_mask" in batch.inputs or not isinstance(pad, int) or labels.shape != batch.ids.shape:
+        return torch.zeros_like(batch.padding)
+    idle = (batch.ids == pad) & (labels == IGNORED)
+    front, back = idle.long().cumprod(-1), idle.flip(-1).long().cumprod(-1).flip(-1)
+    runs = (front + back) > 0
+    padding: torch.Tensor = runs & (runs.sum(-1, keepdim=True) > 1)  # a single one may end a sequence
+    return padding
+
+
+def _padding_positions(probe: Probe) -> Leak | None:
+    """A row with padding in front, computed again without it."""
+    batch, learned = probe.batch, probe.learned
+    shape = batch.ids.shape
+    tensors = {name for name, value in batch.inputs.items() if isinstance(value, torch.Tensor)}
+    if (
+        probe.of_rows
+        or "attention_mask" not in tensors
+        or any(batch.inputs[name].shape[:2] != shape for name in tensors)
+    ):
+        return None
+    front = batch.padding.long().cumprod(-1).sum(-1)
+    row = int(front.argmax())
+    size = int(front[row])
+    at = (learned.rows == row) & (learned.columns >= size)
+    if not size or not at.any():
+        return None
+    alone = {
+        name: value[row : row + 1, size:] if name in tensors else value
+        for name, value in batch.inputs.items()
+    }
+    after = probe.logits(alone)
+    if after.shape[1] != shape[1] - size:
+        return None
+    columns = learned.columns[at]
+    change = (after[0, columns - size] - probe.base[row, columns]).abs().amax(-1) / probe.base.abs().max()
+    seen = change > 10 * probe.seen  # shapes differ, and with them roundings
+    if not seen.any():
+        return None
+    return Leak(
+        "padding position", row, int(columns[seen][0]), int(seen.sum()), len(change), float(change.max())
+    )
+
+
+def _later(probe: Probe) -> Leak | None:
+    """Other tokens from some column on, seen from the predictions before it, in a model that learns the next token."""
+    batch, learned = probe.batch, probe.learned
+    if probe.shift is None or probe.shift < 1:
+        return None
+    for cut in spread(int(learned.columns.min()) + 1, int(learned.columns.max()), _CUTS):
+        behind = torch.zeros_like(batch.padding)
+        behind[:, cut:] = True
+        other = probe.other_tokens(behind & probe.meaningless() & ~batch.padding)
+        leak = _leak(
+            probe, "later token", batch.but(input_ids=other), learned.columns < cut, ~behind & ~batch.padding
+        )
+        if leak is not None:
+            return leak
+    return None
+
+
+def _label(probe: Probe) -> Leak | None:
+    """Other labels from some column on, seen from the predictions of the labels before it."""
+    batch, learned, labels = probe.batch, probe.learned, probe.batch.inputs["labels"]
+    if probe.of_rows or labels.dim() != 2:
+        return None
+    cut = int(learned.columns.median())
+    behind = torch.zeros_like(labels, dtype=torch.bool)
+    behind[:, cut:] = True
+    other = probe.other_tokens(behind & (labels != IGNORED), kept=labels)
+    at = learned.columns + max(probe.shift or 0, 0) <= cut
+    return _leak(probe, "own label", batch.but(labels=other), at, torch.zeros_like(batch.padding))

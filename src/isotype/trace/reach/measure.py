@@ -1,0 +1,118 @@
+"""Measure which inputs reach which predictions: change one input of a small copy in float64 and compare the logits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.core.errors import first_line
+from isotype.core.random_states import random_states_kept
+from isotype.records.reach import Labels, Reach
+from isotype.trace.reach.batch import IGNORED, Batch, batch_of, renumbered
+from isotype.trace.reach.leaks import leaks
+from isotype.trace.reach.place import logits_of
+from isotype.trace.reach.probe import SEEN, Probe, UndecidedError, spread
+from isotype.trace.reach.small import NoCopyError, small_copy
+from isotype.trace.reach.unused import unused_inputs, unused_weights
+
+_MATRIX_ROWS = 24
+_PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
+
+
+def measure_reach(model: nn.Module, inputs: Mapping[str, Any], seconds: float = 6.0) -> Reach | None:
+    """Which inputs of this batch reach which predictions, on a small copy of the model.
+
+    Args:
+        model: it is not changed; its weights need no values.
+        inputs: the keyword arguments that it is called with; token ids and labels among them.
+        seconds: of this thread's CPU time that the probes may take; those that are left are `undecided`.
+
+    Returns:
+        The measurement; None if the batch has no token ids with values, or no labels.
+    """
+    batch = batch_of(inputs)
+    if batch is None:
+        return None
+    rows, tokens = batch.ids.shape
+    try:
+        copy = small_copy(model, _all_tokens(batch))
+    except NoCopyError as problem:
+        return Reach("", rows, tokens, undecided=(str(problem),))
+    batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""
+    with random_states_kept():
+        for dtype in SEEN:
+            try:
+                return _measured(Probe(copy, batch.to(dtype), deadline, dtype))
+            except UndecidedError as problem:
+                why = str(problem)
+            except Exception as error:  # noqa: BLE001 - a forward of anybody's code on inputs that nobody foresaw: it says what was not decided
+                why = f"the copy could not be run: {type(error).__name__}: {first_line(error)}"
+            copy.model.to(torch.float32)
+    return Reach(copy.words, rows, tokens, undecided=(why,))
+
+
+def _all_tokens(batch: Batch) -> torch.Tensor:
+    named = (batch.inputs.get(name) for name in ("labels", "decoder_input_ids"))
+    more = [each.flatten() for each in named if isinstance(each, torch.Tensor) and each.dim() == 2]
+    tokens = torch.cat([batch.ids.flatten(), *more])
+    return tokens[tokens >= 0]
+
+
+def _measured(probe: Probe) -> Reach:
+    rows, tokens = probe.batch.ids.shape
+    found = tuple(leaks(probe))
+    padding = any(leak.source in ("padding", "padding position") for leak in found)
+    reach = Reach(
+        probe.copy.words,
+        rows,
+        tokens,
+        labels=_labels(probe),
+        leaks=found,
+        unused=(*unused_inputs(probe, padding), *unused_weights(probe)),
+        matrix=_matrix(probe),
+    )
+    return replace(reach, undecided=("no time was left for every probe",)) if probe.late else reach
+
+
+def _labels(probe: Probe) -> Labels:
+    batch, labels = probe.batch, probe.batch.inputs["labels"]
+    at_padding = at_pictures = 0
+    if labels.shape == batch.ids.shape:
+        learned, config = labels != IGNORED, getattr(probe.copy.model, "config", None)
+        at_padding = int((learned & batch.padding).sum())
+        tokens = {token for name in _PICTURES if isinstance(token := getattr(config, name, None), int)}
+        at_pictures = sum(int((learned & (batch.ids == token)).sum()) for token in tokens)
+    return Labels(len(probe.learned), probe.shift, at_padding, at_pictures)
+
+
+def _matrix(probe: Probe) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """The tokens that reach some predictions, by the gradients of their embeddings."""
+    table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
+    learned, ids = probe.learned, probe.batch.ids
+    if not isinstance(table, nn.Module) or probe.of_rows or probe.late:
+        return ()
+    held: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        held.append(output.detach().requires_grad_())
+        return held[-1].clone()  # a model may write into it
+
+    hook = table.register_forward_hook(keep)
+    try:
+        logits = logits_of(probe.run(probe.batch.inputs), ids)
+    finally:
+        hook.remove()
+    if logits is None or not held or held[0].shape[:2] != ids.shape:
+        return ()
+    matrix = []
+    for at in spread(0, len(learned) - 1, _MATRIX_ROWS):
+        row, column = int(learned.rows[at]), int(learned.columns[at])
+        wanted = logits[row, column, learned.targets[at]]
+        (gradient,) = torch.autograd.grad(wanted, held[0], retain_graph=True, materialize_grads=True)
+        matrix.append((row, column, tuple(gradient[row].abs().amax(-1).nonzero()[:, 0].tolist())))
+    return tuple(matrix)

@@ -1,0 +1,104 @@
+"""Where a change spreads: the first module whose inputs agree where its outputs do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """The logits in what a model returns: `[rows, tokens, …]`, or `[rows, …]` of a classifier; None if there are none."""
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    candidates = (
+        [named] if isinstance(named, torch.Tensor) else [each for each in _tensors(output) if each.dim() >= 2]
+    )
+    for logits in candidates:
+        if logits.is_floating_point() and logits.dim() in (2, 3) and logits.shape[0] == ids.shape[0]:
+            return logits
+    return None
+
+
+def first_place(
+    model: nn.Module, run: Callable[[Any], Any], before: Any, after: Any, where: torch.Tensor, seen: float
+) -> tuple[str, str]:
+    """(name, class) of the first module that lets a change through to where it must not come; ("", "") if none is seen.
+
+    Args:
+        model: that `run` calls.
+        run: with inputs.
+        before, after: the inputs, and the changed ones.
+        where: the tokens that must not change, `[rows, tokens]`.
+        seen: the relative change that counts.
+    """
+    with torch.no_grad(), _Recorder(model, where) as recorder:
+        run(before)
+        first = recorder.values
+        recorder.values = {}
+        run(after)
+    for name, (inputs, outputs) in recorder.values.items():
+        if name not in first or not outputs or not name:
+            continue
+        earlier = first[name]
+        if _differ(earlier[1], outputs, seen) and not _differ(earlier[0], inputs, seen):
+            return name, type(model.get_submodule(name)).__name__
+    return "", ""
+
+
+class _Recorder:
+    """Keeps what every module takes and returns at some tokens, in the order in which modules end."""
+
+    def __init__(self, model: nn.Module, where: torch.Tensor) -> None:
+        self.values: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._model, self._where = model, where
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Recorder:
+        for name, module in self._model.named_modules():
+            hook = self._hook(name)
+            self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if name not in self.values:
+                self.values[name] = (self._at((args, kwargs)), self._at(output))
+
+        return keep
+
+    def _at(self, value: Any) -> list[torch.Tensor]:
+        shape = self._where.shape
+        rows = [
+            each
+            for each in _tensors(value)
+            if each.is_floating_point() and each.dim() >= 3 and each.shape[:2] == shape
+        ]
+        return [each[self._where].clone() for each in rows]
+
+
+def _differ(before: list[torch.Tensor], after: list[torch.Tensor], seen: float) -> bool:
+    for one, other in zip(before, after, strict=False):
+        if (
+            one.shape == other.shape
+            and one.numel()
+            and float((one - other).abs().max()) > seen * float(one.abs().max())
+        ):
+            return True
+    return False
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for each in output:
+            yield from _tensors(each)
+    elif isinstance(output, Mapping):
+        for each in output.values():
+            yield from _tensors(each)

@@ -1,0 +1,173 @@
+"""A small copy and a batch: what it predicts, and how far another input changes that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from isotype.model.loss import find_loss
+from isotype.trace.reach.batch import IGNORED, Batch
+from isotype.trace.reach.place import logits_of
+from isotype.trace.reach.small import Copy
+
+SEEN = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""A change of a logit counts from here on, relative to the largest logit: what is computed in float32 inside of a model rounds at 1e-7."""
+
+
+class UndecidedError(Exception):
+    """Nothing can be measured; its message is a clause that says why."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Those that the loss depends on.
+
+    Attributes:
+        rows, columns: where they are, `[predictions]`.
+        targets: the token that the loss wants there, `[predictions]`.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    targets: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Probe:
+    """A small copy and its batch.
+
+    Args:
+        copy: of the model.
+        batch: with token ids of the copy, its floats in `dtype`.
+        deadline: by `time.thread_time`, after which nothing is begun.
+        dtype: of the copy.
+
+    Raises:
+        UndecidedError: the copy's predictions cannot be compared.
+    """
+
+    def __init__(self, copy: Copy, batch: Batch, deadline: float, dtype: torch.dtype) -> None:
+        self.copy, self.batch, self.seen = copy, batch, SEEN[dtype]
+        self._deadline = deadline
+        self._draw = torch.Generator().manual_seed(0)
+        output = self.run(batch.inputs)
+        logits, loss = logits_of(output, batch.ids), find_loss(output)
+        if logits is None:
+            raise UndecidedError("the model returns no logits of the batch's rows and tokens")
+        if loss is None:
+            raise UndecidedError("the model returns no loss")
+        self.learned = _learned(logits, loss, batch)
+        self.base = self.logits(batch.inputs)  # without gradients, which choose other kernels
+        if not bool(self.base.isfinite().all()):
+            raise UndecidedError("the copy's logits are not finite")
+        if not torch.equal(self.base, self.logits(batch.inputs)):
+            raise UndecidedError("the model does not compute the same twice")
+        if not len(self.learned):
+            raise UndecidedError("the batch has no label that is learned")
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether the model predicts once a row, as a classifier does."""
+        return self.base.dim() == 2
+
+    @property
+    def late(self) -> bool:
+        """Whether no time is left."""
+        return time.thread_time() > self._deadline
+
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """What the copy returns; it draws the same numbers each time."""
+        torch.manual_seed(0)
+        return self.copy.model(**inputs)
+
+    def logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Its logits."""
+        with torch.no_grad():
+            logits = logits_of(self.run(inputs), inputs["input_ids"])
+        assert logits is not None
+        return logits
+
+    def changes(
+        self, inputs: Mapping[str, Any], at: torch.Tensor, base: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """How much each of some learned predictions changes, relative to the largest logit.
+
+        Args:
+            inputs: in the place of the batch's.
+            at: which of the learned predictions, `[learned]`.
+            base: logits to compare with; None: those of the batch.
+        """
+        before = self.base if base is None else base
+        after, rows, columns = self.logits(inputs), self.learned.rows[at], self.learned.columns[at]
+        if after.shape != before.shape or not len(rows):
+            return torch.zeros(0)
+        where = (rows,) if self.of_rows else (rows, columns)
+        change = (after[where] - before[where]).abs().amax(-1)
+        return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
+
+    def other_tokens(self, where: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """The token ids with other ones where `where` says; those with a meaning of their own stay, if they are no padding.
+
+        Args:
+            where: `[rows, tokens]`.
+            kept: ids to draw in the place of, in another tensor of the batch's shape (labels); None: the batch's ids.
+        """
+        ids, plain = self.batch.ids if kept is None else kept, torch.tensor(self.copy.plain)
+        drawn = plain[torch.randint(len(plain), ids.shape, generator=self._draw)]
+        again = plain[(torch.searchsorted(plain, drawn) + 1) % len(plain)]
+        return torch.where(where, torch.where(drawn == ids, again, drawn), ids)
+
+    def meaningless(self) -> torch.Tensor:
+        """Which tokens no config gives a meaning, `[rows, tokens]`."""
+        return torch.isin(self.batch.ids, torch.tensor(self.copy.plain))
+
+    def noise(self, like: torch.Tensor) -> torch.Tensor:
+        """Normally distributed values of the same shape and dtype."""
+        return torch.randn(like.shape, generator=self._draw, dtype=torch.float64).to(like.dtype)
+
+    @cached_property
+    def shift(self) -> int | None:
+        """How many tokens the targets are ahead of the predictions; None if they do not repeat the inputs."""
+        learned, ids = self.learned, self.batch.ids
+        config = getattr(self.copy.model, "config", None)
+        if self.of_rows or self.base.shape[1] != ids.shape[1] or getattr(config, "is_encoder_decoder", False):
+            return None
+        shares: dict[int, float] = {}
+        for shift in (1, 0, 2, -1):
+            columns = learned.columns + shift
+            within = (columns >= 0) & (columns < ids.shape[1])
+            if within.any():
+                equal = ids[learned.rows[within], columns[within]] == learned.targets[within]
+                shares[shift] = float(equal.double().mean())
+        best = max(shares, key=shares.__getitem__)
+        return best if shares[best] > 0.6 else None
+
+
+def spread(first: int, last: int, most: int) -> list[int]:
+    """At most `most` whole numbers from `first` to `last`, evenly spread."""
+    return sorted(set(torch.linspace(first, last, most).long().tolist()))
+
+
+def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predictions:
+    """The predictions with a gradient: what the loss does not depend on has none, exactly."""
+    gradient = None
+    if loss.requires_grad and logits.requires_grad:
+        (gradient,) = torch.autograd.grad(loss.sum(), logits, allow_unused=True)
+    if gradient is not None and gradient.dim() == 2:
+        rows = gradient.abs().amax(-1).nonzero()[:, 0]
+        return Predictions(rows, torch.zeros_like(rows), gradient[rows].argmin(-1))
+    if gradient is not None:
+        rows, columns = gradient.abs().amax(-1).nonzero(as_tuple=True)
+        return Predictions(rows, columns, gradient[rows, columns].argmin(-1))
+    labels = batch.inputs["labels"]  # of a loss that is computed beside the logits, one token ahead
+    if labels.shape != batch.ids.shape:
+        raise UndecidedError("the loss does not depend on the logits")
+    rows, columns = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
+    return Predictions(rows, columns, labels[rows, columns + 1])

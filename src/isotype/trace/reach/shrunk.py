@@ -1,0 +1,113 @@
+"""The config of a small model of the same class: narrow, of few layers, with a vocabulary of the tokens at hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from isotype.trace.reach.sizes import HEADS, LAYERS, TEXT, TOWER, TOWERS
+
+MOST_LAYERS = 8
+_KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
+_ROTARY = ("rope_parameters", "rope_scaling")
+
+
+def shrunk_config(config: Any) -> Any:
+    """A copy of a transformers config whose widths are small and whose layers are the first that have one of each kind."""
+    small = copy.deepcopy(config)
+    for name, part in _parts(small):
+        _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
+    return small
+
+
+def of_few_layers(config: Any) -> Any:
+    """A copy of a transformers config with its widths, of few layers."""
+    small = copy.deepcopy(config)
+    for _, part in _parts(small):
+        _cut_layers(part)
+    return small
+
+
+def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
+    """Token ids with a meaning of their own -> where a config names them: (config, attribute, index in a list or None)."""
+    found: dict[int, list[tuple[Any, str, int | None]]] = {}
+    for _, part in _parts(config):
+        for name, value in list(vars(part).items()):
+            if not name.endswith(("token_id", "token_index", "token_ids")):
+                continue
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            for at, each in enumerate(values):
+                if isinstance(each, int) and not isinstance(each, bool) and each >= 0:
+                    found.setdefault(each, []).append((part, name, at if values is value else None))
+    return found
+
+
+def _parts(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    yield name, config
+    for key, value in list(vars(config).items()):
+        if hasattr(value, "to_dict") and hasattr(value, "model_type") and not key.startswith("_"):
+            yield from _parts(value, key)
+
+
+def _shrink(config: Any, sizes: Any) -> None:
+    before = vars(config)
+    head_dim = before.get("head_dim") or _quotient(before)
+    heads, groups = (
+        _first(before, ("num_attention_heads", "n_head", "num_heads")),
+        before.get("num_key_value_heads"),
+    )
+    changes = {name: value for name, value in sizes.items() if isinstance(before.get(name), (int, float))}
+    if "num_key_value_heads" in changes:
+        every = changes.get("num_attention_heads", HEADS)
+        changes["num_key_value_heads"] = every if groups == heads else 1 if groups == 1 else every // 2
+    for name, value in changes.items():
+        if not isinstance(before[name], bool) and (before[name] or name.endswith("layerdrop")):
+            setattr(config, name, value)
+    for rotary in (value for name in _ROTARY if isinstance(value := before.get(name), dict)):
+        _shrink_rotary(rotary, head_dim, vars(config).get("head_dim") or _quotient(vars(config)))
+    _cut_layers(config)
+
+
+def _first(values: Any, names: Sequence[str]) -> Any:
+    return next((values[name] for name in names if values.get(name)), None)
+
+
+def _quotient(values: Any) -> int | None:
+    width, heads = (
+        _first(values, ("hidden_size", "d_model", "n_embd")),
+        _first(values, ("num_attention_heads", "n_head", "num_heads")),
+    )
+    return width // heads if isinstance(width, int) and isinstance(heads, int) else None
+
+
+def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None) -> None:
+    """Factors by frequency, and sections of frequencies, that a head of another width has fewer of."""
+    for key, value in rotary.items():
+        if isinstance(value, dict):
+            _shrink_rotary(value, before, after)
+        elif before and after and isinstance(value, list) and key.endswith("_factor"):
+            rotary[key] = value[: max(1, len(value) * after // before)]
+        elif before and after and isinstance(value, list) and key.endswith("section"):
+            sections = [max(1, size * after // before) for size in value]
+            sections[-1] += sum(value) * after // before - sum(sections)
+            rotary[key] = sections
+
+
+def _cut_layers(config: Any) -> None:
+    """Keep the first layers that have one of each kind, at least two."""
+    number = next((value for name in LAYERS if isinstance(value := vars(config).get(name), int)), None)
+    if number is None or number <= 2:
+        return
+    kept = 2
+    for name in _KINDS:
+        kinds = vars(config).get(name)
+        if isinstance(kinds, list) and len(kinds) == number:
+            kept = max(kept, *(kinds.index(kind) + 1 for kind in set(kinds)))
+    kept = min(kept, MOST_LAYERS, number)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == number:
+            setattr(config, name, value[:kept])
+    for name in LAYERS:
+        if isinstance(vars(config).get(name), int):
+            setattr(config, name, min(kept, vars(config)[name]))

@@ -1,0 +1,236 @@
+"""A small copy of a model that computes on this CPU in float64: the model's own modules, or its class with a small config."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
+from isotype.core.errors import first_line
+from isotype.model.copies import empty_copies, fill_copies
+from isotype.model.walk import kind_of
+from isotype.trace.reach.flash import use_stand_in
+from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
+
+MOST_WEIGHTS = 8_000_000
+"""Of a model that is copied as it is, its embeddings apart: a forward over 256 tokens takes a quarter of a second."""
+_JITTER = 0.05
+"""That is added to every weight, in its standard deviations: a weight of zero hides what goes through it."""
+_SPARE = 8
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A small copy.
+
+    Attributes:
+        model: float64, on the CPU, without dropout.
+        words: what it is.
+        tokens: token id of the model -> token id of the copy; None if they are the same.
+        plain: token ids of the copy that no config gives a meaning.
+    """
+
+    model: nn.Module
+    words: str
+    tokens: Mapping[int, int] | None
+    plain: tuple[int, ...]
+
+
+class NoCopyError(Exception):
+    """There is no copy; its message is a clause that says why."""
+
+
+def small_copy(model: nn.Module, ids: torch.Tensor | None) -> Copy:
+    """A small copy of `model` with generic weights, for inputs with these token ids.
+
+    Args:
+        model: real or on the meta device; it is not changed.
+        ids: token ids of the batch, any shape; None if it has none.
+
+    Raises:
+        NoCopyError: the model is too large to be copied, and no class of transformers makes a smaller one.
+    """
+    base = _base(model)
+    weights = sum(each.numel() for each in _matrices(base))
+    config = getattr(base, "config", None)
+    special = special_tokens(config) if hasattr(config, "model_type") else {}
+    present = set() if ids is None else set(ids.flatten().tolist())
+    if weights <= MOST_WEIGHTS and _copyable(model):
+        plain = tuple(sorted(present - special.keys()))
+        return Copy(_quiet(_copied(model), model.training), "a copy of the model", None, plain)
+    if not special and not hasattr(config, "model_type"):
+        raise NoCopyError(
+            f"the model has {weights:,} weights and no config that a smaller one can be made from"
+        )
+    return _of_class(model, base, present)
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    return (each for each in model.parameters() if id(each) not in tables)
+
+
+def _copyable(model: nn.Module) -> bool:
+    """Plain modules whose buffers have values."""
+    plain = all(kind_of(module) not in ("linear4bit", "linear8bit") for module in model.modules())
+    buffers = all(not each.is_meta and not isinstance(each, FakeTensor) for each in model.buffers())
+    return plain and buffers and not any(is_traceable_wrapper_subclass(each) for each in model.parameters())
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """The model's own modules on tensors of their own, in float64."""
+    memo: dict[int, Any] = {}
+    empty_copies(model, memo)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            memo[id(parameter)] = nn.Parameter(parameter.detach().cpu().clone(), requires_grad=False)
+        else:
+            values = _values(parameter, generator)
+            memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        values = buffer.detach().cpu().clone()
+        memo[id(buffer)] = values.double() if values.is_floating_point() else values
+    fill_copies(model, memo)
+    made: nn.Module = memo[id(model)]
+    return made
+
+
+def _values(parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor:
+    shape = parameter.shape
+    if parameter.is_meta or isinstance(parameter, FakeTensor):
+        return _generic(shape, generator)
+    values = parameter.detach().cpu().double()
+    spread = float(values.std()) if values.numel() > 1 else 0.0
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if spread == 0.0:  # all equal: a norm of ones, an adapter that nothing has trained
+        return values + noise * (0.1 if parameter.dim() < 2 else _scale(shape))
+    if parameter.dim() < 2:
+        return values + noise * (_JITTER * spread)
+    # A product that makes its inputs very small hides what they depend on.
+    return (values / spread + noise * _JITTER) * _scale(shape)
+
+
+def _scale(shape: torch.Size) -> float:
+    """The standard deviation at which a product keeps the size of its inputs."""
+    inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
+    return 1 / math.sqrt(max(inputs, 1))
+
+
+def _generic(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return 1 + 0.1 * noise if len(shape) < 2 else noise * _scale(shape)
+
+
+def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
+    """A model of the same class with a small config and generic weights, and with the adapters of `model`."""
+    problems = []
+    for shrink in (shrunk_config, of_few_layers):
+        try:
+            config = shrink(base.config)
+            tokens, plain = _small_vocabulary(config, present)
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.manual_seed(0)
+                with torch.device("meta"):
+                    size = sum(
+                        each.numel() for each in type(base)._from_config(copy.deepcopy(config)).parameters()
+                    )
+                if size > 4 * MOST_WEIGHTS:
+                    raise NoCopyError(f"a copy of few layers still has {size:,} weights")
+                small = type(base)._from_config(config, dtype=torch.float64)
+                if hasattr(model, "peft_config"):
+                    small = _adapted(small, model)
+        except NoCopyError as problem:
+            problems.append(str(problem))
+        except Exception as error:  # noqa: BLE001 - any class of any library, with sizes that its author did not foresee
+            problems.append(f"{type(error).__name__}: {first_line(error)}")
+        else:
+            generator = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for name, parameter in small.named_parameters():
+                    if parameter.dim() > 1 or "lora_" in name:
+                        parameter.copy_(_generic(parameter.shape, generator))
+            words = f"a {type(base).__name__} with a small config"
+            return Copy(_quiet(small.double(), model.training), words, tokens, plain)
+    raise NoCopyError(f"no small {type(base).__name__} could be made: {problems[0]}")
+
+
+def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Give a config the vocabulary of the tokens that are there; (old id -> new id, ids without a meaning of their own)."""
+    special = special_tokens(config)
+    known = sorted(present | special.keys())
+    tokens = {old: new for new, old in enumerate(known)}
+    for old, places in special.items():
+        for part, name, at in places:
+            if at is None:
+                setattr(part, name, tokens[old])
+            else:
+                ids = list(getattr(part, name))
+                ids[at] = tokens[old]
+                setattr(part, name, ids)
+    size = -(-(len(known) + _SPARE) // 8) * 8
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for part in {id(each): each for each in (config, text)}.values():
+        for name in ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"):
+            if isinstance(vars(part).get(name), int):
+                setattr(part, name, size)
+    plain = [tokens[each] for each in present - special.keys()]
+    return tokens, (*sorted(plain), *range(len(known), len(known) + _SPARE))
+
+
+def _adapted(small: nn.Module, model: Any) -> nn.Module:
+    """The small model with adapters as `model` has them."""
+    import peft
+
+    made: Any = None
+    for name, config in model.peft_config.items():
+        if isinstance(config, peft.PromptLearningConfig):
+            raise NoCopyError("its prompts are learned, which moves all positions")
+        again = copy.deepcopy(config)
+        for attribute, value in (
+            ("init_lora_weights", True),
+            ("layers_to_transform", None),
+            ("trainable_token_indices", None),
+        ):
+            if hasattr(again, attribute):
+                setattr(again, attribute, value)
+        if made is None:
+            small.requires_grad_(False)
+            made = peft.get_peft_model(small, again, adapter_name=name)
+        else:
+            made.add_adapter(name, again)
+    active = model.active_adapters if hasattr(model, "active_adapters") else list(model.peft_config)
+    made.base_model.set_adapter(active)
+    adapted: nn.Module = made
+    return adapted
+
+
+def _quiet(model: nn.Module, training: bool) -> nn.Module:
+    """The model as it trains, less dropout; by kernels that compute in float64 on a CPU."""
+    model.train(training)
+    use_stand_in(model)
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or "drop_rate" in name or "layerdrop" in name):
+                setattr(module, name, 0.0)
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # grouped products take no float64
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    return model

@@ -1,0 +1,196 @@
+"""Which inputs reach which predictions, on models whose wiring is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.records.reach import Reach
+from isotype.trace.reach.measure import measure_reach
+from tests.faults.wiring import FAULTS, WiringFault, findings_of, healthy, packed
+from tests.zoo import ARCHITECTURES
+
+NAMES = {"llama": 11, "qwen3_moe": 11, "mamba": 7, "bert-cls": 2, "gemma3-vl": 3, "bart-s2s": 5}
+"""Architectures, and how many kinds of faults they have the parts for."""
+
+
+def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    architecture = ARCHITECTURES[name]
+    return architecture.build(torch.float32), architecture.batch()
+
+
+@pytest.mark.parametrize(("name", "fewest"), NAMES.items())
+def test_every_fault_that_an_architecture_has_the_part_for_is_found(name: str, fewest: int) -> None:
+    found = {}
+    for fault in FAULTS:
+        made = fault.inject(*built(name))
+        if made is not None and (fault.real is None or _real(fault, made)):
+            found[fault.name] = fault.code in codes(*made)
+    assert [each for each, seen in found.items() if not seen] == []
+    assert len(found) >= fewest
+
+
+def _real(fault: WiringFault, made: tuple[nn.Module, dict[str, torch.Tensor]]) -> bool:
+    assert fault.real is not None
+    try:
+        return fault.real(*made)
+    except RuntimeError:
+        return False  # it refuses the faulty batch by itself
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_found_in_a_healthy_step(name: str) -> None:
+    model, batch = built(name)
+    assert {kind: codes(model, each) for kind, each in healthy(model, batch)} == {
+        kind: [] for kind, _ in healthy(model, batch)
+    }
+
+
+def test_a_large_model_without_weights_is_measured_on_a_small_one() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=128_256, pad_token_id=128_004, eos_token_id=[128_001, 128_009])
+        )
+    ids = torch.arange(2000, 2032).view(2, 16)
+    batch = packed({"input_ids": ids, "labels": ids})
+    reach = measured(model, {**batch, "attention_mask": torch.ones_like(ids)})
+    leak = reach.leak("packed row")
+    assert reach.copy == "a LlamaForCausalLM with a small config"
+    assert leak is not None
+    assert (leak.module, leak.changed, leak.of) == ("model.layers.0.self_attn", 16, 16)
+    assert leak.without == "attention_mask"
+    assert not measured(model, batch).leaks
+    assert model.config.eos_token_id == [128_001, 128_009]  # the model's own config is as it was
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_flash_attention_reads_the_positions_of_one_row_alone(rows: int) -> None:
+    model, batch = built("llama")
+    model.config._attn_implementation = "flash_attention_2"  # type: ignore[union-attr]
+    made = {name: value[:rows] for name, value in packed(batch).items()}
+    assert bool(measured(model, made).leaks) == (rows == 2)
+
+
+def test_starts_of_sequences_that_are_wrong() -> None:
+    model, batch = built("llama")
+    model.config._attn_implementation = "flash_attention_2"  # type: ignore[union-attr]
+    made = {name: value[:1] for name, value in packed(batch).items()}
+    starts = {"max_length_q": 9, "max_length_k": 9}
+    for ends, leaks in (([0, 7, 16], False), ([0, 16], True)):
+        given = torch.tensor(ends, dtype=torch.int32)
+        made = {**made, "cu_seq_lens_q": given, "cu_seq_lens_k": given}
+        assert bool(measured(model, {**made, **starts}).leaks) == leaks
+
+
+def test_a_long_batch_is_cut_to_where_its_sequences_meet() -> None:
+    model, _ = built("mamba")
+    ids = torch.randint(4, 100, (8, 1024), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[:, 600:] = 2
+    reach = measured(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
+    assert (reach.rows, reach.tokens) == (2, 64)
+    assert reach.leak("packed row") is not None
+
+
+def test_a_long_prompt_is_kept_up_to_what_is_learned_behind_it() -> None:
+    model, _ = built("llama")
+    ids = torch.randint(4, 100, (1, 1024), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(500), torch.arange(524)])[None]
+    labels = ids.clone()
+    labels[:, 400:700] = -100
+    batch = {"input_ids": ids, "position_ids": positions, "labels": labels}
+    assert measured(model, {**batch, "attention_mask": torch.ones_like(ids)}).leak("packed row") is not None
+    reach = measured(model, batch)
+    assert (reach.tokens, reach.leaks) == (232, ())
+
+
+def test_the_matrix_says_which_tokens_reach_a_prediction() -> None:
+    model, batch = built("llama")
+    reach = measured(model, packed(batch))
+    rows = {column: seen for row, column, seen in reach.matrix if row == 0}
+    assert rows[5] == (0, 1, 2, 3, 4, 5)
+    assert rows[10] == (7, 8, 9, 10)
+
+
+def test_padding_in_front_moves_learned_positions_unless_they_are_given() -> None:
+    model, batch = built("gpt2")
+    ids = batch["input_ids"].clone()
+    mask = torch.ones_like(ids)
+    ids[0, :5], mask[0, :5] = 0, 0
+    made = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    assert measured(model, made).leak("padding position") is not None
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    assert not measured(model, {**made, "position_ids": positions}).leaks
+
+
+class OwnModel(nn.Module):
+    """A language model that no library knows: a running mean in place of attention."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.causal = causal
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.table(input_ids)
+        mean = hidden.cumsum(1) if self.causal else hidden.sum(1, keepdim=True)
+        logits = self.head(hidden + mean)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return logits, loss
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_model_of_ones_own(causal: bool) -> None:
+    ids = torch.arange(4, 36).view(2, 16)
+    reach = measured(OwnModel(causal), {"input_ids": ids, "labels": ids})
+    assert (reach.leak("later token") is None) == causal
+
+
+def test_what_cannot_be_measured_says_why() -> None:
+    ids = torch.arange(4, 36).view(2, 16)
+    model = OwnModel()
+    assert measure_reach(model, {"input_ids": ids}) is None
+    assert measure_reach(model, {"input_ids": ids.to("meta"), "labels": ids.to("meta")}) is None
+    model.head = nn.Linear(16, 16)  # its logits and the labels do not fit
+    assert (
+        measured(model, {"input_ids": ids, "labels": ids})
+        .undecided[0]
+        .startswith("the copy could not be run")
+    )
+    large = nn.Sequential(nn.Linear(3000, 3000))
+    assert measured(large, {"input_ids": ids, "labels": ids}).undecided == (
+        "the model has 9,003,000 weights and no config that a smaller one can be made from",
+    )
+    unlearned = torch.full_like(ids, -100)
+    (why,) = measured(built("llama")[0], {"input_ids": ids, "labels": unlearned}).undecided
+    assert why == "the batch has no label that is learned"
+
+
+def test_model_and_random_numbers_are_as_before() -> None:
+    model, batch = built("llama")
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    measured(model, packed(batch))
+    assert torch.equal(torch.rand(2), expected)
+    assert all(torch.equal(each, weights[name]) for name, each in model.state_dict().items())
+    assert model.config.use_cache  # type: ignore[union-attr]
+
+
+def codes(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[str]:
+    found, undecided = findings_of(model, batch)
+    assert not undecided
+    return [finding.code for finding in found]
+
+
+def measured(model: nn.Module, batch: Mapping[str, Any]) -> Reach:
+    reach = measure_reach(model, batch)
+    assert reach is not None
+    return reach
