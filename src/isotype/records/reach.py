@@ -78,6 +78,25 @@ class Labels:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """Which tokens of a row reach which of its predictions.
+
+    Attributes:
+        row: of the batch.
+        sequences: the sequence that each token belongs to, -1 of padding.
+        reached: (column of a prediction, columns of the tokens that reach it).
+    """
+
+    row: int
+    sequences: tuple[int, ...]
+    reached: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def meant(self, column: int, token: int) -> bool:
+        """Whether the token may reach the prediction at `column` of a causal model."""
+        return token <= column and self.sequences[token] == self.sequences[column]
+
+
+@dataclass(frozen=True)
 class Reach:
     """What was measured of one batch.
 
@@ -88,7 +107,7 @@ class Reach:
         leaks: predictions that depend on what they must not depend on.
         unused: what changes no prediction.
         undecided: what could not be measured, and why, a clause each.
-        matrix: for each of some predictions (row, column) the columns of the tokens that reach it; for reports.
+        matrix: the tokens that reach some predictions of one row; None where that was not measured.
     """
 
     copy: str
@@ -98,7 +117,7 @@ class Reach:
     leaks: tuple[Leak, ...] = ()
     unused: tuple[NoReach, ...] = ()
     undecided: tuple[str, ...] = ()
-    matrix: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    matrix: Matrix | None = None
 
     def leak(self, *sources: Source) -> Leak | None:
         """The first leak from one of `sources`."""

@@ -113,9 +113,13 @@ def test_a_long_prompt_is_kept_up_to_what_is_learned_behind_it() -> None:
 def test_the_matrix_says_which_tokens_reach_a_prediction() -> None:
     model, batch = built("llama")
     reach = measured(model, packed(batch))
-    rows = {column: seen for row, column, seen in reach.matrix if row == 0}
+    assert reach.matrix is not None
+    rows = dict(reach.matrix.reached)
     assert rows[5] == (0, 1, 2, 3, 4, 5)
     assert rows[10] == (7, 8, 9, 10)
+    assert reach.matrix.sequences == (0,) * 7 + (1,) * 9
+    assert reach.matrix.meant(10, 8)
+    assert not reach.matrix.meant(10, 5)
 
 
 def test_padding_in_front_moves_learned_positions_unless_they_are_given() -> None:

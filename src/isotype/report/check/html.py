@@ -33,6 +33,7 @@ from isotype.report.charts import (
 )
 from isotype.report.check.cost import device_words, sharding_words, time_rows
 from isotype.report.check.map import Row, dtype_map, layer_counts
+from isotype.report.check.reach import reach_picture
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
     cost_clauses,
@@ -83,7 +84,7 @@ _ACTIONS = {
 def to_html(report: Record) -> str:
     """The whole report as one HTML document."""
     name = PurePath(report.trace.model).name or report.trace.model or "model"
-    css, word = _STATUS[report.status]
+    css, word = ("failed", "✕ miswired") if report.miswired else _STATUS[report.status]
     return render(
         "check.html.j2",
         style=package_file("style.css") + package_file("check/check.css") + palette_css(),
@@ -96,6 +97,7 @@ def to_html(report: Record) -> str:
         figures=_figures(report),
         findings=[_finding(number, finding, report) for number, finding in enumerate(report.findings, 1)],
         map=[_part(row, report.findings) for row in dtype_map(report.trace, report.findings)],
+        reach=reach_picture(report.trace.reach),
         memory=_memory(report),
         work=_work(report),
         next_steps=next_steps(report),

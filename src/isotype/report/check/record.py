@@ -111,6 +111,11 @@ class Record:
         return tuple(t for t in towers if not any(f"{each}.".startswith(f"{t}.") for each in modules))
 
     @property
+    def miswired(self) -> bool:
+        """Whether the step runs, and all that is wrong is what reaches what."""
+        return bool(self.errors) and all(finding.kind == "wiring" for finding in self.errors)
+
+    @property
     def ranges(self) -> Known | None:
         """What is known of the values of a step with float16 in it: they were measured, something is publicly known of the
         model's family, or nothing; None of a step without float16."""

@@ -77,6 +77,8 @@ def verdict(report: Record) -> str:
     match report.status:
         case "fails":
             short = [f"also {lacking}"] if report.fits is False else []
+            if report.miswired:
+                return f"This step trains something else than is meant: {'; '.join([*rest, *short])}"
             return f"This step fails on {title}: {'; '.join([*rest, *short])}"
         case "does not fit":
             return "; ".join([f"This step does not fit on {title}: it {lacking}", *rest])

@@ -12,7 +12,7 @@ from torch import nn
 
 from isotype.core.errors import first_line
 from isotype.core.random_states import random_states_kept
-from isotype.records.reach import Labels, Reach
+from isotype.records.reach import Labels, Matrix, Reach
 from isotype.trace.reach.batch import IGNORED, Batch, batch_of, renumbered
 from isotype.trace.reach.leaks import leaks
 from isotype.trace.reach.place import logits_of
@@ -74,7 +74,7 @@ def _measured(probe: Probe) -> Reach:
         labels=_labels(probe),
         leaks=found,
         unused=(*unused_inputs(probe, padding), *unused_weights(probe)),
-        matrix=_matrix(probe),
+        matrix=_matrix(probe, found[0].row if found else int(probe.learned.rows[0])),
     )
     return replace(reach, undecided=("no time was left for every probe",)) if probe.late else reach
 
@@ -90,12 +90,13 @@ def _labels(probe: Probe) -> Labels:
     return Labels(len(probe.learned), probe.shift, at_padding, at_pictures)
 
 
-def _matrix(probe: Probe) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """The tokens that reach some predictions, by the gradients of their embeddings."""
+def _matrix(probe: Probe, row: int) -> Matrix | None:
+    """The tokens that reach some predictions of a row, by the gradients of their embeddings."""
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     learned, ids = probe.learned, probe.batch.ids
-    if not isinstance(table, nn.Module) or probe.of_rows or probe.late:
-        return ()
+    places = (learned.rows == row).nonzero()[:, 0].tolist()
+    if not isinstance(table, nn.Module) or probe.of_rows or probe.late or not places:
+        return None
     held: list[torch.Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -108,11 +109,11 @@ def _matrix(probe: Probe) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     finally:
         hook.remove()
     if logits is None or not held or held[0].shape[:2] != ids.shape:
-        return ()
-    matrix = []
-    for at in spread(0, len(learned) - 1, _MATRIX_ROWS):
-        row, column = int(learned.rows[at]), int(learned.columns[at])
-        wanted = logits[row, column, learned.targets[at]]
+        return None
+    reached = []
+    for at in spread(0, len(places) - 1, _MATRIX_ROWS):
+        column = int(learned.columns[places[at]])
+        wanted = logits[row, column, learned.targets[places[at]]]
         (gradient,) = torch.autograd.grad(wanted, held[0], retain_graph=True, materialize_grads=True)
-        matrix.append((row, column, tuple(gradient[row].abs().amax(-1).nonzero()[:, 0].tolist())))
-    return tuple(matrix)
+        reached.append((column, tuple(gradient[row].abs().amax(-1).nonzero()[:, 0].tolist())))
+    return Matrix(row, tuple(probe.batch.sequences[row].tolist()), tuple(reached))
