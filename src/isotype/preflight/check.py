@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
     accumulates: bool
     room: Room | None
     ranges: Ranges | None
-    wiring: bool
+    wiring: bool | Mapping[str, Any]
     verify: bool
     seconds: float
 

@@ -354,9 +354,10 @@ def setting_value(value: str) -> Any:
 
 def reach_of(request: StepRequest) -> Reach | None:
     """Which inputs of the step reach which predictions; None where nobody asks, and of inputs without token ids and labels."""
-    if not request.wiring or "forward" not in request.phases:
+    if request.wiring is False or "forward" not in request.phases:
         return None
-    inputs = {name: value for name, value in named_inputs(request.inputs).items() if name.isidentifier()}
+    given = named_inputs(request.inputs) if request.wiring is True else request.wiring
+    inputs = {name: value for name, value in given.items() if name.isidentifier() and name != "fused_lm_head"}
     with surroundings():
         return measure_reach(request.model, inputs)
 

@@ -59,7 +59,8 @@ class StepRequest:
         reference: of what a frozen copy is there too, which the loss compares with: `weights` or `adapters`; None: of nothing.
         accumulates: whether an optimizer step takes several micro-batches of these inputs.
         room: what the step may take of the device's memory; None: its share of all of it.
-        wiring: whether it is measured which inputs reach which predictions, on a small copy of the model.
+        wiring: whether it is measured which inputs reach which predictions, on a small copy of the model; or the inputs that it
+            is measured with, where a forward that is put before the model's own passes on others.
         ranges: what was measured of the model's values; None: `run` measures a float16 step whose weights are at hand,
             where that takes little time.
     """
@@ -86,7 +87,7 @@ class StepRequest:
     accumulates: bool = False
     room: Room | None = None
     ranges: Ranges | None = None
-    wiring: bool = True
+    wiring: bool | Mapping[str, Any] = True
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:

@@ -89,3 +89,31 @@ def test_padding_that_the_step_leaves_out_is_not_traced(tmp_path: Path, lengths:
     traced = {math.prod(shape) // 48 for shape in shapes if shape[-1:] == (48,)}
     assert report.trace.failure is None
     assert (rows, traced & {sum(lengths), mask.numel()}) == ([sum(lengths)], {sum(lengths)})
+
+
+@pytest.mark.parametrize("weights", [8_000_000, 0])
+def test_packed_rows_of_our_own_forward_are_wired_as_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: int
+) -> None:
+    """It passes on no mask beside positions, on the model's own layers and on a small model of its class."""
+    monkeypatch.setattr("isotype.trace.reach.small.MOST_WEIGHTS", weights)
+    monkeypatch.setattr("isotype.trace.reach.small.MOST_WEIGHTS_OF_CLASS", 32_000_000)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=128,
+    )  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(config).train()
+    put_head(model)
+    ids = torch.arange(4, 16)[None]
+    positions = torch.tensor([[*range(6), *range(6)]])
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids,
+        "position_ids": positions,
+    }
+    for packed in (False, True):
+        model.__dict__["_isotype_packed_rows"] = packed
+        reach = report_of(model, {**batch, "fused_lm_head": True}, tmp_path).trace.reach
+        assert reach is not None
+        assert not reach.undecided
+        assert (reach.leak("packed row") is None) == packed

@@ -133,6 +133,14 @@ def take_packed_rows(trainer: Any) -> bool:
     return own
 
 
+def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a batch as the layers of a model that computes its loss by this forward get them: of packed rows no mask."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    packed = base.__dict__.get(_PACKED, False) and inputs.get("position_ids") is not None
+    left_out = ("fused_lm_head", "attention_mask") if packed else ("fused_lm_head",)
+    return {name: value for name, value in inputs.items() if name not in left_out}
+
+
 def put_head(model: Any) -> None:
     """Give a causal language model that no trainer has the forward that SFT would call: for a check of the step to come."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

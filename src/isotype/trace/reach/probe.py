@@ -63,6 +63,8 @@ class Probe:
             raise UndecidedError("the model returns no logits of the batch's rows and tokens")
         if loss is None:
             raise UndecidedError("the model returns no loss")
+        if logits.dim() == 2 and batch.inputs["labels"].shape == batch.ids.shape:
+            raise UndecidedError("the model returns no logits of its tokens")
         self.learned = _learned(logits, loss, batch)
         self.base = self.logits(batch.inputs)  # without gradients, which choose other kernels
         if not bool(self.base.isfinite().all()):

@@ -21,6 +21,8 @@ from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tok
 
 MOST_WEIGHTS = 8_000_000
 """Of a model that is copied as it is, its embeddings apart: a forward over 256 tokens takes a quarter of a second."""
+MOST_WEIGHTS_OF_CLASS = 32_000_000
+"""Of a model of the same class that is made small."""
 _JITTER = 0.05
 """That is added to every weight, in its standard deviations: a weight of zero hides what goes through it."""
 _SPARE = 8
@@ -147,7 +149,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
                     size = sum(
                         each.numel() for each in type(base)._from_config(copy.deepcopy(config)).parameters()
                     )
-                if size > 4 * MOST_WEIGHTS:
+                if size > MOST_WEIGHTS_OF_CLASS:
                     raise NoCopyError(f"a copy of few layers still has {size:,} weights")
                 small = type(base)._from_config(config, dtype=torch.float64)
                 if hasattr(model, "peft_config"):

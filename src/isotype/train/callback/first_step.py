@@ -14,7 +14,7 @@ from torch import nn
 
 from isotype.core.errors import first_line
 from isotype.core.source import line_of
-from isotype.lora.loss.trl_head import without_its_padding
+from isotype.lora.loss.trl_head import passed_on, without_its_padding
 from isotype.lora.unpadded import traced_as
 from isotype.precision.ranges import Ranges
 from isotype.preflight.from_trainer import request_of_first_step
@@ -54,7 +54,9 @@ def before_first_step(
             with traced_as(without_its_padding(model, args, kwargs)):
                 request = request_of_first_step(model, (args, kwargs), arguments, optimizer)
                 known = None if ranges == "measure" else ranges
-                report = run(replace(request, ranges=known), verify=False, measure=ranges == "measure")
+                wiring = passed_on(model, request.inputs.inputs)
+                request = replace(request, ranges=known, wiring=wiring)
+                report = run(request, verify=False, measure=ranges == "measure")
         except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
             raised = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))
