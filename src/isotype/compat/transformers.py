@@ -124,6 +124,17 @@ def set_attention(config: Any, name: Any) -> None:
     config._attn_implementation = name
 
 
+def use_plain_experts(config: Any) -> None:
+    """Have experts computed one after another, in any dtype, where a config says how."""
+    if getattr(config, "_experts_implementation", None) is not None:
+        config._experts_implementation = "eager"
+
+
+def fresh_model(cls: Any, config: Any, dtype: Any = None) -> Any:
+    """A model of a class with its config, initialized as its author does."""
+    return cls._from_config(config, dtype=dtype)
+
+
 def takes_attention(model: Any) -> bool:
     """Whether a model's attention goes through the registry, so that another can be put there."""
     return bool(model._can_set_attn_implementation())

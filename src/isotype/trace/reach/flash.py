@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from isotype.compat.transformers import attention_of, set_attention
+
 NAME = "isotype_flash"
 
 
@@ -21,9 +23,9 @@ def use_stand_in(model: nn.Module) -> None:
     """
     asking = []
     for config in _configs(model):
-        kernel = str(getattr(config, "_attn_implementation", ""))
+        kernel = attention_of(config) or ""
         if kernel == "flex_attention":
-            config._attn_implementation = "eager"
+            set_attention(config, "eager")
         elif "flash" in kernel:
             asking.append(config)
     if not asking:
@@ -34,7 +36,7 @@ def use_stand_in(model: nn.Module) -> None:
     AttentionInterface.register(NAME, _forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
     for config in asking:
-        config._attn_implementation = NAME
+        set_attention(config, NAME)
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

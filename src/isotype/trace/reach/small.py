@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
+from isotype.compat.transformers import fresh_model, use_plain_experts
 from isotype.core.errors import first_line
 from isotype.model.copies import empty_copies, fill_copies
 from isotype.model.walk import kind_of
@@ -146,12 +147,11 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
                 warnings.simplefilter("ignore")
                 torch.manual_seed(0)
                 with torch.device("meta"):
-                    size = sum(
-                        each.numel() for each in type(base)._from_config(copy.deepcopy(config)).parameters()
-                    )
+                    weightless = fresh_model(type(base), copy.deepcopy(config))
+                size = sum(each.numel() for each in weightless.parameters())
                 if size > MOST_WEIGHTS_OF_CLASS:
                     raise NoCopyError(f"a copy of few layers still has {size:,} weights")
-                small = type(base)._from_config(config, dtype=torch.float64)
+                small = fresh_model(type(base), config, torch.float64)
                 if hasattr(model, "peft_config"):
                     small = _adapted(small, model)
         except NoCopyError as problem:
@@ -231,8 +231,7 @@ def _quiet(model: nn.Module, training: bool) -> nn.Module:
             if isinstance(value, float) and ("dropout" in name or "drop_rate" in name or "layerdrop" in name):
                 setattr(module, name, 0.0)
         config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"  # grouped products take no float64
+        use_plain_experts(config)  # grouped products take no float64
         if hasattr(config, "use_cache"):
             config.use_cache = False
     return model
