@@ -118,8 +118,21 @@ def picture_place(processor: Any) -> str:
     ]
     longer = len(texts[1]) - len(texts[0])
     same = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[0]))
-    start = max(0, same - longer)
-    return texts[1][start : start + longer]
+    # What stands beside it may begin or end as it does ("<image><|im_end|>"): of the cuts that are possible, one through no token.
+    one, two = texts
+    starts = [
+        at
+        for at in range(max(0, same - 2 * longer), same + 1)
+        if one[:at] + two[at : at + longer] + one[at:] == two
+    ]
+    special = processor.tokenizer.added_tokens_decoder
+
+    def whole(cut: str) -> int:
+        return sum(
+            token in special for token in processor.tokenizer(cut, add_special_tokens=False)["input_ids"]
+        )
+
+    return max((two[at : at + longer] for at in starts), key=whole)
 
 
 # ------------------------------------------------------------------------------------------------------ by the config
