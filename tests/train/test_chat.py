@@ -21,11 +21,12 @@ from isotype.compat.interrupt import Terminated
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.chat import _questions, chat, load_for_inference, stream_answer
-from isotype.train.generate import answer
+from isotype.train.chat import _questions, chat, load_for_inference, opened_picture, stream_answer
+from isotype.train.generate import answer, encode
 from tests.adapters import save_adapter, save_trained
 from tests.pairwise import pairwise
 from tests.refusals import refused
+from tests.zoo.processors import picture, save_vision_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -71,6 +72,7 @@ def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespa
     values = {
         "model": str(model),
         "ask": list(questions) or None,
+        "image": None,
         "system": None,
         "dtype": "auto",
         "quantization": None,
@@ -398,3 +400,66 @@ def test_a_template_that_is_damaged_is_named_with_its_place(
     with pytest.raises(UsageError) as caught:
         answer(model, damaged, [{"role": "user", "content": "w1"}])
     assert f"{tmp_path / 'chat_template.jinja'}: {said}" in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("PIL", reason="needs the package pillow")
+    folder = save_vision_model("gemma3", tmp_path_factory.mktemp("gemma3"))
+    for number in (0, 1):
+        picture(40, 30, seed=number).save(folder / f"{number}.png")
+    return folder
+
+
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each question's picture inputs are."""
+    found: list[Any] = []
+    generate = transformers.Gemma3ForConditionalGeneration.generate
+
+    def noting(self: Any, **inputs: Any) -> Any:
+        found.append(inputs.get("pixel_values"))
+        return generate(self, **inputs)
+
+    monkeypatch.setattr(transformers.Gemma3ForConditionalGeneration, "generate", noting)
+    return found
+
+
+def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = seen(monkeypatch)
+    shown = talk(
+        seeing, "w1 w2", f"/image {seeing / '1.png'}", "w3", "/reset", "w4", image=[str(seeing / "0.png")]
+    )
+    assert f"({seeing / '1.png'}: 40 x 30, with the next question)" in shown
+    assert [None if each is None else len(each) for each in found] == [1, 2, None]
+
+
+def test_an_answer_depends_on_the_picture(seeing: Path) -> None:
+    model, processor, _ = load_for_inference(str(seeing), "float32", None, "cpu")
+    answers = []
+    for number in (0, 1):
+        turn = {"type": "image", "image": opened_picture(str(seeing / f"{number}.png"), processor)}
+        batch = encode(processor, [{"role": "user", "content": [turn, {"type": "text", "text": "w1"}]}])
+        answers.append(model(**batch).logits[0, -1])
+    assert not torch.equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("no.png", "no.png: No such file or directory"), ("config.json", "cannot identify image file")],
+)
+def test_a_picture_that_cannot_be_shown(seeing: Path, name: str, what: str) -> None:
+    message = refused(
+        UsageError, chat, options(seeing, "w1", image=[str(seeing / name)]), Console(file=io.StringIO())
+    )
+    assert "the picture cannot be shown" in message
+    assert what in message
+
+
+def test_a_model_of_text_is_shown_none(base: Path) -> None:
+    message = refused(UsageError, chat, options(base, "w1", image=["a.png"]), Console(file=io.StringIO()))
+    assert message.startswith("the model takes text alone\n  - the picture a.png")

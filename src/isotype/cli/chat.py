@@ -17,6 +17,10 @@ def chat_parser() -> Parser:
     parser.add_argument("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
     parser.add_argument("--ask", action="append", default=None, metavar="QUESTION", help="ask this and leave")
     parser.add_argument(
+        "--image", action="append", default=None, metavar="FILE",
+        help="a picture that the first question is about, of a model that takes them; give it again for several",
+    )  # fmt: skip
+    parser.add_argument(
         "--system", default=None, metavar="TEXT", help="a system message before the conversation"
     )
     parser.add_argument("--dtype", default="auto", help="compute dtype")

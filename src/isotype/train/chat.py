@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rich.text import Text
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.compat.interrupt import Terminated, interrupts_kept
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.errors import CheckpointError, Problem, UsageError, first_line
 from isotype.core.terminal import as_typed, shown
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.narrow import wrapped
@@ -22,25 +23,28 @@ from isotype.train.generate import PLAIN, Message, encode, evaluating
 
 __all__ = ["chat", "load_for_inference", "stream_answer"]
 
-_RESET, _HELP, _EXIT = "/reset", "/help", ("/exit", "/quit")
+_RESET, _HELP, _EXIT, _IMAGE = "/reset", "/help", ("/exit", "/quit"), "/image"
 _HELP_TEXT = """\
-/reset   start the conversation again
-/help    this
-/exit    leave (Ctrl-D too); Ctrl-C stops an answer"""
+/reset        start the conversation again
+/image FILE   show a picture with the next question
+/help         this
+/exit         leave (Ctrl-D too); Ctrl-C stops an answer"""
 
 
 def chat(options: argparse.Namespace, console: Console) -> int:
     """Run `isotype chat` and return its exit status.
 
+    Pictures of `--image`, and of `/image FILE`, go with the question after them.
+
     Questions come from `--ask`, from the keyboard, or line by line from a pipe. Each is part of one conversation
     until `/reset`, after the message of `--system` if there is one; `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops the current answer only.
 
     Args:
-        options: `model`, `ask`, `system`, `dtype`, `quantization`, `device`, `model_revision`, `max_new_tokens`, `temperature`.
+        options: `model`, `ask`, `image`, `system`, `dtype`, `quantization`, `device`, `model_revision`, `max_new_tokens`, `temperature`.
         console: where to write.
 
     Raises:
-        UsageError: options that make no sense, or a model that writes no text.
+        UsageError: options that make no sense, a model that writes no text, or a picture that cannot be shown to it.
         CheckpointError, PrecisionError: as `load_for_inference`.
     """
     _check(options)
@@ -48,7 +52,8 @@ def chat(options: argparse.Namespace, console: Console) -> int:
         model, tokenizer, policy = load_for_inference(
             options.model, options.dtype, options.quantization, options.device, options.model_revision
         )
-    tokenizer = _text_tokenizer(options.model, model, tokenizer)
+    _check_writes(options.model, model, tokenizer)
+    pictures = [opened_picture(each, tokenizer) for each in options.image or ()]
     interactive = options.ask is None and sys.stdin.isatty()
     console.print(
         _header(options, tokenizer, policy, interactive), style="dim", highlight=False, markup=False
@@ -68,9 +73,55 @@ def chat(options: argparse.Namespace, console: Console) -> int:
         if question == _HELP:
             console.print(wrapped(_HELP_TEXT, console), style="dim", highlight=False, soft_wrap=True)
             continue
+        if question.split(" ")[0] == _IMAGE:
+            pictures += _shown_picture(question.removeprefix(_IMAGE).strip(), tokenizer, interactive, console)
+            continue
         if question:
-            messages = _turn(model, tokenizer, messages, question, options, interactive, console)
+            messages = _turn(
+                model, tokenizer, messages, _asked(question, pictures), options, interactive, console
+            )
+            pictures = []
     return 0
+
+
+def opened_picture(path: str, processor: Any) -> Any:
+    """A picture as pillow has it, in RGB.
+
+    Raises:
+        UsageError: there is none, it cannot be read, or the model takes none.
+    """
+    if not hasattr(processor, "image_processor"):
+        expected, fix = "a model that takes pictures, with its processor", "leave the picture out"
+        raise UsageError.of("the model takes text alone", f"the picture {path}", expected, fix)
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(Path(path).expanduser()) as picture:
+            return picture.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        what = f"{path}: {getattr(error, 'strerror', None) or first_line(error)}"
+        expected = "a picture that can be read"
+        raise UsageError.of("the picture cannot be shown", what, expected, "give another") from error
+
+
+def _shown_picture(path: str, processor: Any, interactive: bool, console: Console) -> list[Any]:
+    try:
+        picture = opened_picture(path, processor)
+    except UsageError as error:
+        if not interactive:
+            raise
+        console.print(wrapped(str(error), console), style="yellow", highlight=False, soft_wrap=True)
+        return []
+    said = f"({path}: {picture.width} x {picture.height}, with the next question)"
+    console.print(said, style="dim", highlight=False, markup=False)
+    return [picture]
+
+
+def _asked(question: str, pictures: Sequence[Any]) -> Message:
+    if not pictures:
+        return {"role": "user", "content": question}
+    shown = [{"type": "image", "image": picture} for picture in pictures]
+    return {"role": "user", "content": [*shown, {"type": "text", "text": question}]}
 
 
 def stream_answer(
@@ -96,8 +147,9 @@ def stream_answer(
 
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
-    end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    writer = Writer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    end = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
+    writer = Writer(words, skip_prompt=True, skip_special_tokens=True)
     whole = True
     with torch.no_grad(), evaluating(model):
         try:
@@ -123,7 +175,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("options that cannot work", problems)
 
 
-def _text_tokenizer(name: str, model: Any, tokenizer: Any) -> Any:
+def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
     if not model.can_generate():
         raise UsageError.of(
             "this model does not write text",
@@ -138,7 +190,6 @@ def _text_tokenizer(name: str, model: Any, tokenizer: Any) -> Any:
             "tokenizer.json and tokenizer_config.json beside the weights",
             "copy them from the model that the weights come from",
         )
-    return getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
 
 
 def _class_name(model: Any) -> str:
@@ -190,13 +241,13 @@ def _turn(
     model: Any,
     tokenizer: Any,
     messages: list[Message],
-    question: str,
+    question: Message,
     options: argparse.Namespace,
     interactive: bool,
     console: Console,
 ) -> list[Message]:
     """Answer one question and return the conversation with it."""
-    asked = [*messages, {"role": "user", "content": question}]
+    asked = [*messages, question]
     kept = _fitting(model, tokenizer, asked, options.max_new_tokens)
     if not kept:
         refusal = (

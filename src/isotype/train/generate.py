@@ -15,7 +15,8 @@ from isotype.compat.templates import render_chat, template_source
 from isotype.core.errors import UsageError, one_line
 from isotype.report.run.record import RunRecord, Sample
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""`role`, and `content`: a text, or parts where a turn shows pictures."""
 PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
