@@ -125,14 +125,12 @@ def picture_place(processor: Any) -> str:
         for at in range(max(0, same - 2 * longer), same + 1)
         if one[:at] + two[at : at + longer] + one[at:] == two
     ]
-    special = processor.tokenizer.added_tokens_decoder
+    special = [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
 
     def whole(cut: str) -> int:
-        return sum(
-            token in special for token in processor.tokenizer(cut, add_special_tokens=False)["input_ids"]
-        )
+        return sum(map(cut.count, special))
 
-    return max((two[at : at + longer] for at in starts), key=whole)
+    return max((two[at : at + longer] for at in reversed(starts)), key=whole)
 
 
 # ------------------------------------------------------------------------------------------------------ by the config
