@@ -203,7 +203,7 @@ def test_metadata_may_hold_conversations_and_several_pictures():
 def test_captions_beside_their_pictures_by_folders_of_splits():
     for split in ("train", "test"):
         write(f"c/{split}/a test.png", RED)
-        write(f"c/{split}/a test.txt", f"red for the {split}")
+        write(f"c/{split}/a test.txt", f"red for the {split}\n")
         write(f"c/{split}/left.png", GREEN)
     said: list[str] = []
     data = load("c", evaluate=True, said=said)

@@ -120,8 +120,10 @@ def demo(argv: Sequence[str], console: Console) -> int:
     if pictures and not {"-h", "--help"} & {*rest}:
         quiet_libraries()
         with interrupts_kept():
+            from isotype.data.drawn import shapes_folder
             from isotype.train.shapes_model import make_shapes_model
 
+            shapes_folder()  # without pillow nothing is made
             make_shapes_model(Path(SHAPES_MODEL), partial(console.print, highlight=False, markup=False))
     return train("sft", arguments, console)
 

@@ -329,7 +329,7 @@ def read_rows(
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
     """The rows with the picture that the file is the caption of, or that its metadata names."""
     if picture := captioned(path):
-        yield from ((line, {"image": picture.name, "caption": row["text"]}) for line, row in rows)
+        yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
     named = _FILE_NAMES if path.stem.lower() == METADATA else {}
     cells = path.suffix.lower() in CELL_SUFFIXES

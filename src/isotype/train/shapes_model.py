@@ -8,6 +8,7 @@ itself has seen no picture, and neither part a question about one: that is what 
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,11 @@ def make_shapes_model(folder: Path, said: Callable[[str], object] = lambda line:
         _teach(model, tokenizer)
     finally:
         torch.set_num_threads(threads)
-    folder.mkdir(parents=True, exist_ok=True)
-    _processor(tokenizer).save_pretrained(folder)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    part = folder.with_name(f"{folder.name}.part")  # whole, or not there
+    shutil.rmtree(part, ignore_errors=True)
+    _processor(tokenizer).save_pretrained(part)
+    model.to(torch.bfloat16).save_pretrained(part)
+    return part.replace(folder)
 
 
 def _config(language: Any, image: int) -> Any:
