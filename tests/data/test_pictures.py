@@ -228,6 +228,14 @@ def test_a_data_set_of_datasets(column, form):
     assert contents(rows[0])[0] == [PLACE, text("a")]
 
 
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_a_stored_data_set_of_paths(column):
+    path = str(Path("d/red.png").absolute())
+    row = {"messages": asked("a"), column: path if column == "image" else [path]}
+    Dataset.from_list([row]).to_parquet("s.parquet")
+    assert colours(load("s.parquet")["train"][0]) == ["red"]
+
+
 def test_a_stored_data_set_that_the_trainer_takes_is_not_written_again():
     """Pictures are most of a data set's bytes."""
     features = Features(

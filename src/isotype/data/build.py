@@ -332,8 +332,10 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     reading = job.reading
     sample, changed = _sample(plain, parts, reading, Counter() if reading.sees else names)
     if reading.sees:  # a picture a row stays as it is stored, unless rows are written again in any case
-        reading = dataclasses.replace(reading, listed=reading.listed or changed)
+        spelled = _spelled(dataset)
+        reading = dataclasses.replace(reading, listed=reading.listed or changed or spelled)
         sample, changed = _sample(plain, parts, reading, names)
+        changed |= spelled
         taken = reading.apply(first)
     result = survey(sample, job.method, job.text_field, word="row")
     problems = result.problems("row")
@@ -420,6 +422,15 @@ def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
             return _at(f"{source}, row {index + 1}", problem)
         index -= count
     raise AssertionError(index)
+
+
+def _spelled(dataset: Any) -> bool:
+    """Whether pictures are stored as text: their paths, say, and not as the type for pictures that decodes them."""
+    import datasets
+
+    kinds = [dataset.features.get(name) for name in PICTURE_COLUMNS] if dataset.features is not None else []
+    items = [getattr(kind, "feature", kind) for kind in kinds if kind is not None]
+    return any(not isinstance(item, datasets.Image) for item in items)
 
 
 def undecoded(dataset: Any) -> Any:
