@@ -42,14 +42,24 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         )
     batch = _first_batch(trainer) if inputs is None else inputs
     own_loss = inputs is None or isinstance(inputs, Mapping)
+    told = _with_count(trainer, batch) if own_loss and isinstance(batch, Mapping) else True
     request = _request(trainer.model, _loss_of_trainer(trainer, batch) if own_loss else inputs, trainer.args)
     return replace(
         request,
+        wiring=told,
         scaler=_has_scaler(trainer),
         gradient_checkpointing=checkpointing(trainer.args),
         evaluation=_evaluation(trainer) if inputs is None else None,
         reference=None if getattr(trainer, "ref_model", None) is None else "weights",
     )
+
+
+def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch with the number of labels that the trainer would give its model beside it, as for two such micro-batches."""
+    labels = batch.get("labels")
+    if not getattr(trainer, "model_accepts_loss_kwargs", False) or not isinstance(labels, torch.Tensor):
+        return batch
+    return {**batch, "num_items_in_batch": 2 * (labels != -100).sum()}
 
 
 def _evaluation(trainer: Any) -> LossOf | None:

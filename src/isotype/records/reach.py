@@ -15,7 +15,7 @@ Source = Literal[
 ]
 """What reaches a prediction that must not depend on it."""
 
-Unused = Literal["input", "picture", "adapter", "weight"]
+Unused = Literal["input", "picture", "adapter", "weight", "count"]
 """What reaches no prediction, although it is there to."""
 
 

@@ -18,7 +18,7 @@ from isotype.trace.reach.leaks import leaks
 from isotype.trace.reach.place import logits_of
 from isotype.trace.reach.probe import SEEN, Probe, UndecidedError, spread
 from isotype.trace.reach.small import NoCopyError, small_copy
-from isotype.trace.reach.unused import unused_inputs, unused_weights
+from isotype.trace.reach.unused import unused_count, unused_inputs, unused_weights
 
 _MATRIX_ROWS = 24
 _PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
@@ -73,7 +73,7 @@ def _measured(probe: Probe) -> Reach:
         tokens,
         labels=_labels(probe),
         leaks=found,
-        unused=(*unused_inputs(probe, padding), *unused_weights(probe)),
+        unused=(*unused_inputs(probe, padding), *unused_weights(probe), *unused_count(probe)),
         matrix=_matrix(probe, found[0].row if found else int(probe.learned.rows[0])),
     )
     return replace(reach, undecided=("no time was left for every probe",)) if probe.late else reach

@@ -11,6 +11,7 @@ from isotype.model.loss import find_loss
 from isotype.records.reach import NoReach
 from isotype.trace.reach.probe import Probe
 
+COUNT = "num_items_in_batch"
 _PICTURES = ("pixel", "features", "audio", "image")
 
 
@@ -40,6 +41,19 @@ def unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
             hidden[row, before[len(before) // 2 :][:2]] = 0
         if not torch.equal(hidden, mask) and _nothing(probe, batch.but(attention_mask=hidden)):
             yield NoReach("input", "attention_mask")
+
+
+def unused_count(probe: Probe) -> Iterator[NoReach]:
+    """`num_items_in_batch`, the labels of all micro-batches of a step, by which a loss is to be divided, if it changes no loss."""
+    count = probe.batch.inputs.get(COUNT)
+    if count is None:
+        return
+    losses = []
+    with torch.no_grad():
+        for inputs in (probe.batch.inputs, probe.batch.but(num_items_in_batch=count * 2)):
+            losses.append(find_loss(probe.run(inputs)))
+    if losses[0] is not None and losses[1] is not None and torch.equal(losses[0], losses[1]):
+        yield NoReach("count", COUNT)
 
 
 def _nothing(probe: Probe, inputs: dict[str, object]) -> bool:

@@ -1,0 +1,61 @@
+"""
+**What it means.** A trainer tells the model how many labels the micro-batches of a step have together (`num_items_in_batch`), does not divide the
+loss by the number of micro-batches itself, and the model's loss does not heed the number.
+
+**Why it happens.** transformers' Trainer looks at the model's forward: one that takes `**kwargs` is taken for one that divides by
+`num_items_in_batch`. A forward of one's own that passes them on to nothing, a loss function of one's own, a wrapper around a model: the loss stays the mean
+of each micro-batch, and the gradients of a step are the sum of all of them.
+
+**Why it is bad.** Gradients are as many times too large as a step has micro-batches (clipping hides it, Adam nearly so, weight decay and the loss that is shown
+do not), and rows of few labels count as much as rows of many.
+
+**An example that fails**
+
+    class Mine(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):           # num_items_in_batch ends in kwargs
+            logits = super().forward(input_ids).logits
+            return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+**Repaired**
+
+    return {"loss": self.loss_function(logits, labels, self.config.vocab_size, **kwargs), "logits": logits}
+    # or: trainer.model_accepts_loss_kwargs = False, and the trainer divides by the number of micro-batches
+
+**How safe is the fix?** It changes the size of the gradients: to what they are without accumulation.
+
+**Seen in** huggingface/trl #2604, #5710; huggingface/transformers #34191.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
+from isotype.rules.kit.reach import measured_on
+from isotype.rules.kit.words import advice
+
+TITLE = "A loss that does not heed how many labels a step has"
+KIND = "wiring"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """`num_items_in_batch` that is given and changes no loss."""
+    reach = trace.reach
+    for each in () if reach is None else reach.unused:
+        if reach is not None and each.kind == "count":
+            accumulates = trace.setup.accumulates
+            yield Finding(
+                "IST908",
+                "error" if accumulates else "note",
+                "the loss does not heed how many labels the step has"
+                + (": its gradients grow with the micro-batches" if accumulates else ""),
+                cause="num_items_in_batch is given, and twice as many change no digit of the loss",
+                notes=(measured_on(reach),),
+                fixes=(
+                    advice(
+                        "num_items_in_batch",
+                        "divide the sum of the losses by num_items_in_batch, or set trainer.model_accepts_loss_kwargs = False",
+                    ),
+                ),
+            )
