@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from isotype.compat.transformers import without_bars
 from isotype.data.drawn import CELL, COLOURS, CONTENTS, FORMS, HELD_BACK, NUMBERS, SIDE, Content, draw
 
 STEPS = 300
@@ -76,7 +77,8 @@ def make_shapes_model(folder: Path, said: Callable[[str], object] = lambda line:
     part = folder.with_name(f"{folder.name}.part")  # whole, or not there
     shutil.rmtree(part, ignore_errors=True)
     _processor(tokenizer).save_pretrained(part)
-    model.to(torch.bfloat16).save_pretrained(part)
+    with without_bars():
+        model.to(torch.bfloat16).save_pretrained(part)
     return part.replace(folder)
 
 
