@@ -72,6 +72,7 @@ def ended(case: Case) -> End:
     if made is None:
         return End((("absent", ""),))
     try:
+        made[0](**made[1])
         if fault.real is not None and not fault.real(*made):
             return End((("harmless", ""),))
     except Exception as error:  # noqa: BLE001 - the architecture refuses the faulty batch: no case

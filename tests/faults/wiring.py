@@ -216,15 +216,21 @@ def _black_pictures(model: nn.Module, batch: Batch) -> Made | None:
 @torch.no_grad()
 def _moves(model: nn.Module, batch: Batch, changed: torch.Tensor, watched: torch.Tensor) -> bool:
     """Whether other tokens where `changed` says move the logits where `watched` says by more than rounding does."""
-    model, ids = copy.deepcopy(model).eval(), batch["input_ids"]
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(4)  # fresh weights are so small that rounding hides what they let through
+    model, ids = _loud(model), batch["input_ids"]
     other = torch.where(changed, (ids + 7) % 100 + 4, ids)
     before, after = (_logits(model, {**batch, "input_ids": each}) for each in (ids, other))
     if before.shape[:2] != ids.shape:
         return bool((before - after).abs().max() > 1e-4 * before.abs().max())
     return bool((before - after)[watched].abs().max() > 1e-4 * before.abs().max())
+
+
+def _loud(model: nn.Module) -> nn.Module:
+    """A copy of larger weights: fresh ones are so small that rounding hides what they let through."""
+    model = copy.deepcopy(model).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(4)
+    return model
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -251,6 +257,14 @@ def sees_later(model: nn.Module, batch: Batch) -> bool:
     """Whether a token sees those behind it."""
     cuts = (_columns(batch, cut) for cut in (1, half(batch)))
     return any(_moves(model, batch, behind, ~behind) for behind in cuts)
+
+
+@torch.no_grad()
+def _counts_padding(model: nn.Module, batch: Batch) -> bool:
+    """Whether a row's logits are others without the padding in front of it."""
+    model, alone = _loud(model), {name: value[:1, 5:] for name, value in batch.items()}
+    after = _logits(model, alone)
+    return bool((_logits(model, batch)[:1, 5:] - after).abs().max() > 1e-3 * after.abs().max())
 
 
 def _sees_later_alone(model: nn.Module, batch: Batch) -> bool:
@@ -315,7 +329,9 @@ def healthy(model: nn.Module, batch: Batch) -> Iterator[tuple[str, Batch]]:
     yield "plain", batch
     if not text_rows(batch) or not takes(model, "attention_mask"):
         return
-    yield "padded behind", padded(batch, "right")
+    behind = padded(batch, "right")
+    if not _sees_padding(model, behind):
+        yield "padded behind", behind
     if causal(model) and takes(model, "position_ids"):
         made = packed(batch)
         if not sees_neighbour(model, made):
@@ -323,5 +339,5 @@ def healthy(model: nn.Module, batch: Batch) -> Iterator[tuple[str, Batch]]:
         front = padded(batch, "left")
         positions = (front["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         front["position_ids"] = positions
-        if not _sees_padding(model, front):
+        if not _sees_padding(model, front) and not _counts_padding(model, front):
             yield "padded in front, with positions", front

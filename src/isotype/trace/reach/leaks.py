@@ -103,8 +103,12 @@ def _padding(probe: Probe) -> Leak | None:
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
     """Runs of the padding token, without labels, at the ends of rows that come without an attention mask."""
     batch, config = probe.batch, getattr(probe.copy.model, "config", None)
-    pad, labels = getattr(config, "pad_token_id", None), batch.inputs["labels"]
-    if "attention_mask" in batch.inputs or not isinstance(pad, int) or labels.shape != batch.ids.shape:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    pad = next(
+        (id_ for each in (config, text) if isinstance(id_ := getattr(each, "pad_token_id", None), int)), None
+    )
+    labels = batch.inputs["labels"]
+    if "attention_mask" in batch.inputs or pad is None or labels.shape != batch.ids.shape:
         return torch.zeros_like(batch.padding)
     idle = (batch.ids == pad) & (labels == IGNORED)
     front, back = idle.long().cumprod(-1), idle.flip(-1).long().cumprod(-1).flip(-1)
