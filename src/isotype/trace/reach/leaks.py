@@ -102,7 +102,8 @@ def _padding(probe: Probe) -> Leak | None:
 
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
     """Runs of the padding token, without labels, at the ends of rows that come without an attention mask."""
-    batch, config = probe.batch, getattr(probe.copy.model, "config", None)
+    batch = probe.batch
+    config: Any = getattr(probe.copy.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     pad = next(
         (id_ for each in (config, text) if isinstance(id_ := getattr(each, "pad_token_id", None), int)), None

@@ -27,6 +27,7 @@ MOST_WEIGHTS_OF_CLASS = 32_000_000
 _JITTER = 0.05
 """That is added to every weight, in its standard deviations: a weight of zero hides what goes through it."""
 _SPARE = 8
+_RANDOM = ("dropout", "drop_rate", "layerdrop")
 
 
 @dataclass(frozen=True)
@@ -224,14 +225,15 @@ def _quiet(model: nn.Module, training: bool) -> nn.Module:
     model.train(training)
     use_stand_in(model)
     modules: list[Any] = list(model.modules())
-    for module in modules:
-        if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("dropout" in name or "drop_rate" in name or "layerdrop" in name):
-                setattr(module, name, 0.0)
-        config: Any = getattr(module, "config", None)
+    configs: list[Any] = [each.config for each in modules if getattr(each, "config", None) is not None]
+    for config in configs:
         use_plain_experts(config)  # grouped products take no float64
         if hasattr(config, "use_cache"):
             config.use_cache = False
+    for holder in (*modules, *configs):
+        if isinstance(holder, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
+            holder.p = 0.0
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, float) and any(word in name for word in _RANDOM):
+                setattr(holder, name, 0.0)
     return model
