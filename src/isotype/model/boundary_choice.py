@@ -13,7 +13,7 @@ from torch import nn
 from isotype.compat.torch import PARAMETERS, own_parameters
 from isotype.core.names import base_name
 from isotype.model.boundary import BoundarySettings, original_class
-from isotype.model.parts import towers_of
+from isotype.model.parts import entrances
 from isotype.model.trial import result_of
 from isotype.model.walk import (
     LINEAR_KINDS,
@@ -59,12 +59,12 @@ def range_boundaries(
 
 
 def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, BoundarySettings]:
-    """The boundary of each tower of pictures or sound, by its name: what comes in is cast there, once."""
+    """The boundary of each tower of pictures or sound, and of an encoder of sound, by its name: what comes in is cast there, once."""
     peft: Any = model
     base = peft.get_base_model() if hasattr(model, "get_base_model") else model
     names = {id(module): name for name, module in model.named_modules()}
     boundaries = {}
-    for _, tower in towers_of(base):
+    for tower in entrances(base):
         name = names[id(tower)]
         weight = next((f"{name}.{own}" for own, p in tower.named_parameters() if p.dim() > 1), name)
         dtype = torch.float32 if is_pinned(weight, policy.pinned) else policy.plain

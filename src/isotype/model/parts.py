@@ -88,6 +88,15 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
             yield from ((names[id(block)], reason) for block in list(blocks.children())[last:])
 
 
+def entrances(base: Any) -> Iterator[Any]:
+    """The modules that float inputs enter a transformers model by: its towers, and the encoder of one that takes sound alone (Whisper)."""
+    yield from (tower for _, tower in towers_of(base))
+    if getattr(base, "main_input_name", "input_ids") == "input_features" and hasattr(base, "get_encoder"):
+        encoder = base.get_encoder()
+        if encoder is not base:
+            yield encoder
+
+
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
     """(part, module) of each tower of a transformers model; nothing of a model of text alone, or of one that is a tower itself."""
     config = getattr(base, "config", None)

@@ -16,6 +16,7 @@ import torch
 
 from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.blank import NoDraws
+from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.locate import local_path
@@ -188,6 +189,24 @@ def _sharded(
     # TRL casts the masters of a model with these to bfloat16, which no assignment to `.data` undoes where they are sharded.
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
     return model
+
+
+def require_token_ids(config: Any, settings: Settings) -> None:
+    """Refuse a model that is called with something else than token ids, such as Whisper: no trainer of TRL's feeds it.
+
+    Raises:
+        UsageError: it is one.
+    """
+    cls = class_of(config, None)
+    takes = getattr(cls, "main_input_name", "input_ids")
+    if takes == "input_ids":
+        return
+    raise UsageError.of(
+        f"isotype {settings.method.name} trains models of token ids",
+        f"{cls.__name__}, which takes {takes}",
+        "a language model, which may take pictures",
+        "train it by a script: isotype.load, isotype.add_lora and isotype.fuse take it",
+    )
 
 
 def check_module_names(model: Any, config: Any) -> None:

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.opened import open_checkpoint, require_weights
+from isotype.checkpoint.opened import config_of, open_checkpoint, require_weights
 from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
@@ -50,7 +50,7 @@ from isotype.train.generate import Prompt, answer, answers_after, as_asked_befor
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
-from isotype.train.models import adapted_model, one_reference, processing_class
+from isotype.train.models import adapted_model, one_reference, processing_class, require_token_ids
 from isotype.train.monitor.recorder import Kept, RunRecorder
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
@@ -166,6 +166,7 @@ def _decided(
     notes: list[str] = []
     data = hold_back(settings, training_data(settings, notes.append))
     checkpoint = open_checkpoint(settings.model.model_name_or_path, settings.model.model_revision)
+    require_token_ids(config_of(checkpoint), settings)
     saved = None if resume is None else PrecisionPolicy.read(resume)
     when = settings.extra.ranges if saved is None else "known"
     policy, ranges = policy_of_run(checkpoint, settings.precision, settings.extra.device, when=when)
