@@ -16,7 +16,6 @@ import torch
 
 from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.blank import NoDraws
-from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.locate import local_path
@@ -24,7 +23,7 @@ from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.shard import load_sharded
 from isotype.checkpoint.tokenizer import tokenizer_of
-from isotype.checkpoint.weightless import skeleton, skipped_modules, store
+from isotype.checkpoint.weightless import concrete_class, skeleton, skipped_modules, store
 from isotype.compat.templates import limit_templates
 from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
@@ -197,7 +196,7 @@ def require_token_ids(config: Any, settings: Settings) -> None:
     Raises:
         UsageError: it is one.
     """
-    cls = class_of(config, None)
+    cls = concrete_class(config)
     takes = getattr(cls, "main_input_name", "input_ids")
     if takes == "input_ids":
         return
