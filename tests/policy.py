@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from isotype.model.experts.stack import QuantizedStack, held_stack
-from isotype.model.walk import places
+from isotype.model.walk import is_router, places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
@@ -22,6 +22,8 @@ def assert_policy_holds(model: torch.nn.Module, policy: PrecisionPolicy) -> dict
                 seen["stack"] = seen.get("stack", 0) + 1
                 continue
             role = _role(place.kind, name, full_name, parameter, place.adapter, policy)
+            if role == "plain" and policy.routers and is_router(place.module):
+                role = "router"
             assert parameter.dtype == _expected(role, policy), (full_name, role, parameter.dtype)
             seen[role] = seen.get(role, 0) + 1
         _assert_state(place, policy)
@@ -51,6 +53,7 @@ def _expected(role: str, policy: PrecisionPolicy) -> torch.dtype:
         "linear4bit": policy.quant_storage,
         "linear8bit": torch.int8,
         "pinned": torch.float32,
+        "router": torch.float32,
         "norm of a float32 stream": torch.float32,
         "plain": policy.plain,
     }[role]

@@ -97,7 +97,7 @@ def test_every_weight_is_the_checkpoint_s_rounded_once(saved: Saved, name: str, 
     reference = tiny_model(name)
     assert list(loaded.state_dict()) == list(reference.state_dict())
     for key, value in reference.state_dict().items():
-        wide = policy.wide_residual and "norm" in key
+        wide = (policy.wide_residual and "norm" in key) or (policy.routers and ".router." in key)
         wanted = torch.float32 if wide or is_pinned(key, policy.pinned) else policy.plain
         assert torch.equal(loaded.state_dict()[key], value.to(wanted)), key
 

@@ -292,7 +292,8 @@ def test_mxfp4_is_saved_and_loaded_again(tmp_path: Path, quantization: str) -> N
             plain = transformers.AutoModelForCausalLM.from_pretrained(
                 tmp_path / "saved", dtype=torch.bfloat16
             )
-        dense = isotype.load(path, isotype.resolve_precision(path, "bfloat16", device="cpu"))
+        policy = isotype.resolve_precision(path, "bfloat16", device="cpu")
+        dense = isotype.load(path, replace(policy, routers=False))  # as transformers computes them
         with torch.no_grad():
             batch = tiny_batch("gpt-oss")
             assert torch.equal(plain(**batch).logits, dense(**batch).logits)

@@ -13,6 +13,7 @@ from isotype.checkpoint.opened import config_of, open_model
 from isotype.planning.from_request import plan_of_request
 from isotype.planning.lighter import lighter
 from isotype.planning.request import parse_request
+from tests.models import CONFIGS
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,15 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     config.save_pretrained(folder)
     return folder
+
+
+def test_gpt_oss_has_linear_layers_beside_its_experts(tmp_path: Path) -> None:
+    config = CONFIGS["gpt-oss"]()
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(tmp_path)
+    request, _ = parse_request([str(tmp_path), "--device", "a100-80g"], {})
+    words = [words for words, _ in lighter(request, config_of(open_model(tmp_path)))]
+    assert words[1] == "adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
 
 
 def _plan(experts: Path, memory: int | None = None, **arguments: object) -> isotype.Plan:

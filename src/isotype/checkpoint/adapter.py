@@ -143,6 +143,7 @@ def inference_policy(
         policy = with_storage_reason(replace(policy, layers=saved.layers), "mixed, as in training")
     if as_trained:
         policy = replace(policy, experts=saved.experts)
+    policy = replace(policy, routers=policy.routers and saved.routers)
     return replace(with_ranges_of(policy, saved), master=saved.master)
 
 

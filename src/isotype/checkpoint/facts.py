@@ -20,6 +20,7 @@ from isotype.core.formats import MXFP4
 from isotype.model.experts.stack import held_stack
 from isotype.model.parts import Parts
 from isotype.model.quantized import constant_bytes, is_int8
+from isotype.model.walk import is_router
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
 # Where llama.cpp's name of an architecture is not transformers' model_type, apart from dashes.
@@ -70,6 +71,7 @@ def facts_of_module(model: Any) -> ModelFacts:
         parameters=sum(counts.values()),
         parameter_bytes=sum(tensor.bytes for tensor in stored),
         dense=dense,
+        routers=any(map(is_router, base.modules())),
     )
 
 
@@ -165,6 +167,7 @@ def facts_of_config(
         parameters=parameters,
         parameter_bytes=nbytes,
         dense=dense_modules(model),
+        routers=any(map(is_router, model.modules())),
         notes=notes,
     )
 

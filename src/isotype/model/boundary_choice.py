@@ -19,6 +19,7 @@ from isotype.model.walk import (
     LINEAR_KINDS,
     Place,
     blocks_in,
+    is_router,
     is_tuner_layer,
     own_float_parameters,
     places,
@@ -33,9 +34,9 @@ _ANSWERS: dict[Hashable, bool] = {}
 def range_boundaries(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[str, BoundarySettings]:
-    """The boundaries that ranges need, by the place's name; nothing where the policy has neither exceptions nor a
-    float32 residual stream."""
-    if not policy.wide_residual and not policy.exceptions:
+    """The boundaries that ranges and routers need, by the place's name; nothing where the policy has neither exceptions nor a
+    float32 residual stream nor routers in float32."""
+    if not policy.wide_residual and not policy.exceptions and not policy.routers:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
     blocks = {id(block) for block in blocks_in(model)}
@@ -50,6 +51,9 @@ def range_boundaries(
         if is_tuner_layer(place.module):
             continue
         settings = _of_exceptions(place, exceptions, policy.compute)
+        if settings is None and policy.routers and not policy.keep_frozen and is_router(place.module):
+            # Their scores stay float32: experts of any implementation cast their product with them.
+            settings = BoundarySettings("float32", policy.compute, torch.float32)
         if settings is None and policy.wide_residual:
             kind = _kind_in_stream(place, id(place.module) in blocks, place.name == root, bool(inside))
             settings = BoundarySettings(kind, policy.compute, torch.float32) if kind is not None else None

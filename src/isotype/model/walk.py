@@ -73,6 +73,19 @@ def is_tuner_layer(module: nn.Module) -> bool:
     return any(cls.__name__ == _TUNER for cls in type(module).__mro__)
 
 
+_ROUTER = re.compile(r"Top_?[kK]Router$")
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module chooses experts by itself: a router of transformers' classes, which multiplies with a weight of its own.
+
+    It takes hidden states and returns logits, scores of the chosen experts, and their numbers.
+    """
+    weight = own_parameters(module).get("weight")
+    named = any(_ROUTER.search(cls.__name__) for cls in type(module).__mro__)
+    return named and weight is not None and weight.ndim == 2
+
+
 _BLOCK_PARTS = re.compile(
     r"attn|attention|mixer|mamba|mlp|feed_forward|ffn|ssm|rwkv|recurrent", re.IGNORECASE
 )

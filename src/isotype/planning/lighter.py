@@ -86,7 +86,13 @@ def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
     if targets != "all-linear" or "lora_target_modules" in request.command.values:
         return []
     wanted = peft.LoraConfig(target_modules="all-linear")
-    choose_targets(skeleton(config, torch.bfloat16), wanted)
-    if not wanted.target_parameters or isinstance(wanted.target_modules, str):
+    model = skeleton(config, torch.bfloat16)
+    choose_targets(model, wanted)
+    if not wanted.target_parameters:
         return []
-    return sorted({name.rpartition(".")[2] for name in wanted.target_modules or ()})
+    named = wanted.target_modules or ()
+    if isinstance(named, str):
+        head = model.get_output_embeddings()
+        linear = ((name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
+        named = {name for name, each in linear if each is not head}
+    return sorted({name.rpartition(".")[2] for name in named})

@@ -84,6 +84,11 @@ def decide(
         reasons["storage"] += (
             f"; experts stay in {experts}, as they are stored, and become dense where tokens reach them"
         )
+    routers = facts.routers and compute != torch.float32
+    if routers:
+        reasons["routers"] = (
+            "experts are chosen from their scores: rounded ones change places, and tokens go to other experts"
+        )
     by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
     if dense:
@@ -108,6 +113,7 @@ def decide(
         exceptions=by_ranges.exceptions,
         loss_scale=by_ranges.loss_scale,
         experts=experts,
+        routers=routers,
         reasons=reasons,
         warnings=tuple(warnings),
     )

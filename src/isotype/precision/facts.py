@@ -59,6 +59,7 @@ class ModelFacts:
         parameter_bytes: bytes they take as stored, with their quantization constants.
         dense: modules that no quantization takes unless it is asked for: towers of pictures and sound with their projectors, and what
             transformers leaves out beside them; empty of a model of text alone.
+        routers: whether routers choose experts by themselves, as those of transformers' classes do.
         notes: what could not be found out, and why.
     """
 
@@ -71,6 +72,7 @@ class ModelFacts:
     pinned_strict: tuple[str, ...] = ()
     parameters: int | None = None
     parameter_bytes: int | None = None
+    routers: bool = False
     dense: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -31,6 +31,7 @@ _ROLES = (
     ("reduce", "gradient reduction"),
     ("pinned", "pinned parameters"),
     ("norms", "norms"),
+    ("routers", "routers of experts"),
     ("buffers", "rotary and other buffers"),
     ("loss", "softmax and loss"),
     ("loss_scaling", "loss scaling"),
@@ -100,6 +101,7 @@ class PrecisionPolicy:
         keep_frozen: whether frozen float weights stay in the dtype they have, whatever `storage` says: true of a
             policy that was read off a model (`PrecisionCallback` without a policy).
         experts: how stacked experts are stored where that is otherwise: `"mxfp4"`, as the checkpoint has them; else empty.
+        routers: whether routers of experts compute, and choose, in float32.
         reasons: role -> why.
         warnings: what an explicit request costs.
     """
@@ -121,6 +123,7 @@ class PrecisionPolicy:
     loss_scale: float = DEFAULT_LOSS_SCALE
     keep_frozen: bool = False
     experts: str = ""
+    routers: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
@@ -198,7 +201,11 @@ class PrecisionPolicy:
             "loss": "float32",
             "loss_scaling": f"on, from {self.loss_scale:g}" if self.loss_scaling else "off",
         }
-        return tuple((title, dtypes[role], self.reasons.get(role, "")) for role, title in _ROLES)
+        if self.routers:
+            dtypes["routers"] = "float32"
+        return tuple(
+            (title, dtypes[role], self.reasons.get(role, "")) for role, title in _ROLES if role in dtypes
+        )
 
     def storage_words(self) -> str:
         """`nf4 (double quantization), mixed, experts mxfp4`."""

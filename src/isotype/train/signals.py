@@ -147,6 +147,15 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"{setting} without an evaluation", "held-back rows to go by", fix)
 
 
+def balance(trainer: Any) -> str | None:
+    """What to say of the loss that keeps the experts of a model evenly used; None where it is not in the loss."""
+    config = trainer.model.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        return None
+    times = getattr(config, "router_aux_loss_coef", 0.0)
+    return f"the balance loss of the routers is in the loss, times {times:g} (router_aux_loss_coef)"
+
+
 def not_the_best(settings: Settings) -> str | None:
     """What to say where the last model is saved and not the best."""
     training = settings.training

@@ -73,7 +73,7 @@ from isotype.train.rows.lengths import Lengths, lengths_in
 from isotype.train.rows.packed import keep_rows
 from isotype.train.rows.pictured import learn_no_pictures
 from isotype.train.run import Built, Run
-from isotype.train.signals import early_stopping, graceful_stop, not_the_best
+from isotype.train.signals import balance, early_stopping, graceful_stop, not_the_best
 from isotype.train.trainer import policy_trainer
 from isotype.train.validate import (
     check_policy,
@@ -285,7 +285,8 @@ def _build(run: Run, console: Console) -> Built:
     dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
     cut = lengths and lengths.cut(training.max_length)
     twice = lengths and lengths.begun_twice()
-    notes = tuple(note for note in (*said, twice, cut, dropped, packing, not_the_best(settings)) if note)
+    more = (twice, cut, dropped, packing, balance(trainer), not_the_best(settings))
+    notes = tuple(note for note in (*said, *more) if note)
     for note in notes:
         say(console, f"note: {note}")
     built = Built(trainer=trainer, asked=asked, choice=choice, fusion=fusion, notes=notes, lengths=lengths)

@@ -61,6 +61,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
         policy,
         storage=policy.storage if policy.quantized else dtype_name(most),
         keep_frozen=True,
+        routers=False,
         reasons={**policy.reasons, "storage": "as the model has it; no frozen weight is recast"},
         warnings=(),
     )
