@@ -44,7 +44,7 @@ def test_kinds_of_rules() -> None:
         "versions": ["IST603"],
         "memory": ["IST605"],
         "values": ["IST809", "IST810"],
-        "wiring": ["IST901", "IST902", "IST903", "IST904", "IST905", "IST906", "IST907", "IST908"],
+        "wiring": ["IST901", "IST902", "IST903", "IST904", "IST905", "IST906", "IST907", "IST908", "IST909"],
     }
 
 

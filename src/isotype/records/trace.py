@@ -400,6 +400,7 @@ class Trace:
         reached: how many trainable parameters got a gradient; None where no backward ran to its end.
         unreached: those that got none because they are used where gradients are off.
         reach: which inputs reach which predictions; None where that was not measured.
+        stale_casts: whether a forward was seen to use casts that autocast made of weights before an optimizer step.
     """
 
     setup: Setup
@@ -416,6 +417,7 @@ class Trace:
     reached: int | None = None
     unreached: tuple[Unreached, ...] = ()
     reach: Reach | None = None
+    stale_casts: bool = False
 
     @property
     def flops(self) -> dict[torch.dtype, int]:

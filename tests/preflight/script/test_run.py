@@ -392,3 +392,20 @@ def test_a_chain_of_exceptions_is_cleaned_and_may_be_a_ring() -> None:
     assert cleaned(first) is first
     assert first.__traceback__ is not None
     first.__context__ = None
+
+
+def test_packed_rows_that_see_each_other_are_named_before_the_first_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, _, err = _run(capsys, *_script("packed_loop"))
+    assert status == 0
+    assert "error[IST901]: the sequences of a packed row see each other" in err
+    assert "leave attention_mask out of the batch" in err
+
+
+def test_casts_that_outlive_the_first_step_are_named_at_the_second(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, _, err = _run(capsys, *_script("autocast_around_the_loop"))
+    assert status == 0
+    assert "error[IST909]: a forward computes with weights of before the optimizer's step" in err

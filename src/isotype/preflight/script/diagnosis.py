@@ -60,6 +60,7 @@ from isotype.rules import judge
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.recorder import device_of
+from isotype.trace.live.stale import StaleCasts
 from isotype.trace.live.watch import Beginning, Watch
 
 AGAIN_SECONDS = 60.0
@@ -91,10 +92,13 @@ class Diagnosis:
         self.report: Report | None = None
         self._device, self._seconds, self._console = options.device, options.seconds, console
         self._numbers = Numbers(self._say, self.stop) if options.watch else None
+        self._stale = StaleCasts(self._reused)
         self._family = family
         self._speaker: int | None = None
         self._request: partial[StepRequest] | None = None
         self._live: tuple[Finding, ...] = ()
+        self._late: tuple[Finding, ...] = ()
+        self._setup_seen: Setup | None = None
         self._returned: SimpleQueue[bool] = SimpleQueue()
 
     def begin(self) -> None:
@@ -104,6 +108,7 @@ class Diagnosis:
     def stop(self) -> None:
         """Take everything away from the script; what was recorded stays."""
         self.watch.detach()
+        self._stale.detach()
         if self._numbers is not None:
             self._numbers.detach()
 
@@ -167,10 +172,19 @@ class Diagnosis:
     # ------------------------------------------------------------------------------------------------- after a step
 
     def _after(self) -> None:
-        if self.report is None or not self.report.complete:
-            setup = self._setup()
-            if setup is not None:
-                self._live = judge(self.watch.trace(setup))
+        self._setup_seen = setup = self._setup()
+        if setup is not None and (self.report is None or not self.report.complete):
+            self._live = judge(self.watch.trace(setup))
+        if (model := self.watch.model) is not None:
+            self._stale.stepped(torch.device(device_of(model)).type)
+
+    def _reused(self) -> None:
+        """A forward has used casts of before the step that was watched."""
+        if self._setup_seen is not None and self._speaks:
+            trace = Trace(self._setup_seen, (), (), {}, Memory({}), stale_casts=True)
+            self._late = tuple(finding for finding in judge(trace) if finding.kind == "wiring")
+            self._say("after the first step:")
+            self._print_brief(self._late)
 
     def _setup(self) -> Setup | None:
         """How the watched step was run, as far as it was seen; None where its model has gone."""
@@ -215,9 +229,9 @@ class Diagnosis:
         if not watch.seen:
             return
         steps, last = len(watch.seen), watch.seen[-1]
-        findings = [finding for finding in self._findings() if finding.severity != "note"]
+        findings = [each for each in (*self._findings(), *self._late) if each.severity != "note"]
         if self.report is None or not self.report.complete:
-            self._print_brief(findings)
+            self._print_brief([each for each in findings if each not in self._late])
         words = plural(len(findings), "finding") if findings else "no findings"
         step = "step 1" if steps == 1 else f"steps 1-{steps}"
         self._say(f"{step} watched: {plural(last.operators, 'operator')}, {words}; {_peak(last.memory)}")

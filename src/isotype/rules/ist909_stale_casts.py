@@ -1,0 +1,57 @@
+"""
+**What it means.** A forward computes with weights of before the last optimizer step: autocast kept their casts.
+
+**Why it happens.** autocast casts a float32 weight once and keeps the cast until the outermost `with torch.autocast(…)` ends. Where
+that region is around the whole loop, optimizer steps included, the casts are never made again.
+
+**Why it is bad.** The masters move and the products do not: every step computes the gradient of the first weights. The loss goes up and
+down with the batches and does not fall.
+
+**An example that fails**
+
+    with torch.autocast("cuda", torch.bfloat16):
+        for batch in loader:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+
+**Repaired**
+
+    for batch in loader:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+
+**How safe is the fix?** Safe: weights are cast again after each step.
+
+**Seen in** X-GenGroup/Flow-Factory #186.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
+from isotype.rules.kit.words import advice
+
+TITLE = "Casts of weights that outlive an optimizer step"
+KIND = "wiring"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """A forward that was seen to use a cast of before the step."""
+    if trace.stale_casts:
+        yield Finding(
+            "IST909",
+            "error",
+            "a forward computes with weights of before the optimizer's step",
+            cause="autocast is on around the forward and the step, and keeps its casts until its region ends",
+            notes=(
+                "a weight that was cast before the step and written in it was seen with its old value after it",
+            ),
+            fixes=(
+                advice("autocast", "end the region of autocast before optimizer.step(), in each iteration"),
+            ),
+        )
