@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import isotype
 from isotype.core.errors import UsageError
@@ -142,3 +143,14 @@ def test_blocks_of_a_tower_that_the_model_does_not_read_get_no_adapter() -> None
     model.train()
     model(**ARCHITECTURES["llava-vl"].batch()).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_a_layer_that_is_read_past_an_adapter_is_no_warning_in_a_part_that_gets_none(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """SigLIP's pooling head reads its projection's weight itself."""
+    config = ARCHITECTURES["gemma3-vl"].build(torch.float32).config
+    config.vision_config.vision_use_head = True
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    isotype.add_lora(model, isotype.resolve_precision(model, device="cpu"), r=2, adapt="language")
+    assert not [each for each in recwarn if "past an adapter" in str(each.message)]

@@ -115,7 +115,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         raise _nothing_left(adapt)
     if kept != linear:
         config.target_modules = kept
-    return Targets(True, unable, reads, left)
+    return Targets(True, unable, {name: cls for name, cls in reads.items() if name not in left}, left)
 
 
 def _left_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
