@@ -98,7 +98,7 @@ NAMES: Names = {
     "data policy",
     DeviceProfile: "name title memory_bytes",
     PrecisionPolicy: "compute storage master reduce loss_scaling trainable device pinned double_quant quant_storage wide_residual "
-    "layers=layer_formats exceptions loss_scale keep_frozen reasons warnings",
+    "layers=layer_formats exceptions loss_scale keep_frozen experts routers reasons warnings",
     Finding: "code severity message module op phase source cause evidence notes operands places cost fixes",
     Origin: "kind name module source",
     Fix: "description=text scope safety verified outcome actions",
