@@ -253,7 +253,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("columns", "what", "alpaca", "or prompt=question,completion=answer"),
     Argument("eval_split", "what", "0.05", "share of rows to evaluate on"),
     Argument("output_dir", "what", "DIR", "adapter, checkpoints, report"),
-    Argument("quantization", "precision", "nf4", "storage of the base: nf4, fp4, int8, mxfp4"),
+    Argument("quantization", "precision", "nf4", "storage: nf4, fp4, int8, mxfp4"),
     Argument("dtype", "precision", "bfloat16", "compute dtype; auto by default"),
     Argument("device", "precision", "cuda", "auto, cpu, cuda, mps, xpu"),
     Argument("learning_rate", "training", "2e-4", limit=Limit(0, 1e3, fix="1e-4 is a common start")),
