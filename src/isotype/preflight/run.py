@@ -71,11 +71,12 @@ def run(
         step = _Step(_code_of(request), setup)
         # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
         untouched = step.code.reached()
-        reach = reach_of(request)
-        untouched.restore()
-        step = replace(step, reach=reach)
         tried = replace(step, untouched=untouched)
-        trace = replace(traced or tried.trace(deadline=time.monotonic() + seconds), reach=reach)
+        trace = traced or tried.trace(deadline=time.monotonic() + seconds)
+        reach = reach_of(request, max(trace.memory.peak // 4, COPIED))
+        untouched.restore()
+        step, tried = replace(step, reach=reach), replace(tried, reach=reach)
+        trace = replace(trace, reach=reach)
     except IsotypeError:
         raise
     except Exception as error:  # noqa: BLE001 - a check never ends a script: a finding says what it failed on
@@ -352,14 +353,23 @@ def setting_value(value: str) -> Any:
         return named if isinstance(named, torch.dtype) else value
 
 
-def reach_of(request: StepRequest) -> Reach | None:
-    """Which inputs of the step reach which predictions; None where nobody asks, and of inputs without token ids and labels."""
+COPIED = 64 << 20
+"""Bytes that a copy of a model's own layers may always take."""
+
+
+def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
+    """Which inputs of the step reach which predictions; None where nobody asks, and of inputs without token ids and labels.
+
+    Args:
+        request: the step.
+        most_bytes: that a copy of the model's own layers may take, where a smaller model can be made.
+    """
     if request.wiring is False or "forward" not in request.phases:
         return None
     given = named_inputs(request.inputs) if request.wiring is True else request.wiring
     inputs = {name: value for name, value in given.items() if name.isidentifier() and name != "fused_lm_head"}
     with surroundings():
-        return measure_reach(request.model, inputs)
+        return measure_reach(request.model, inputs, most_bytes=most_bytes)
 
 
 logger = logging.getLogger("isotype")

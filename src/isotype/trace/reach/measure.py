@@ -24,13 +24,17 @@ _MATRIX_ROWS = 24
 _PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
 
 
-def measure_reach(model: nn.Module, inputs: Mapping[str, Any], seconds: float = 6.0) -> Reach | None:
+def measure_reach(
+    model: nn.Module, inputs: Mapping[str, Any], seconds: float = 6.0, most_bytes: int | None = None
+) -> Reach | None:
     """Which inputs of this batch reach which predictions, on a small copy of the model.
 
     Args:
         model: it is not changed; its weights need no values.
         inputs: the keyword arguments that it is called with; token ids and labels among them.
         seconds: of this thread's CPU time that the probes may take; those that are left are `undecided`.
+        most_bytes: that a copy of the model's own layers may take, where a smaller model of its class can be made; None for
+            any number.
 
     Returns:
         The measurement; None if the batch has no token ids with values, or no labels.
@@ -40,7 +44,7 @@ def measure_reach(model: nn.Module, inputs: Mapping[str, Any], seconds: float = 
         return None
     rows, tokens = batch.ids.shape
     try:
-        copy = small_copy(model, _all_tokens(batch))
+        copy = small_copy(model, _all_tokens(batch), most_bytes)
     except NoCopyError as problem:
         return Reach("", rows, tokens, undecided=(str(problem),))
     batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""

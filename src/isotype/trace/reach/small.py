@@ -51,12 +51,14 @@ class NoCopyError(Exception):
     """There is no copy; its message is a clause that says why."""
 
 
-def small_copy(model: nn.Module, ids: torch.Tensor | None) -> Copy:
+def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | None = None) -> Copy:
     """A small copy of `model` with generic weights, for inputs with these token ids.
 
     Args:
         model: real or on the meta device; it is not changed.
         ids: token ids of the batch, any shape; None if it has none.
+        most_bytes: that the model's own layers and their gradients may take, where its class makes a smaller one; None for
+            any number.
 
     Raises:
         NoCopyError: the model is too large to be copied, and no class of transformers makes a smaller one.
@@ -66,7 +68,10 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None) -> Copy:
     config = getattr(base, "config", None)
     special = special_tokens(config) if hasattr(config, "model_type") else {}
     present = set() if ids is None else set(ids.flatten().tolist())
-    if weights <= MOST_WEIGHTS and _copyable(model):
+    parameters = list(model.parameters())
+    size = 8 * sum(each.numel() * (1 + each.requires_grad) for each in parameters)
+    fits = most_bytes is None or size <= most_bytes or not hasattr(config, "model_type")
+    if weights <= MOST_WEIGHTS and fits and _copyable(model):
         plain = tuple(sorted(present - special.keys()))
         return Copy(_quiet(_copied(model), model.training), "a copy of the model", None, plain)
     if not special and not hasattr(config, "model_type"):
