@@ -26,6 +26,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "trl.trainer.utils": ("FusedCausalLMOutput",),
     "trl.chat_template_utils": ("has_generation_markers",),
+    "trl.trainer.sft_trainer": ("DataCollatorForVisionLanguageModeling",),
     "trl.rewards": ("accuracy_reward",),  # of those that --reward_funcs names
 }
 """Module of TRL -> names that a training takes from it. What only a GPU's measurement takes (`trl.kernels`) is not among them."""

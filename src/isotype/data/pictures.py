@@ -82,8 +82,8 @@ def _decoded(text: str, shown: str) -> bytes | Problem:
         return Problem(f"the picture '{_short(shown)}' cannot be read: {first_line(error)}", _READABLE, _FIX)
 
 
-def _short(value: str) -> str:
-    return value if len(value) <= 80 else value[:77] + "…"
+def _short(value: str, most: int = 80) -> str:
+    return value if len(value) <= most else value[: most - 3] + "…"
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
@@ -110,7 +110,7 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
     content: Any = picture
     if isinstance(picture, Mapping):
         content = picture["path"] if picture.get("bytes") is None else picture["bytes"]
-    shown = "" if isinstance(content, bytes) else f" '{_short(str(content))}'"
+    shown = "" if isinstance(content, bytes) else f" '{_short(str(content), 1000)}'"
     try:
         with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as opened:
             width, height = opened.size

@@ -26,6 +26,8 @@ def use_stand_in(model: nn.Module) -> None:
         kernel = attention_of(config) or ""
         if kernel == "flex_attention":
             set_attention(config, "eager")
+        elif kernel.startswith("isotype") and kernel != NAME:
+            set_attention(config, "sdpa")  # the same masks; ours times its kernels, and keeps what it finds
         elif "flash" in kernel:
             asking.append(config)
     if not asking:

@@ -15,6 +15,7 @@ from torch import nn
 from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
 from isotype.compat.transformers import fresh_model, use_plain_experts
 from isotype.core.errors import first_line
+from isotype.core.random_states import random_states_kept
 from isotype.model.copies import empty_copies, fill_copies
 from isotype.model.walk import kind_of
 from isotype.trace.reach.flash import use_stand_in
@@ -149,7 +150,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
         try:
             config = shrink(base.config)
             tokens, plain = _small_vocabulary(config, present)
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            with random_states_kept(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 torch.manual_seed(0)
                 with torch.device("meta"):
