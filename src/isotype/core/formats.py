@@ -58,4 +58,4 @@ MIXED = "mixed"
 """The quantization of a base each of whose layers has a format of its own, by what it does to the model's output."""
 
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
-"""What a base can be asked to be stored in, beside `mixed`."""
+"""The formats that a base can be stored in, beside `mixed`."""

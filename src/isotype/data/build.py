@@ -212,7 +212,7 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
 
 
 def _captions_line(source: str, row: Row | None) -> str | None:
-    """What pictures with captions are asked; None without any."""
+    """The line that says how captions are learned; None if the data has none."""
     prompt = (row or {}).get("prompt")
     content = prompt[0].get("content") if isinstance(prompt, list) and prompt else None
     if not isinstance(content, list) or content[-1] != {"type": "text", "text": QUESTION}:
@@ -425,7 +425,7 @@ def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
 
 
 def _spelled(dataset: Any) -> bool:
-    """Whether pictures are stored as text: their paths, say, and not as the type for pictures that decodes them."""
+    """True if pictures are stored as text, such as their paths, and not as the type that decodes them."""
     import datasets
 
     kinds = [dataset.features.get(name) for name in PICTURE_COLUMNS] if dataset.features is not None else []

@@ -1,7 +1,7 @@
 """`embedded:shapes`: pictures that are drawn here, each with a question about the colour, the form or the number of its shapes.
 
 A picture is a grid of nine cells, one to four of which hold a shape, all of one form and colour. Every sixth combination of
-number, colour and form is in the test split alone, so that nobody has seen it in training. Nothing depends on the machine: a
+number, colour and form is in the test split alone, so that training does not see it. Nothing depends on the machine: a
 fixed seed, whole pixels, no font.
 """
 
