@@ -1,0 +1,50 @@
+"""No more idioms in docstrings, messages, pages and names than tools/plain_english.py allows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tools import plain_english
+from tools.plain_english import counts, excess, idioms
+from tools.sources import read_sources
+
+FILE = '''
+"""What a room is for; None where nobody enters."""
+def sums(each, rows):
+    """Sum the rows."""
+    own = f"the file of which {each} lies elsewhere"
+    for name in ("nobody", "lies"):
+        own += name
+    return own
+'''
+
+
+def test_idioms_are_no_more_than_allowed() -> None:
+    assert excess(counts(idioms(read_sources()))) == [], "python -m tools.plain_english --where"
+
+
+def test_idioms_of_a_file_are_counted_by_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "isotype").mkdir()
+    (tmp_path / "isotype" / "room.py").write_text(FILE, encoding="utf-8")
+    (tmp_path / "README.md").write_text("The key lies\nhere.", encoding="utf-8")
+    monkeypatch.setattr(plain_english, "ROOT", tmp_path)
+    result = idioms(read_sources(tmp_path))
+    assert counts(result) == {
+        ("docstrings", "What, Whether, One, How first"): 1,
+        ("docstrings", "None where"): 1,
+        ("docstrings", "nobody"): 1,
+        ("messages", "of which"): 1,
+        ("messages", "lie for be"): 1,
+        ("names", "each"): 1,
+        ("names", "own"): 2,
+        ("pages", "lie for be"): 1,
+    }
+    assert [idiom.where for idiom in result if idiom.place == "pages"] == ["README.md:1"]
+
+
+def test_a_count_above_its_ceiling_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_english, "CEILINGS", {("pages", "nobody"): 1})
+    assert excess(Counter({("pages", "nobody"): 1})) == []
+    assert excess(Counter({("pages", "nobody"): 2})) == ["nobody in pages: 2, at most 1 allowed"]
