@@ -92,6 +92,11 @@ def tiny(kind: str, **more: Any) -> Any:
         sizes.pop("head_dim")
     if kind == "qwen3":
         sizes["head_dim"] = 128  # transformers reads no other from GGUF
+    if kind == "qwen3_moe":
+        # transformers takes these two for granted, and llama.cpp the last
+        more = {"head_dim": 128, "moe_intermediate_size": 768, "norm_topk_prob": True} | more
+        # all of them: a rounded score chooses no other ones
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 4}
     if kind.startswith("gemma"):
         # transformers reads no other scale of attention from GGUF.
         sizes |= {"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "head_dim": 256}
@@ -243,7 +248,8 @@ def test_llama_3_positions_are_written_as_factors(tmp_path: Path):
     ("model", "given"),
     [
         (("gpt_neox", {}), "a model of the type gpt_neox"),
-        (("qwen3_moe", {}), "a model of the type qwen3_moe"),
+        (("olmoe", {}), "a model of the type olmoe"),
+        (("qwen3_moe", {"norm_topk_prob": False}), "norm_topk_prob false"),
         (
             ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
             "rotary positions of the kind dynamic",

@@ -1,4 +1,4 @@
-"""A dense model as a GGUF file: names and numbers as llama.cpp's own converter writes them."""
+"""An unquantized model as a GGUF file: names and numbers as llama.cpp's own converter writes them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,17 @@ def _norms_from_zero(name: str, values: torch.Tensor, config: Any) -> torch.Tens
 _GEMMA = (("attention.key_length", "head_dim"), ("attention.value_length", "head_dim"))
 _WINDOW = (("attention.sliding_window", "sliding_window"),)
 _CAPS = tuple((name, name) for name in ("attn_logit_softcapping", "final_logit_softcapping"))
+_EXPERTS = (
+    ("expert_count", "num_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _rotary_pairs_together),
     "mistral": Architecture("llama", _rotary_pairs_together),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", more=_GEMMA),
+    "qwen3_moe": Architecture("qwen3moe", more=(*_GEMMA, *_EXPERTS)),
     "gemma2": Architecture("gemma2", _norms_from_zero, more=(*_GEMMA, *_WINDOW, *_CAPS)),
     "gemma3_text": Architecture("gemma3", _norms_from_zero, more=(*_GEMMA, *_WINDOW)),
     "phi3": Architecture("phi3", more=_WINDOW),
@@ -78,6 +85,7 @@ _SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
+_GATE_UP = "experts.gate_up_proj"
 _ENDS = ("token_embd.weight", "output.weight")
 _FIX = "leave --gguf out, and convert the merged model with llama.cpp's convert_hf_to_gguf.py"
 
@@ -100,6 +108,10 @@ def check_exportable(config: Any) -> Architecture:
     large = text.num_hidden_layers in (46, 62)
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
         raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
+    if not getattr(text, "norm_topk_prob", True):
+        raise _refused(
+            "norm_topk_prob false", "true: llama.cpp lets the scores of a token's experts sum to 1"
+        )
     return architecture
 
 
@@ -134,7 +146,7 @@ class Tensors:
 def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time.
 
-    Matrices are stored in `kind`, vectors (norms, biases) in float32, as llama.cpp's converter does; embeddings and head in
+    Matrices are stored in `kind`, vectors (norms, biases) and routers in float32, as llama.cpp's converter does; embeddings and head in
     q8_0 where `kind` has fewer bits; matrices whose rows are no multiple of 32 in float16 instead of blocks. A head that
     shares the embedding's weight is not written.
 
@@ -157,7 +169,12 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     config = tensors.config.get_text_config()
     architecture = check_exportable(tensors.config)
     names = _names(tensors.shapes, architecture, config)
-    shapes = {names[each]: value for each, value in tensors.shapes.items()}
+    shapes = dict(
+        chain.from_iterable(
+            zip(names[each], _parts(value, names[each]), strict=True)
+            for each, value in tensors.shapes.items()
+        )
+    )
     factors = _llama3_factors(config)
     more = {} if factors is None else {"rope_freqs.weight": factors}
     writer = gguf.GGUFWriter(path, architecture.name)
@@ -180,8 +197,8 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for each, value in tensors.values:
-            tensor = architecture.change(names[each], value, config)
-            writer.write_tensor_data(_stored(names[each], tensor, kinds[names[each]]))
+            for own, part in zip(names[each], _parts(value, names[each]), strict=True):
+                writer.write_tensor_data(_stored(own, architecture.change(own, part, config), kinds[own]))
         for each, value in more.items():
             writer.write_tensor_data(_stored(each, value, kinds[each]))
     finally:
@@ -191,14 +208,29 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     return [f"{len(wide)} weights are in f16: {why} ({wide[0]}, …)"] if wide else []
 
 
-def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, str]:
-    """What the file calls each of a model's parameters."""
+def _parts(values: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+    """The tensors of the file that a parameter becomes: the gate and up weights of experts lie side by side."""
+    return (values,) if len(names) == 1 else values.chunk(len(names), dim=1)
+
+
+def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, tuple[str, ...]]:
+    """What the file calls each of a model's parameters, or the parts of a stacked one."""
     import gguf
 
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
     known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    called_names = {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
-    unnamed = [name for name, called in called_names.items() if called is None]
+    called_names = {}
+    for name in names:
+        parts = [
+            name.replace(_GATE_UP, f"experts.{each}_proj")
+            for each in ("gate", "up")[: 1 + (_GATE_UP in name)]
+        ]
+        called = [known.get_name(part, try_suffixes=(".weight", ".bias")) for part in parts]
+        called_names[name] = tuple(
+            each if each is None or each.endswith((".weight", ".bias")) else f"{each}.weight"
+            for each in called
+        )
+    unnamed = [name for name, called in called_names.items() if None in called]
     if unnamed:
         what = f"parameters that GGUF has no name for: {listed(unnamed)}"
         raise _refused(what, f"those of a plain {architecture.name}")
@@ -257,7 +289,7 @@ def _llama3_factors(config: Any) -> torch.Tensor | None:
 
 
 def _kind(name: str, values: torch.Tensor, kind: str) -> str:
-    if values.ndim < 2:
+    if values.ndim < 2 or name.endswith(".ffn_gate_inp.weight"):
         return "F32"
     if kind in GGUF_BLOCKS and values.shape[-1] % 32:
         return "F16"

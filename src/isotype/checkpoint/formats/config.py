@@ -292,4 +292,7 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
         fix = "use the config.json of the model it was made from"
         raise CheckpointError.of("transformers cannot read this GGUF file", what, expected, fix) from error
     config.name_or_path = str(path.parent)
+    width = headers.metadata.get(f"{headers.architecture}.expert_feed_forward_length")
+    if width and hasattr(config, "moe_intermediate_size"):  # transformers (5.23) keeps its default
+        config.moe_intermediate_size = width
     return config
