@@ -181,11 +181,24 @@ def gguf_input(draw: random.Random, folder: Path) -> str:
     return "inspect a.gguf"
 
 
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command that has flags."""
+    from isotype.cli import commands
+    from isotype.data.methods import METHODS
+    from isotype.planning.request import parser as plan_parser
+    from isotype.train.command.parse import training_parser
+    from isotype.train.preflight.step_plan import help_parser
+
+    training: dict[str, argparse.ArgumentParser] = {name: training_parser(name) for name in METHODS}
+    others = {"demo": training["sft"], "plan": plan_parser(), "check": help_parser()}
+    for name in ("inspect", "quality", "explain", "chat", "merge", "doctor"):
+        others[name] = getattr(commands, f"{name}_parser")()
+    return {**training, **others}
+
+
 @functools.cache
 def _flags() -> dict[str, list[argparse.Action]]:
-    """The actions of each command's flags, as the shell's completion lists them."""
-    from isotype.cli.completion import command_parsers
-
+    """The actions of each command's flags."""
     return {
         name: [
             action

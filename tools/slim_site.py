@@ -27,7 +27,7 @@ LIMIT = 40 * 2**20
 """Bytes that the folder may take."""
 
 PACKAGES = (
-    "transformers", "trl", "peft", "datasets", "bitsandbytes", "liger-kernel", "dill", "multiprocess", "gguf", "rich", "shtab",
+    "transformers", "trl", "peft", "datasets", "bitsandbytes", "liger-kernel", "dill", "multiprocess", "gguf", "rich",
     "jsonschema", "jsonschema-specifications", "referencing", "rpds-py",
 )  # fmt: skip
 _BESIDES = {"liger-kernel": "0.8.5"}

@@ -18,7 +18,7 @@ from .runner import Row
 
 NEEDED = (
     "numpy", "safetensors", "tokenizers", "transformers", "accelerate", "peft", "pyarrow", "datasets", "trl", "bitsandbytes", "gguf",
-    "psutil", "rich", "jinja2", "shtab", "isotype",
+    "psutil", "rich", "jinja2", "isotype",
 )  # fmt: skip
 """What isotype's commands import."""
 USEFUL = (

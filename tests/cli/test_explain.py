@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tools.rule_pages import DOCS, pages, write_pages
 
-from isotype.cli.explain import find_rule
+from isotype.cli.commands import find_rule
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.rules import FAMILIES, Rule, all_rules
@@ -19,7 +19,7 @@ def rules(monkeypatch) -> tuple[Rule, ...]:
         Rule("IST101", "First", "\nWhat it is about.\n", lambda trace: ()),
         Rule("IST301", "Third", "More.", lambda trace: ()),
     )
-    monkeypatch.setattr("isotype.cli.explain.all_rules", lambda: made)
+    monkeypatch.setattr("isotype.rules.all_rules", lambda: made)
     return made
 
 

@@ -59,7 +59,7 @@ def test_an_unknown_command_names_the_nearest(capsys):
     assert err == (
         "error: unknown command\n"
         "  - isotype stf\n"
-        f"    expected  one of {', '.join(METHODS)}, demo, plan, check, run, inspect, quality, explain, completion, doctor, merge, chat\n"
+        f"    expected  one of {', '.join(METHODS)}, demo, plan, check, run, inspect, quality, explain, doctor, merge, chat\n"
         "    fix       did you mean isotype sft?\n"
     )
 
@@ -68,7 +68,7 @@ def test_every_help_page_prints(capsys):
     for command in METHODS:
         assert main([command, "--help"]) == 0
         assert f"usage: isotype {command}" in capsys.readouterr().out
-    for command in ("check", "inspect", "quality", "explain", "doctor", "merge", "chat", "completion"):
+    for command in ("check", "inspect", "quality", "explain", "doctor", "merge", "chat"):
         with pytest.raises(SystemExit) as caught:
             main([command, "--help"])
         assert caught.value.code == 0

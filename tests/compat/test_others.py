@@ -19,7 +19,6 @@ from isotype.compat.bitsandbytes import REPACK, quantized_on
 from isotype.compat.standard import (
     ValueParser,
     actions_of,
-    add_action,
     frame_above,
     is_being_imported,
     source_of,
@@ -78,9 +77,7 @@ def test_argparse_asks_its_two_steps_of_every_value() -> None:
     parser.add_argument("--number", type=int, choices=[1, 2])
     assert parser.parse_args(["--number", "2"]).number == 2
     assert seen == ["2", 2]
-    other = argparse.ArgumentParser(add_help=False)
-    add_action(other, actions_of(parser)[-1])
-    assert other.parse_args(["--number", "1"]).number == 1
+    assert actions_of(parser)[-1].option_strings == ["--number"]
 
 
 def test_frames_imports_and_random_bits() -> None:

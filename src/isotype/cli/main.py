@@ -28,8 +28,7 @@ from isotype.core.terminal import lost_output, outlive_output, print_the_nearest
 from isotype.data.methods import METHODS
 from isotype.report.narrow import wrapped
 
-COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "completion", "doctor", "merge", "chat")
-"""Commands with a module of their own, which is imported when they are run."""
+COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "doctor", "merge", "chat")
 
 CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
@@ -57,7 +56,6 @@ know before it runs:
   doctor   what this machine and these library versions can do, and what each dtype costs here
 
 isotype COMMAND --help lists the arguments of a command. --debug shows tracebacks.
-isotype completion bash|zsh|tcsh prints what your shell completes commands by.
 """
 
 
@@ -84,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_library_caches()
     try:
         handler = _handler(command)
-        if command not in ("explain", "completion", "run"):
+        if command not in ("explain", "run"):
             check_surroundings()
         if command == "run":  # another script's
             return handler(rest, console)
@@ -165,7 +163,9 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
             "one of " + ", ".join(known),
             fix,
         )
-    run: Callable[[list[str], Console], int] = import_module(f"isotype.cli.{command}").run
+    with_module = command in ("check", "run")
+    module = import_module(f"isotype.cli.{command if with_module else 'commands'}")
+    run: Callable[[list[str], Console], int] = getattr(module, "run" if with_module else command)
     return run
 
 

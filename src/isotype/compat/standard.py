@@ -21,11 +21,6 @@ def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return parser._actions
 
 
-def add_action(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
-    """Give a parser an argument of another one."""
-    parser._add_action(action)
-
-
 class ValueParser(argparse.ArgumentParser):
     """argparse's two private steps that judge one value, under names that a subclass may override and call."""
 

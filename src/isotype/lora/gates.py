@@ -43,7 +43,7 @@ class Gate:
             return elementwise.silu_product(gate, up)
         kernel = self._kernel(gate, up)
         if kernel is not None:
-            return cast(torch.Tensor, kernel.product(self.name, gate, up))
+            return cast("torch.Tensor", kernel.product(self.name, gate, up))
         active = self.activate(gate)
         # Autograd keeps the results of some activations.
         return active * up if torch.is_grad_enabled() else active.mul_(up)
@@ -56,7 +56,7 @@ class Gate:
             return elementwise.silu_product_backward(grad, gate, up)
         kernel = self._kernel(grad, gate, up)
         if kernel is not None:
-            return cast(_Three, kernel.product_backward(self.name, grad, gate, up))
+            return cast("_Three", kernel.product_backward(self.name, grad, gate, up))
         active = self.activate(gate)
         product, d_up = active * up, active.mul_(grad)
         return product, self.through(grad.mul_(up), gate), d_up

@@ -80,7 +80,7 @@ class _RmsNorm(torch.autograd.Function):
         if kernel is not None:
             normed, inverse = kernel.rms_norm(x, weight, parts.eps, parts.offset)
             ctx.save_for_backward(x, weight, inverse)
-            return cast(torch.Tensor, normed)
+            return cast("torch.Tensor", normed)
         y = x.to(torch.float32, copy=True)
         length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         inverse = (length.square() / x.shape[-1] + parts.eps).rsqrt()

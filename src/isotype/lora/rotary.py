@@ -136,7 +136,7 @@ class _Rotate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         ctx.functions = functions
-        return cast(torch.Tensor, functions.rotate(x, cos, sin))
+        return cast("torch.Tensor", functions.rotate(x, cos, sin))
 
     @staticmethod
     @once_differentiable

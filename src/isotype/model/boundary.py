@@ -153,10 +153,10 @@ def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
     bias = self.bias
     if bias is None or bias.dtype == self.boundary_settings.compute:
-        return cast(torch.Tensor, self.original.forward(self, x))
+        return cast("torch.Tensor", self.original.forward(self, x))
     twin = _sharing(self, {"bias": None})
     out = self.original.forward(twin, x)
-    return cast(torch.Tensor, out + bias.to(out.dtype))
+    return cast("torch.Tensor", out + bias.to(out.dtype))
 
 
 def _with_codes(self: Any) -> Any:
@@ -175,7 +175,7 @@ def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
     # 0.50.2, backends/default/ops.py): sums of int8 products overflow in float16 and lose digits in bfloat16.
     with torch.autocast(_device_type(self), enabled=False):
         out = _forward_bias(_with_codes(self), rows).reshape(*x.shape[:-1], -1)
-    return cast(torch.Tensor, _cast(out, self.boundary_settings.returns))
+    return cast("torch.Tensor", _cast(out, self.boundary_settings.returns))
 
 
 def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(_device_type(self), dtype=compute):
             out = self.original.forward(layer, low)
     out = out.to(self.boundary_settings.returns) * factor
-    return cast(torch.Tensor, out if bias is None else out + bias.to(out.dtype))
+    return cast("torch.Tensor", out if bias is None else out + bias.to(out.dtype))
 
 
 def _forward_residual(self: Any, *args: Any, **kwargs: Any) -> Any:

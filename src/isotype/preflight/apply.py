@@ -316,7 +316,7 @@ def _exceptions(model: nn.Module, wanted: RangeBoundaries) -> Iterator[ModuleExc
         for name in names:
             known = largest.get(name)
             if known is None or known.exponent < exponent:
-                largest[name] = ModuleException(name, cast(Any, how), exponent)
+                largest[name] = ModuleException(name, cast("Any", how), exponent)
     yield from largest.values()
 
 

@@ -204,7 +204,7 @@ def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | Non
     from accelerate.utils import broadcast_object_list
 
     choices = [choose(head.weight, bias, shape) if accelerator.is_main_process else None]
-    return cast(HeadChoice, broadcast_object_list(choices)[0])
+    return cast("HeadChoice", broadcast_object_list(choices)[0])
 
 
 # Model types whose forward does more to its logits than their config tells: masks some, divides by a number of its own, leaves the text

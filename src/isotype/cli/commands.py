@@ -1,0 +1,430 @@
+"""The commands that parse, call and render: `isotype inspect`, `quality`, `explain`, `doctor`, `merge`, `chat` and `plan`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from isotype.cli.output import quiet_libraries
+from isotype.compat.interrupt import interrupts_kept
+from isotype.core.arguments import Parser
+from isotype.core.errors import UsageError
+from isotype.core.files import unused
+from isotype.core.formats import ASKED, MIXED, QUANTIZATIONS
+from isotype.core.terminal import shown
+from isotype.core.units import parse_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from isotype.rules import Rule
+
+# What the plan is made by, with the defaults.
+_OF_THE_PLAN = {"dtype": "auto", "quantization": None, "base_memory": None, "device": "auto"}
+
+
+def inspect_parser() -> Parser:
+    """The arguments of `isotype inspect`."""
+    parser = Parser(
+        prog="isotype inspect",
+        description="The dtypes, bytes and quantization that a checkpoint holds, by groups of equal tensors of all "
+        "layers. Reads headers only.",
+    )
+    add = parser.add_argument
+    add("path", help="a directory, .safetensors, .safetensors.index.json or .gguf file, or a hub id")
+    add("--revision", default=None, help="branch, tag or commit of a hub id")
+    add("--plan", action="store_true", help="show what loading it would do to each tensor, and why")
+    add(
+        "--dtype",
+        default="auto",
+        help="of the plan: compute dtype; auto: the checkpoint's, where the device runs it",
+    )
+    add(
+        "--quantization",
+        choices=(*ASKED, MIXED),
+        default=None,
+        help="of the plan: storage of the frozen weights; mixed: by the damages that isotype quality has measured",
+    )
+    add("--base_memory", default=None, help="of the plan: what mixed weights take at most, such as 6GiB")
+    add("--device", default="auto", help="of the plan: a device or a device profile; auto: the best one here")
+    add("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def inspect(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype inspect` and return its exit status.
+
+    Raises:
+        CheckpointError: no checkpoint there, a damaged one, or one whose weights are not its model's or cannot be read;
+            what its headers say is printed before.
+        PrecisionError: with `--plan`, a policy that cannot be.
+        UsageError: arguments of a plan without `--plan`.
+    """
+    options = inspect_parser().parse_args(list(argv))
+    if options.plan:
+        return _inspect_plan(options, console)
+    flags = [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]
+    if flags:
+        raise UsageError.of(
+            "arguments of a plan without --plan",
+            " ".join(flags),
+            "--plan with it: headers alone have no policy",
+            "add --plan",
+        )
+    from isotype.checkpoint.inspect import inspect_checkpoint
+    from isotype.report.inspect import inspection_json, render_inspection
+
+    inspection = inspect_checkpoint(options.path, revision=options.revision)
+    if options.json:
+        print(json.dumps(inspection_json(inspection), indent=1))
+    else:
+        render_inspection(inspection, console)
+    quiet_libraries()
+    from isotype.checkpoint.opened import require_loadable
+
+    require_loadable(options.path, options.revision)
+    return 0
+
+
+def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
+    quiet_libraries()
+    from isotype.checkpoint.inspect_plan import inspect_plan
+    from isotype.report.inspect import plan_json, render_plan
+
+    inspection = inspect_plan(
+        options.path,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        device=options.device,
+        base_memory=_amount(options.base_memory),
+        revision=options.revision,
+    )
+    if options.json:
+        print(json.dumps(plan_json(inspection), indent=1))
+    else:
+        render_plan(inspection, console)
+    return 0
+
+
+def _amount(text: str | None) -> int | None:
+    """Bytes that `--base_memory` says."""
+    amount = None if text is None else parse_size(text)
+    if text is not None and amount is None:
+        raise UsageError.of(
+            "arguments that cannot work",
+            f"--base_memory {text}",
+            "an amount of memory",
+            "write it like 6GiB",
+        )
+    return amount
+
+
+def quality_parser() -> Parser:
+    """The arguments of `isotype quality`."""
+    from isotype.precision.damages import MEASURED
+
+    parser = Parser(
+        prog="isotype quality",
+        description="What storing each linear layer in 4, 8 or 16 bits does to the distribution of the next token, in nats. Weights are read "
+        "from disk block by block; what is measured on isotype's own texts is kept, and --quantization mixed chooses by it.",
+    )
+    add = parser.add_argument
+    add("model", help="a checkpoint directory, a .gguf file, embedded:NAME or a hub id")
+    add(
+        "--data",
+        default=None,
+        help="a data set to measure on, as --dataset_name; by default texts of isotype's own",
+    )
+    add("--tokens", type=int, default=256, help="how many tokens are run (default 256)")
+    add(
+        "--exact",
+        nargs="*",
+        choices=MEASURED,
+        default=["nf4"],
+        help="formats of all layers together that are measured, a forward each; of the others, layers are summed up (default nf4)",
+    )
+    add("--device", default=None, help="where it is computed (default cpu)")
+    add("--revision", default=None, help="branch, tag or commit of a hub id")
+    add("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def quality(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype quality` and return its exit status.
+
+    Raises:
+        CheckpointError: no checkpoint there, or one that cannot be loaded.
+        DataError: a data set that cannot be read.
+        UsageError: a number of tokens beyond the limits, or a model without logits.
+    """
+    from isotype.train.command.arguments import count_problems
+
+    parser = quality_parser()
+    options = parser.parse_args(list(argv))
+    parser.refuse(count_problems({"tokens": options.tokens}))
+    quiet_libraries()
+    from isotype.checkpoint.damage.measure import measure_quality
+    from isotype.train.rows.measured import batch_of_data
+
+    with interrupts_kept():
+        data = None
+        if options.data is not None:
+            data = batch_of_data(options.model, options.data, options.tokens, options.revision)
+        damages = measure_quality(
+            options.model,
+            data,
+            tokens=options.tokens,
+            exact=options.exact,
+            device=options.device,
+            revision=options.revision,
+        )
+    console.file.write(shown(damages.to_json() if options.json else str(damages)) + "\n")
+    return 0
+
+
+def explain_parser() -> Parser:
+    """The arguments of `isotype explain`."""
+    parser = Parser(
+        prog="isotype explain", description="What a finding of `isotype check` means, and what repairs it."
+    )
+    parser.add_argument(
+        "code", nargs="?", default=None, help="a code such as IST101; without one, all of them"
+    )
+    return parser
+
+
+def explain(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype explain` and return its exit status.
+
+    Raises:
+        UsageError: an unknown code, with the nearest ones.
+    """
+    from rich.markdown import Markdown
+
+    from isotype.rules import all_rules, page
+
+    options = explain_parser().parse_args(list(argv))
+    if options.code is None:
+        console.print(_table(all_rules()))
+    else:
+        console.print(Markdown(page(find_rule(options.code))))
+    return 0
+
+
+def find_rule(code: str) -> Rule:
+    """The rule of a code, however it is written: `IST101`, `ist101`, `101`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from isotype.rules import all_rules
+
+    rules = {rule.code: rule for rule in all_rules()}
+    wanted = code.upper()
+    wanted = f"IST{wanted}" if wanted.isdigit() else wanted
+    if wanted in rules:
+        return rules[wanted]
+    near = difflib.get_close_matches(wanted, rules, n=3, cutoff=0.5)
+    fix = f"did you mean {' or '.join(near)}?" if near else "isotype explain lists them"
+    raise UsageError.of("unknown code", code, "the code of a rule", fix)
+
+
+def _table(rules: Sequence[Rule]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from isotype.rules import by_family
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("code", no_wrap=True, style="bold")
+    table.add_column("what it finds", overflow="fold")
+    for _, about, some in by_family(rules):
+        table.add_row("", Text(about, style="dim italic"))
+        for rule in some:
+            table.add_row(rule.code, Text(rule.title))
+    return table
+
+
+def doctor_parser() -> Parser:
+    """The arguments of `isotype doctor`."""
+    parser = Parser(
+        prog="isotype doctor",
+        description="What this machine and these library versions can do: dtypes, what each costs here (measured), "
+        "and versions that do not fit each other.",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="a device that is here (cpu, cuda:1) or a profile (t4, h100)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def doctor(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype doctor` and return its exit status."""
+    options = doctor_parser().parse_args(argv)
+    from isotype.precision.devices.machine import gather_doctor_report
+    from isotype.report.doctor import doctor_json, render_doctor
+
+    report = gather_doctor_report(options.device)
+    if options.json:
+        print(json.dumps(doctor_json(report), indent=2))
+    else:
+        render_doctor(report, console)
+    return 0 if report.ok else 1
+
+
+def merge_parser() -> Parser:
+    """The arguments of `isotype merge`."""
+    from isotype.core.dtypes import GGUF_TYPES
+
+    parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
+    parser.add_argument("adapter", type=Path, help="directory of the adapter")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="directory for the merged model; or a GGUF file, NAME.gguf (16 bits without --gguf)",
+    )
+    parser.add_argument(
+        "--base", default=None, help="merge into this 16-bit original instead of the dequantized base"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="dtype of the merged weights; auto: the one it was trained in"
+    )
+    stored = parser.add_mutually_exclusive_group()
+    stored.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default=None,
+        help="store the merged model in bitsandbytes' format",
+    )
+    stored.add_argument(
+        "--gguf",
+        choices=GGUF_TYPES,
+        default=None,
+        help="write a GGUF file of this type, for llama.cpp and what is built on it; q6_k and below take its llama-quantize",
+    )
+    parser.add_argument(
+        "--model_revision",
+        default=None,
+        help="branch, tag or commit of a base on the hub; by default the adapter's",
+    )
+    return parser
+
+
+def merge(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype merge` and return its exit status."""
+    options = merge_parser().parse_args(argv)
+    quiet_libraries()
+    from isotype.checkpoint.merge.merge import merge_adapter
+    from isotype.report.merge import show_merge
+    from isotype.train.rows.measured import rows_of_training
+
+    with interrupts_kept(), console.status(f"merging {options.adapter} …"):
+        rows, why_not = rows_of_training(options.adapter)
+        report = merge_adapter(
+            options.adapter,
+            options.output,
+            base=options.base,
+            dtype=options.dtype,
+            revision=options.model_revision,
+            stored=options.gguf or options.quantization,
+            rows=rows,
+        )
+    base = {"--base": options.base, "--model_revision": options.model_revision}
+    asked = (word for name, value in base.items() if value is not None for word in (name, value))
+    export = (
+        "isotype",
+        "merge",
+        str(options.adapter),
+        "-o",
+        str(unused(Path(f"{options.output}.gguf"))),
+        *asked,
+    )
+    show_merge(
+        console, report if why_not is None else replace(report, notes=(*report.notes, why_not)), export
+    )
+    return 0
+
+
+def chat_parser() -> Parser:
+    """The arguments of `isotype chat`."""
+    parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
+    parser.add_argument("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
+    parser.add_argument("--ask", action="append", default=None, metavar="QUESTION", help="ask this and leave")
+    parser.add_argument(
+        "--image", action="append", default=None, metavar="FILE",
+        help="a picture that the first question is about, of a model that takes them; give it again for several",
+    )  # fmt: skip
+    parser.add_argument(
+        "--system", default=None, metavar="TEXT", help="a system message before the conversation"
+    )
+    parser.add_argument("--dtype", default="auto", help="compute dtype")
+    parser.add_argument("--quantization", choices=ASKED, default=None)
+    parser.add_argument("--device", default="auto", help="device to run on")
+    parser.add_argument(
+        "--model_revision", default=None, help="branch, tag or commit of a hub id; of an adapter, of its base"
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    return parser
+
+
+def chat(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype chat` and return its exit status."""
+    options = chat_parser().parse_args(argv)
+    quiet_libraries()
+    from isotype.train.chat import chat as talk
+
+    return talk(options, console)
+
+
+def plan(argv: Sequence[str], console: Console) -> int:
+    """Run `isotype plan` and return its exit status: 0, or 1 where nothing fits.
+
+    Raises:
+        UsageError: arguments that cannot be understood.
+        PrecisionError: a device that nobody knows.
+        CheckpointError: no model, or a damaged one.
+        DataError: a data set that cannot be trained on.
+    """
+    from isotype.planning.from_request import plan_of_request
+    from isotype.planning.request import parse_request
+    from isotype.planning.shelf import names_a_model
+    from isotype.planning.text import render
+
+    quiet_libraries()
+    if argv and not names_a_model(argv) and not {"-h", "--help"} & set(argv):
+        return _run_without_model(argv, console)
+    with interrupts_kept():
+        request, outputs = parse_request(argv)
+        planned = plan_of_request(request)
+    if outputs.html is not None:
+        planned.to_html(outputs.html)
+    if outputs.json:
+        print(planned.to_json(), end="")
+    else:
+        render(planned, console, outputs.whole)
+    return 0 if planned.chosen is not None else 1
+
+
+def _run_without_model(argv: Sequence[str], console: Console) -> int:
+    """Which model: the largest of many sizes that fit."""
+    from isotype.planning.shelf import plans
+    from isotype.planning.text import render_models
+
+    if "--json" in argv or any(each.split("=")[0] == "--html" for each in argv):
+        fix = "isotype plan MODEL --json"
+        raise UsageError.of("no model", "--json or --html without a model", "a model", fix)
+    with interrupts_kept():
+        models = list(plans(argv))
+    render_models(models, console, bool({"-v", "--verbose"} & set(argv)))
+    return 0 if any(each.chosen is not None for each in models) else 1
