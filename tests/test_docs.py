@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isotype"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEMPLATES = sorted((ROOT / ".github").rglob("*.*"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TEMPLATES = sorted(set((ROOT / ".github").rglob("*.*")) - set(WORKFLOWS))
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in PAGES
@@ -185,11 +186,35 @@ def test_pre_commit_runs_what_make_test_runs_before_the_tests():
         "hooks"
     ]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"^test:.*\n((?:\t.*\n)+)", makefile, re.M)
-    commands = [
-        line.strip().replace("$(BIN)", ".venv/bin").partition(" & types")[0] for line in recipe.splitlines()
-    ]
-    assert [hook["entry"] for hook in hooks] == [command for command in commands if "pytest" not in command]
+    (recipe,) = re.findall(r"^static:.*\n((?:\t.*\n)+)", makefile, re.M)
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+    assert [hook["entry"] for hook in hooks] == commands
+
+
+def _targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=_name)
+def test_every_step_of_a_workflow_is_a_pinned_action_or_a_make_target(workflow):
+    for job in yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        rows = [*matrix.get("include", ()), *({"target": each} for each in matrix.get("target", ()))]
+        for step in job["steps"]:
+            if "uses" in step:
+                assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])
+                continue
+            make, target, *_ = step["run"].split()
+            assert make == "make"
+            targets = {row["target"] for row in rows} if target == '"$TARGET"' else {target}
+            assert targets
+            assert targets <= _targets()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_make_target_named_exists(page):
+    named = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M))
+    assert named <= _targets()
 
 
 @pytest.mark.parametrize("form", [each for each in TEMPLATES if each.suffix == ".yml"], ids=_name)

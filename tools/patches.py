@@ -1,4 +1,7 @@
-"""The entries of docs/compat.md, and whether the test that each names exists."""
+"""The entries of docs/compat.md, and whether the test that each names exists.
+
+python -m tools.patches: prints these tests, for pytest
+"""
 
 from __future__ import annotations
 
@@ -61,3 +64,7 @@ def _exists(tests: Path, test: str) -> bool:
         return False
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
+
+
+if __name__ == "__main__":
+    print("\n".join(sorted({entry.test for entry in entries()})))
