@@ -1,1 +1,1 @@
-"""One file a command: parse, call, render."""
+"""Commands: parse, call, render."""

@@ -1,4 +1,4 @@
-"""`isotype check`: one training step traced on fake tensors, judged, and reported."""
+"""`isotype check`: trace one training step on fake tensors, judge it and print the report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     """Run `isotype check` and return its exit status.
 
     Raises:
-        UsageError: arguments that cannot be understood.
+        UsageError: invalid arguments.
         PrecisionError: a policy that the device or the model refuses.
         CheckpointError: no model, or a damaged one.
     """
@@ -64,7 +64,7 @@ def _run(argv: Sequence[str], console: Console) -> int:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """After a step that runs: the training of a command that was checked in whole, the plan of a bare model."""
+    """Return the command to run after a step without errors: the checked training, or the plan of a bare model."""
     if command is None:
         return {}
     if options.bare:
@@ -80,13 +80,13 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """0, or 1 where something was found at or above `fail_on`, does not fit, or could not be traced."""
+    """Return 1 if a finding is at or above `fail_on`, the step does not fit or could not be traced, else 0."""
     failing = report.errors or not report.complete or report.fits is False
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 
 
 def _check_plan(plan: StepPlan, options: Options, command: Command) -> tuple[Report, Repaired | None]:
-    """The report on a plan, and the repaired command where it is asked for."""
+    """Return the report on a plan, and the repaired command if requested."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     from isotype.preflight.repair import plan as planned
@@ -126,7 +126,7 @@ def _check_function(options: Options, function: str, device: str | None) -> tupl
     if profile.kind != "cpu":
         import_uncompiled(
             "bitsandbytes"
-        )  # where a GPU is found, it would look for kernels that are not there
+        )  # on a machine with a GPU it would search for kernels that are not installed
     with written_for(profile):
         arguments = function_arguments(function)
     if device is not None:

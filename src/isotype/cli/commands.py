@@ -1,4 +1,4 @@
-"""The commands that parse, call and render: `isotype inspect`, `quality`, `explain`, `doctor`, `merge`, `chat` and `plan`."""
+"""`isotype inspect`, `quality`, `explain`, `doctor`, `merge`, `chat` and `plan`: parse, call, render."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_THE_PLAN = {"dtype": "auto", "quantization": None, "base_memory": None, "dev
 
 
 def inspect_parser() -> Parser:
-    """The arguments of `isotype inspect`."""
+    """Return the arguments of `isotype inspect`."""
     parser = Parser(
         prog="isotype inspect",
         description="The dtypes, bytes and quantization that a checkpoint holds, by groups of equal tensors of all "
@@ -62,8 +62,8 @@ def inspect(argv: Sequence[str], console: Console) -> int:
     """Run `isotype inspect` and return its exit status.
 
     Raises:
-        CheckpointError: no checkpoint there, a damaged one, or one whose weights are not its model's or cannot be read;
-            what its headers say is printed before.
+        CheckpointError: no checkpoint, a damaged one, or one whose weights do not match the model or cannot be read;
+            what its headers contain is printed first.
         PrecisionError: with `--plan`, a policy that cannot be.
         UsageError: arguments of a plan without `--plan`.
     """
@@ -114,7 +114,7 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
 
 
 def _amount(text: str | None) -> int | None:
-    """Bytes that `--base_memory` says."""
+    """Return the bytes of `--base_memory`."""
     amount = None if text is None else parse_size(text)
     if text is not None and amount is None:
         raise UsageError.of(
@@ -127,7 +127,7 @@ def _amount(text: str | None) -> int | None:
 
 
 def quality_parser() -> Parser:
-    """The arguments of `isotype quality`."""
+    """Return the arguments of `isotype quality`."""
     from isotype.precision.damages import MEASURED
 
     parser = Parser(
@@ -160,9 +160,9 @@ def quality(argv: Sequence[str], console: Console) -> int:
     """Run `isotype quality` and return its exit status.
 
     Raises:
-        CheckpointError: no checkpoint there, or one that cannot be loaded.
+        CheckpointError: no checkpoint, or one that cannot be loaded.
         DataError: a data set that cannot be read.
-        UsageError: a number of tokens beyond the limits, or a model without logits.
+        UsageError: a number of tokens out of range, or a model without logits.
     """
     from isotype.train.command.arguments import count_problems
 
@@ -190,7 +190,7 @@ def quality(argv: Sequence[str], console: Console) -> int:
 
 
 def explain_parser() -> Parser:
-    """The arguments of `isotype explain`."""
+    """Return the arguments of `isotype explain`."""
     parser = Parser(
         prog="isotype explain", description="What a finding of `isotype check` means, and what repairs it."
     )
@@ -204,7 +204,7 @@ def explain(argv: Sequence[str], console: Console) -> int:
     """Run `isotype explain` and return its exit status.
 
     Raises:
-        UsageError: an unknown code, with the nearest ones.
+        UsageError: an unknown code.
     """
     from rich.markdown import Markdown
 
@@ -219,10 +219,10 @@ def explain(argv: Sequence[str], console: Console) -> int:
 
 
 def find_rule(code: str) -> Rule:
-    """The rule of a code, however it is written: `IST101`, `ist101`, `101`.
+    """Return the rule of a code in any spelling: `IST101`, `ist101`, `101`.
 
     Raises:
-        UsageError: there is none.
+        UsageError: unknown code; the message names similar ones.
     """
     from isotype.rules import all_rules
 
@@ -253,7 +253,7 @@ def _table(rules: Sequence[Rule]) -> Table:
 
 
 def doctor_parser() -> Parser:
-    """The arguments of `isotype doctor`."""
+    """Return the arguments of `isotype doctor`."""
     parser = Parser(
         prog="isotype doctor",
         description="What this machine and these library versions can do: dtypes, what each costs here (measured), "
@@ -281,7 +281,7 @@ def doctor(argv: Sequence[str], console: Console) -> int:
 
 
 def merge_parser() -> Parser:
-    """The arguments of `isotype merge`."""
+    """Return the arguments of `isotype merge`."""
     from isotype.core.dtypes import GGUF_TYPES
 
     parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
@@ -356,7 +356,7 @@ def merge(argv: Sequence[str], console: Console) -> int:
 
 
 def chat_parser() -> Parser:
-    """The arguments of `isotype chat`."""
+    """Return the arguments of `isotype chat`."""
     parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
     parser.add_argument("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
     parser.add_argument("--ask", action="append", default=None, metavar="QUESTION", help="ask this and leave")
@@ -388,11 +388,11 @@ def chat(argv: Sequence[str], console: Console) -> int:
 
 
 def plan(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype plan` and return its exit status: 0, or 1 where nothing fits.
+    """Run `isotype plan` and return its exit status: 0, or 1 if nothing fits.
 
     Raises:
-        UsageError: arguments that cannot be understood.
-        PrecisionError: a device that nobody knows.
+        UsageError: invalid arguments.
+        PrecisionError: an unknown device.
         CheckpointError: no model, or a damaged one.
         DataError: a data set that cannot be trained on.
     """
@@ -417,7 +417,7 @@ def plan(argv: Sequence[str], console: Console) -> int:
 
 
 def _run_without_model(argv: Sequence[str], console: Console) -> int:
-    """Which model: the largest of many sizes that fit."""
+    """Print the plans of the largest models that fit, of many sizes."""
     from isotype.planning.shelf import plans
     from isotype.planning.text import render_models
 

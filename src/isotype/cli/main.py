@@ -1,4 +1,4 @@
-"""The command line: parse, call, render. What a command does lives elsewhere."""
+"""The command line: parse, call, render."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "doctor", "
 
 CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
-"""Their results are files: they go on where nothing can be printed any more."""
+"""Commands whose results are files: they continue if standard output is closed."""
 
 _METHODS = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
 _USAGE = f"""\
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Take our bare `--debug` out; `--debug underflow_overflow` is transformers' own argument and stays."""
+    """Remove isotype's `--debug`; `--debug underflow_overflow` is transformers' argument and stays."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"
@@ -170,18 +170,13 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 
 def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
-    """The error that says which libraries a command lacks; None where the training extra is there, and `error` another fault.
-
-    Args:
-        command: of isotype.
-        error: the failure of an import.
-    """
+    """Return the error that names the libraries a command lacks; None if all of the training extra is installed."""
     from isotype.checkpoint.locate import EMBEDDED
     from isotype.precision.versions import installed, is_installed, missing
 
     try:
         absent = missing(installed())
-    except PrecisionError:  # from a source tree that is not installed: nothing says what should be there
+    except PrecisionError:  # a source tree that is not installed has no list of requirements
         return None
     if not absent:
         return None

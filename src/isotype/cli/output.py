@@ -1,4 +1,4 @@
-"""Where the commands print, and what libraries may say meanwhile."""
+"""The consoles of the commands, and the warnings of libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isotype.report.narrow import wrapped
 
 
 def console_on(stderr: bool) -> Console:
-    """The console of standard output or standard error."""
+    """Return the console of standard output or standard error."""
     # Under a launcher every rank runs this; one of them speaks.
     console = TerminalConsole(stderr=stderr, quiet=not stderr and os.environ.get("RANK", "0") != "0")
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -25,26 +25,26 @@ def console_on(stderr: bool) -> Console:
 
 
 def console_of_failure() -> Console:
-    """The console of standard error for what ends the command: of several processes, the first that fails speaks."""
+    """Return standard error's console for a fatal error: only the first failing process prints."""
     console = console_on(stderr=True)
     console.quiet = not first_to_fail()
     return console
 
 
 def print_error(console: Console, text: str) -> None:
-    """An error, wrapped at words."""
+    """Print an error, wrapped at words."""
     lines = wrapped(f"error: {text}", console).removeprefix("error:")
     console.print(Text.assemble(("error:", "bold red"), lines), highlight=False, soft_wrap=True)
 
 
 def speak_up() -> None:
-    """With `-v`: what isotype restored and where, and the libraries' own warnings."""
+    """Show what isotype restored and where, and the libraries' warnings (`-v`)."""
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("isotype").setLevel(logging.INFO)
 
 
 def quiet_libraries() -> None:
-    """Libraries' own chatter is not ours to show; their warnings come back with PYTHONWARNINGS."""
+    """Hide the logs of libraries; PYTHONWARNINGS shows their warnings."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -58,6 +58,6 @@ def quiet_libraries() -> None:
 
 
 def show_warnings_of_libraries() -> None:
-    """Under PYTHONWARNINGS=error too: as exceptions they would end a command in the midst of somebody else's code."""
+    """Show warnings of libraries; PYTHONWARNINGS=error is weakened, since exceptions would break the libraries."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")

@@ -1,7 +1,7 @@
-"""`isotype run`: a script as it is, with its first training steps watched.
+"""`isotype run`: run a script unchanged and watch its first training steps.
 
-The script runs in this process as `python SCRIPT` would run it. Torch is not imported before the script imports it,
-so that what a script sets first (threads, visible devices) counts. Standard output is the script's own.
+The script runs in this process as `python SCRIPT` would run it. Torch is imported by the script, not before it, so
+that the script can set threads and visible devices. Standard output belongs to the script.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def run(argv: Sequence[str], console: Console) -> int:
 
     Raises:
         UsageError: no script, or one that does not exist.
-        SystemExit: the script's own.
+        SystemExit: raised by the script.
     """
     options = parse(argv)
     if signal.getsignal(signal.SIGTERM) is terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script is to die of it as it would without us
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it ends the script as it would without isotype
     session = Session(options)
     session.watch()
     try:
@@ -71,7 +71,7 @@ def _watched(options: Options, session: Session) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Our options up to the script or `-m MODULE`; everything after it is the script's.
+    """Parse isotype's options up to the script or `-m MODULE`; the rest belongs to the script.
 
     Raises:
         UsageError: no script, one that does not exist, or less than one step.
@@ -127,7 +127,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _script(target: str) -> str:
-    """The path of a script; that of an installed command (`torchrun`) where it is one of Python's."""
+    """Return the path of a script, or of an installed Python command (`torchrun`)."""
     path = None if Path(target).exists() else shutil.which(target)
     return path if path is not None and is_python_script(Path(path)) else target
 
@@ -159,7 +159,7 @@ def _execute(options: Options) -> None:
 
 
 def main() -> int:
-    """`python -m isotype.cli.run` is `isotype run`."""
+    """Run `python -m isotype.cli.run` as `isotype run`."""
     try:
         return run(sys.argv[1:], TerminalConsole())
     except IsotypeError as error:

@@ -1,4 +1,4 @@
-"""`isotype sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo`, and `isotype demo`, which is one of them."""
+"""`isotype sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo` and `isotype demo`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PICTURES = shlex.split(
     "--lora_r 16 --lora_alpha 32 --lora_dropout 0 --gradient_checkpointing False --eval_strategy steps --eval_steps 24 "
     "--eval_on_start True --save_strategy no --seed 0"
 )
-"""Those of `isotype demo --pictures`."""
+"""Arguments of `isotype demo --pictures`."""
 
 
 def train(command: str, argv: Sequence[str], console: Console) -> int:
@@ -90,7 +90,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
 
 
 def _say_what_fits(command: Command, error: Exception) -> None:
-    """After a training that ran out of memory: which settings fit."""
+    """Print the settings that fit after a training ran out of memory."""
     from isotype.planning.nearest import advice, ran_out
 
     if ran_out(error):
@@ -99,7 +99,7 @@ def _say_what_fits(command: Command, error: Exception) -> None:
 
 
 def _planned(command: Command, console: Console) -> Command:
-    """The command with what a plan of this machine picks in the place of `auto`."""
+    """Return the command with the plan's values for this machine in place of `auto`."""
     if not command.planned:
         return command
     from isotype.planning.auto import resolve_auto, words_of
@@ -111,7 +111,7 @@ def _planned(command: Command, console: Console) -> Command:
 
 
 def demo(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype demo`, with `--pictures` on pictures, for which its model is made first."""
+    """Run `isotype demo`; with `--pictures`, first make its model and train on pictures."""
     rest = [each for each in argv if each != "--pictures"]
     pictures = len(rest) < len(argv)
     arguments = [*(PICTURES if pictures else DEMO), *rest]
@@ -129,7 +129,7 @@ def demo(argv: Sequence[str], console: Console) -> int:
 
 
 def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:
-    """Losses, the sample answers, where things lie and how to go on."""
+    """Print losses, sample answers, paths of the results and the next commands."""
     from isotype.report.run.record import loss_sentences, reward_warnings
 
     record = outcome.record
@@ -172,7 +172,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
 
 
 def _uses(trained: Path, settings: Settings) -> dict[str, tuple[str, ...]]:
-    """Each use of a trained model -> its command."""
+    """Return the command of each use of a trained model."""
     chat: dict[str, tuple[str, ...]] = (
         {"try it": ("isotype", "chat", str(trained))} if settings.method.answers else {}
     )

@@ -1,1 +1,1 @@
-"""PLAN: which settings of a training fit on a device, how fast they are, and the command of the best."""
+"""PLAN: the settings of a training that fit on a device, their speed, and the command of the best."""

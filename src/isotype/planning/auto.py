@@ -1,4 +1,4 @@
-"""`auto` in a training command: the rows, the length and the storage that its plan picks."""
+"""Resolve `auto` in a training command: the rows, the length and the storage that the plan chooses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """(the command with the plan's values in the place of `auto`, the row that they are of).
-
-    What was typed is pinned: the plan chooses among what is left.
+    """Return the command with the plan's values in place of `auto`, and the row they come from.
 
     Raises:
-        UsageError: nothing fits, or there are several processes, each of which would plan for itself.
+        UsageError: nothing fits, or there are several processes, which would each plan for themselves.
     """
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
@@ -41,7 +39,7 @@ def resolve_auto(command: Command) -> tuple[Command, Row]:
 
 
 def _question(command: Command) -> PlanRequest:
-    """The plan of this machine that resolves a command's `auto`."""
+    """Return the plan request that resolves a command's `auto` on this machine."""
     auto = command.planned
     pinned = None if BATCH in auto else command.given(BATCH)
     request = replace(request_of(command, (command["device"],), rows=pinned), quantize=STORAGE in auto)
@@ -71,7 +69,7 @@ def _with_values(command: Command, row: Row) -> Command:
 
 
 def words_of(row: Row) -> str:
-    """What was taken, in a line."""
+    """Describe the chosen row in one line."""
     speed = speed_of(row)
     foreseen = f", {speed} tokens/s foreseen" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""

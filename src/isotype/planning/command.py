@@ -1,4 +1,4 @@
-"""The command that trains by a row, and what a command says other than another one."""
+"""The training command of a row."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from isotype.train.command.command import Command, with_storage
 
 EVERY = "every_n_layers"
 EXAMPLE_DATA = "embedded:precision_qa"
-"""The data set of an `sft` command whose user has named none: it runs as it is printed. Other methods need other rows."""
+"""Data set of an `sft` command that names none, so that the printed command runs."""
 
 
 def command_of(
     request: PlanRequest, row: Row, profile: DeviceProfile, checkpointing: Mapping[str, Any] | None
 ) -> Command:
-    """The training command of a row; a device that is not in this machine is not named in it, for it means nothing there.
+    """Return the training command of a row; it names the device only if that is in this machine.
 
-    Args:
-        request: what was asked.
-        row: the settings.
-        profile: of the row's device.
-        checkpointing: arguments of the model's `gradient_checkpointing_enable`; None for no layer.
+    `checkpointing`: arguments of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
     """
     command = request.command.but(device=None)
     path = Path(str(command["model_name_or_path"]))
@@ -54,7 +50,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Rows at once and micro-batches; as many rows a step as were asked for, where the data set has fewer of them too."""
+    """Return rows and micro-batches of a step, as many rows as requested even if the data has fewer."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:
@@ -64,7 +60,7 @@ def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
 
 
 def _needs_length(request: PlanRequest, row: Row) -> bool:
-    """True if the training would cut rows elsewhere than the row says, or pack them to another length."""
+    """Return True if the training would cut or pack rows at another length than the row's."""
     limit, longest = request.command["max_length"], request.step.longest
     if "max_length" not in request.command.specs or row.length == limit:
         return False

@@ -1,4 +1,4 @@
-"""`isotype.plan`: what fits on a device, how fast, and the command of the best."""
+"""`isotype.plan`: the settings that fit on a device, their speed, and the command of the best."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from isotype.train.preflight.step import row_length
 SCHEMA_VERSION = 1
 
 COUNTS = (2, 4, 8, 16, 32, 64)
-"""Numbers of devices that are tried where a step fits on none."""
+"""Numbers of devices to try if a step does not fit on one."""
 
 
 @dataclass(frozen=True)
 class Plan(Record):
-    """What can be trained on a device, as `isotype plan --json` and `Plan.to_json()` write it. Numbers are not rounded."""
+    """Settings that fit on a device, as `isotype plan --json` and `Plan.to_json()` write them, numbers unrounded."""
 
     def to_json(self) -> str:
-        """Strict JSON, by `planning/schema.json`. Bytes, seconds and tokens stay unrounded numbers."""
+        """Return strict JSON by `planning/schema.json`: bytes, seconds and tokens as unrounded numbers."""
         return text_of(self, SCHEMA_VERSION, NAMES)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write a page with the tables and a picture of memory against tokens a second.
+        """Write a page with the tables and a chart of memory against tokens per second.
 
         Raises:
             SaveError: the file cannot be written.
@@ -77,22 +77,22 @@ def plan(
     damages: Mapping[str, float] | None = None,
     **arguments: Any,
 ) -> Plan:
-    """What of a model can be trained on a device, how fast, and the command of the best settings.
+    """Find the settings with which a model can be trained on a device, their speed, and the command of the best.
 
-    Nothing is guessed: every row was traced as it is written, on fake tensors, without weights.
+    Every row is traced on fake tensors, without weights.
 
     Args:
         model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
         device: name of a device or profile, or several.
         data: a data set, for lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
-        damages: storage -> KL divergence of the model's next-token distributions from those of unquantized weights, in nats; by
-            default what `isotype quality` has measured and kept. What is not in it counts as unknown.
+        damages: storage -> KL divergence of next-token distributions from the unquantized model's, in nats; default:
+            the cached result of `isotype quality`. Storages that are not in it have an unknown damage.
         **arguments: those of `isotype plan` and of a training command, by name: `length=2048`, `lora_r=64`.
 
     Raises:
-        UsageError, PrecisionError, CheckpointError, DataError: arguments that cannot be, a device that nobody knows, no model, or
-            no data.
+        UsageError, PrecisionError, CheckpointError, DataError: invalid arguments, an unknown device, or a model or
+            data set that cannot be read.
     """
     require_known_goal(goal)
     names = [device] if isinstance(device, str) else list(device)
@@ -108,7 +108,7 @@ def plan(
 
 
 def plan_of_request(request: PlanRequest) -> Plan:
-    """The answer to a question.
+    """Answer a request.
 
     Raises:
         UsageError, PrecisionError, CheckpointError: as `plan`.
@@ -179,7 +179,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """How many of a device the settings that take the least fit on, sharded by FSDP2; None where none of `COUNTS` do."""
+    """Return the smallest of `COUNTS` on which the cheapest settings fit, sharded by FSDP2; None if none is enough."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -204,13 +204,13 @@ def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:
 
 
 def measured_layers(checkpoint: Checkpoint) -> Damages | None:
-    """What storages do to a model, layer by layer, where `isotype quality` has measured it."""
+    """Return the cached per-layer damages of `isotype quality`, or None."""
     key = checkpoint.fingerprint
     return None if key is None else kept(Damages, key)
 
 
 def totals(damages: Damages | None) -> dict[str, float]:
-    """Nats with all layers in one storage, by its name."""
+    """Return the damage in nats by storage, with all layers in that storage."""
     return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in MEASURED}}
 
 
@@ -231,7 +231,7 @@ def _require_known(rooms: Mapping[str, Room]) -> None:
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Tokens of a row: as asked, the longest of the data, or a default; within the positions that the model has."""
+    """Return the tokens of a row: as requested, the data's longest or the default, at most the model's positions."""
     step = request.step
     wanted = request.length or step.length
     if request.length is None and step.lengths is not None and step.longest is not None:
@@ -240,7 +240,7 @@ def _length(request: PlanRequest, config: Any) -> int:
 
 
 def _micro(request: PlanRequest, length: int) -> int:
-    """Rows of a step on one device."""
+    """Return rows of a step on one device."""
     if request.step_tokens is not None:
         rows = max(1, round(request.step_tokens / length))
     else:
@@ -252,7 +252,7 @@ def _micro(request: PlanRequest, length: int) -> int:
 
 
 def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
-    """The row that the goal picks; where none fits, the one with the longest rows that do, which is added to `rows`."""
+    """Return the row that the goal picks; if none fits, append and return the one with the longest rows that fit."""
     first = picked(rows, goal)
     if first is not None and goal != "longest":
         return first
@@ -266,7 +266,7 @@ def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
 
 
 def _settings(request: PlanRequest, notes: Iterable[str]) -> str:
-    """Adapters, optimizer and step in words."""
+    """Describe adapters, optimizer and step."""
     step = request.step
     lora = step.lora
     read: Any = lora.get if isinstance(lora, Mapping) else lambda name: getattr(lora, name, None)
@@ -284,7 +284,7 @@ def _settings(request: PlanRequest, notes: Iterable[str]) -> str:
 
 
 def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
-    """What the policies of a device's rows warn of, and what its value ranges are known by."""
+    """Return the warnings of the rows' policies, and the reasons why compute dtypes are not native."""
     warned = [warning for row in rows for warning in row.policy.warnings]
     emulated = [
         f"{dtype_name(row.policy.compute)}: {profile.reason(row.policy.compute)}"

@@ -1,4 +1,4 @@
-"""A plan as a page: the table of each device, and a picture of memory against tokens a second with the front of the best."""
+"""A plan as a page: a table per device, and a chart of memory against tokens per second."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pre.command { margin-top: 12px; padding: 12px 16px; white-space: pre-wrap; overf
 
 
 def to_html(plan: Record) -> str:
-    """One page that needs no other file."""
+    """Return one page that needs no other file."""
     return render(
         "plan.html.j2",
         title=f"isotype plan: {plan.model}",
@@ -68,7 +68,7 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
 
 
 def picture(rows: Sequence[Row], chosen: Row | None) -> str:
-    """Memory across, tokens a second upwards, as SVG; "" where no row that fits has a foreseen time."""
+    """Return an SVG of memory (x) against tokens per second (y); "" if no fitting row has an estimated time."""
     shown = [row for row in rows if row.fits and row.tokens_per_second]
     if not shown:
         return ""

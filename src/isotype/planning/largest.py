@@ -1,4 +1,4 @@
-"""The largest batch or length that memory has room for, found in few measures."""
+"""The largest batch or length that fits in memory, found with few measurements."""
 
 from __future__ import annotations
 
@@ -17,19 +17,13 @@ def largest(
     enough: Callable[[int, int], bool] = lambda low, high: high - low <= 1,
     high_first: bool = True,
 ) -> int | None:
-    """The largest number in `low` … `high` whose measure has room; None if that of `low` has none.
+    """Return the largest number in `low` … `high` whose measure (bytes) is at most `room`; None if that of `low` is
+    more.
 
-    A step's peak is the highest of several moments, each of which grows in proportion to rows and by a polynomial of
-    their length: a convex function. A chord is never below it between its ends, nor above it past them: a number past two
-    that were measured takes at least what the line through them says. The search ends where that line leaves no room for the
-    next one, so that a step in proportion takes three measures, or one where all of it fits.
-
-    Args:
-        measure: bytes; grows with the number.
-        high, low: the numbers looked at.
-        room: bytes.
-        enough: asked about a number that has room and a larger one that has none: whether those between are of no interest.
-        high_first: whether `high` is measured before `low`.
+    A step's peak is the maximum of moments that are each linear in the rows and polynomial in their length: a convex
+    function. Past two measured points it is at least their secant. The search ends once the secant leaves no room for
+    the next number: after three measurements if the function is linear, after one if `high` fits. `enough(low, high)`
+    ends it earlier.
     """
     known: dict[int, int] = {}
 
@@ -56,9 +50,10 @@ def largest(
 
 
 def _next(known: Mapping[int, int], best: int, limit: int, room: int) -> int:
-    """The number to measure next, in `best` … `limit` - 1: the largest that the line through two known points leaves room for.
+    """Return the number to measure next, in `best` … `limit` - 1: the largest that fits by the secant of two known
+    points.
 
-    Where only one below the limit is known: the one that a chord to the limit promises, or the limit itself.
+    If only one point below the limit is known: the one by the chord to the limit, or the limit itself.
     """
     below = [number for number in known if number < best]
     if below:

@@ -1,4 +1,4 @@
-"""Trainings of experts that give something up, for a device on which nothing fits with adapters on all of them."""
+"""Cheaper trainings of experts, tried if nothing fits with adapters on all of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from isotype.precision.devices.profile import device_profile
 
 _EIGHT_BITS = "adamw_bnb_8bit"
 _SHORTER = (512, 256)
-"""Tokens of the rows that are tried last."""
+"""Row lengths in tokens, tried last."""
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """(what is given up, the request without it), the least first; none unless `all-linear` put adapters on experts."""
+    """Yield what is given up and the request without it, the smallest loss first; only if experts have adapters."""
     names = _beside_experts(request, config)
     if not names:
         return
@@ -38,7 +38,7 @@ def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanReques
 
 
 def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """nf4 with constants in 8 bits and every layer computed again, then shorter rows too; none where a storage was asked for."""
+    """Yield nf4 with 8-bit constants and recomputation, then shorter rows; nothing if a storage was requested."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
         return
@@ -74,7 +74,7 @@ def _on(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Last names of the linear layers that have adapters beside experts."""
+    """Return the last names of the adapted linear layers that are not experts."""
     import peft
 
     lora = request.step.lora

@@ -1,4 +1,4 @@
-"""The settings nearest to those of a step that does not fit, with which it does."""
+"""The settings that fit and are nearest to those of a step that does not fit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def nearest(request: PlanRequest) -> Row | None:
-    """The row that fits and differs least from a request; None where none does.
+    """Return the row that fits and differs least from a request; None if none fits.
 
-    Tried one after the other, until rows of the same length fit: fewer rows at once, as many a step; every layer computed again; another
-    storage. Else the longest rows that fit.
+    Tried in this order, for rows of the same length: fewer rows at once; all layers recomputed; another storage.
     """
     step = request.step
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
@@ -43,12 +42,8 @@ def nearest(request: PlanRequest) -> Row | None:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """The findings on a step that does not fit, with the nearest that does as the first fix; those with such a fix stay.
-
-    Args:
-        findings: on the step.
-        step: what was checked.
-        command: the training command.
+    """Return the findings on a step; the nearest fitting settings become the first fix of memory findings without
+    one.
     """
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for each in memory for fix in each.fixes):
@@ -69,7 +64,7 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
     try:
         row = nearest(request)
     except IsotypeError:
-        return findings  # what the plan meets, the check has said
+        return findings  # the check has reported this error already
     if row is None:
         return findings
     safety: Safety = "safe" if _same_training(command, row) else "unsafe"
@@ -88,7 +83,7 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
 
 
 def _said_by(step: StepPlan, command: Command) -> dict[str, int]:
-    """The rows of a bare model's check, which the training would have more of by default."""
+    """Return the batch arguments of a bare model's check, whose defaults differ from the training's."""
     return {} if "per_device_train_batch_size" in command else {"per_device_train_batch_size": step.rows}
 
 
@@ -100,7 +95,7 @@ _LIKE = (
     "device",
     "fsdp",
 )
-"""Arguments that a command which fits may change and train the same rows to the same weights, up to rounding."""
+"""Arguments that can change without changing the trained weights, up to rounding."""
 
 
 def _same_training(command: Command, row: Row) -> bool:
@@ -110,7 +105,7 @@ def _same_training(command: Command, row: Row) -> bool:
 
 
 def _changes(command: Command, row: Row) -> str:
-    """What the command that fits trains otherwise, as a clause; "" where only its rows are split otherwise."""
+    """Return the differences of the fitting command as a clause; "" if only its rows are split differently."""
     other = row.command
     changed = [
         f"{name} {after} in the place of {before}"
@@ -121,14 +116,14 @@ def _changes(command: Command, row: Row) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether a training has ended because there was no memory: torch says so in an error of its own or in words."""
+    """Return True if a training ended for lack of memory: by torch's error class or by its message."""
     return isinstance(error, (MemoryError, RuntimeError)) and (
         isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
 def advice(command: Command) -> str:
-    """What fits instead of a training that has run out of memory, as a line; why nothing can be said, where nothing can."""
+    """Describe the settings that fit in place of a training that ran out of memory, or why none can be found."""
     try:
         request = request_of(command, (command["device"],))
         profile = device_profile(request.devices[0])

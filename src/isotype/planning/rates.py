@@ -1,9 +1,9 @@
-"""Rates to foresee time by: measured on the device at hand; of another card, those of its data sheet that published runs reached.
+"""Rates for the estimated time: measured on a device of this machine, else a share of the data sheet's.
 
-What they reached is a model of five numbers (`REACHED`), fitted to some published runs and tried on the others by `benchmarks/rates.py`
-(docs/plan.md has the table). A product reaches a share of the peak rate, a smaller one on a larger card, whose many units its caches
-feed less well. Operators between products are fused, here and there: of the bytes and the launches that a trace has of them,
-one operator after another, a share is left. Other traffic runs at the memory's bandwidth. A launch takes the host some microseconds.
+The share is a model of five numbers (`REACHED`), fitted to some published runs and tested on the others by
+`benchmarks/rates.py` (table in docs/plan.md). A product reaches a share of the peak rate, a smaller one on larger
+cards, whose caches feed more units. Some operators between products are fused: only a share of their traced bytes and
+launches counts. Other traffic runs at the memory's bandwidth. A launch takes the host some microseconds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from isotype.precision.devices.probe import clock, measure_all, wait_for
 from isotype.precision.devices.profile import DeviceProfile, StepRates
 
 _SECONDS = 1.0
-"""Of the products of all dtypes."""
+"""For the products of all dtypes."""
 
 
 class _Load(NamedTuple):
-    """What is timed on a kind of device: bytes that are copied, past the caches; random values that are drawn; calls that the device is
-    waited for once, since beside a GPU's kernels it takes its time to launch and wait for one.
-    """
+    """Sizes of the timed work: bytes copied (more than the caches), random values drawn, calls per synchronization."""
 
     copied: int
     drawn: int
@@ -33,7 +31,7 @@ class _Load(NamedTuple):
 
 _CPU = _Load(copied=64 << 20, drawn=1 << 21, queued=1)
 _GPU = _Load(copied=256 << 20, drawn=1 << 25, queued=8)
-"""The last cache of an MI300X has 256 MiB, an RTX 4090's 72."""
+"""An MI300X has 256 MiB of last-level cache, an RTX 4090 72."""
 _TRIES = 5
 _PART = 0.9
 _ELEMENT = 4
@@ -45,13 +43,14 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """What trainings reach of a GPU's data sheet. What is left between products is counted (docs/performance.md), the rest fitted.
+    """Rates that trainings reach, relative to a GPU's data sheet; `between` is counted (docs/performance.md), the
+    rest fitted.
 
     Attributes:
-        products: the share of the peak rate that products reach where it is 100 TFLOP/s.
-        falling: the power of the peak rate that this share falls with.
-        ceiling: the most of it that they reach anywhere, and on cards whose 16-bit products are no more than twice as fast as their float32: such
-            a card (GeForce, A10G) sums in float32 at half its units' rate, and feeds them well.
+        products: share of the peak rate that products reach on a card with 100 TFLOP/s.
+        falling: exponent of the peak rate by which this share falls.
+        ceiling: the largest share, used for cards whose 16-bit products are at most twice as fast as float32 ones
+            (GeForce, A10G): they accumulate in float32 at half their rate.
     """
 
     products: float
@@ -59,7 +58,7 @@ class Reached(StepRates):
     ceiling: float
 
     def rates(self, peaks: Mapping[torch.dtype, float]) -> dict[torch.dtype, float]:
-        """FLOP/s of products by dtype, of peak rates in FLOP/s."""
+        """Return the FLOP/s of products by dtype, from peak rates in FLOP/s."""
         halved = 2.02 * peaks.get(torch.float32, 0.0)
         falls = {dtype: self.products * (1e14 / peak) ** self.falling for dtype, peak in peaks.items()}
         return {
@@ -72,9 +71,9 @@ REACHED = Reached(products=0.7, falling=0.17, ceiling=0.88, between=0.1, launch=
 
 
 def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:
-    """(the profile with rates to foresee time by, where they come from as a clause; "" where there are none).
+    """Return the profile with rates for the estimated time, and their source as a clause; "" if there are none.
 
-    Of a device of this machine they are measured in about a second; of another one they are what published runs reached of its data sheet's.
+    Measured in about a second on a device of this machine; other devices use the share published runs reached.
     """
     steps = None if profile.kind == "cpu" else reached
     if profile.present:
@@ -100,7 +99,7 @@ def _measured(profile: DeviceProfile) -> DeviceProfile:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second that a large copy reads and writes, the best of a few."""
+    """Return the bytes per second that a large copy reads and writes, the best of several."""
     size = _load(device).copied
     source = torch.zeros(size // _ELEMENT, device=device)
     target = torch.empty_like(source)
@@ -108,7 +107,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Random values a second of a dropout's mask, the best of a few: a CPU draws them one after another, in one thread."""
+    """Return the random values per second of a dropout mask, the best of several (a CPU draws them in one thread)."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # the process's own stays as it is
@@ -116,8 +115,9 @@ def draw_rate(device: torch.device) -> float:
 
 
 def page_rate(device: torch.device) -> float | None:
-    """Bytes a second in which the system hands out cleared pages: a new block's first writing beside its second. None on other devices
-    than a CPU, whose allocators keep what is freed, and where a new block is written as fast as an old one.
+    """Return the bytes per second at which the system provides cleared pages; None on devices other than a CPU.
+
+    It is the first write to a new block compared with the second. Allocators of other devices keep freed blocks.
     """
     if device.type != "cpu":
         return None
@@ -129,7 +129,7 @@ def page_rate(device: torch.device) -> float | None:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run."""
+    """Return the seconds of one run, the least of several."""
     took, seconds, queued = [], clock(device), _load(device).queued
     for _ in range(_TRIES):
         wait_for(device)

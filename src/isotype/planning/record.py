@@ -1,4 +1,4 @@
-"""A plan as frozen data, and the row that a goal picks. Bytes, seconds and tokens stay numbers until they are written."""
+"""A plan as frozen data, and the choice of a row by a goal."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ GOALS: Mapping[str, str] = {
     "fastest": "the most tokens a second",
     "best": "the least damage by storage, then the most tokens a second",
 }
-"""What a row is chosen by."""
+"""Criteria for the choice of a row."""
 
 
 @dataclass(frozen=True)
 class Time:
-    """Foreseen seconds of one step, all of its micro-batches, by the roofline of `isotype.rules.kit.step_time`.
+    """Estimated seconds of one step with all its micro-batches, by the roofline of `isotype.rules.kit.step_time`.
 
     Attributes:
         seconds: of all operators at the device's rates.
         least: of the products alone.
-        bound: what most of the time goes to.
+        bound: what takes most of the time.
         launches: kernels, at least.
-        spread: how many times faster or slower a step may be; 1 where the rates were measured on the device.
+        spread: factor by which a step may be faster or slower; 1 if the rates were measured on the device.
     """
 
     seconds: float
@@ -53,19 +53,19 @@ class Time:
 
 @dataclass(frozen=True)
 class Workload:
-    """A data set as a training takes it.
+    """The training of a data set with one row's settings.
 
     Attributes:
         rows: of the data set.
         epochs: of the training.
         steps: of all epochs.
-        seconds: of all epochs, steps alone; None where the time of a step is unknown.
-        tokens: of all rows of one epoch, cut to the row's length; None where nobody counted them.
-        longest: tokens of the longest row; None likewise.
-        cut: rows that are longer than the row's length, as a share; None likewise.
-        padding: the share of a step's tokens that is padding; None likewise.
-        packed_seconds: of all epochs, where rows are packed into full ones (`--packing`); None where it is unknown, or they are packed.
-        packs: of an epoch, at least, where rows are packed; None where they are not.
+        seconds: of all steps of all epochs; None if the time of a step is unknown.
+        tokens: of all rows of one epoch, cut to the row's length; None if they were not counted.
+        longest: tokens of the longest row; None if they were not counted.
+        cut: share of rows that are longer than the row's length; None if they were not counted.
+        padding: share of a step's tokens that is padding; None if they were not counted.
+        packed_seconds: of all epochs with packing (`--packing`); None if unknown, or if rows are packed already.
+        packs: packed rows of an epoch, at least; None if rows are not packed.
     """
 
     rows: int
@@ -82,33 +82,34 @@ class Workload:
 
 @dataclass(frozen=True)
 class Row:
-    """One set of settings on one device; everything in it was traced.
+    """One set of settings on one device, traced.
 
     Attributes:
         device: name of the profile.
-        devices: how many of them train together.
-        storage: how frozen weights are stored; `mixed`: each layer in a format of its own.
+        devices: number of devices that train together.
+        storage: storage of frozen weights; `mixed`: a format per layer.
         compute: dtype of products.
-        checkpointing: which layers are computed again in the backward: `off`, `every layer`, …
+        checkpointing: layers recomputed in the backward pass: `off`, `every layer`, …
         sharding: `""` on one device, else `DDP` or `FSDP2`.
-        rows: of a micro-batch on one device; where `fits` is false, of the smallest one.
+        rows: of a micro-batch on one device; of the smallest one if `fits` is false.
         length: tokens of a row.
         accumulation: micro-batches of a step.
-        fits: whether the step takes no more than `room`.
-        peak: bytes at its worst moment.
-        room: bytes that it may take; None where nobody knows.
-        phase: of the worst moment.
-        kinds: what is alive there, kind -> bytes.
-        time: foreseen; None where the device's rates are unknown.
-        longest: tokens of the longest row that fits, one a micro-batch where their number is not pinned; 0 where none does, None where it was not looked for.
-        longest_is_all: whether that is as long as was asked about: the model has no more positions, or none were tried.
-        work: what the data set takes by it; None where none is named.
-        damage: KL divergence of next-token distributions from those of unquantized weights, in nats, of a mixed base as it is estimated;
-            None: unknown.
-        base_memory: bytes that a mixed base's weights take at most; None where nothing says it.
+        fits: true if the step takes at most `room`.
+        peak: bytes at the step's peak.
+        room: bytes the step may take; None if unknown.
+        phase: of the peak.
+        kinds: kind -> bytes alive at the peak.
+        time: estimated; None if the device's rates are unknown.
+        longest: tokens of the longest row that fits, one per micro-batch unless `rows` is pinned; 0 if none fits,
+            None if not searched.
+        longest_is_all: true if no longer row was tried or the model has no more positions.
+        work: training of the data set; None if none is named.
+        damage: KL divergence of next-token distributions from the unquantized model's, in nats, estimated for a mixed
+            base; None if unknown.
+        base_memory: bytes that a mixed base's weights take at most; None if not limited.
         policy: the precision policy.
-        command: that trains so.
-        on_front: whether no other row of the device takes less memory and is as fast.
+        command: the training command of the row.
+        on_front: true if no other row of the device takes less memory and is as fast.
     """
 
     device: str
@@ -142,53 +143,54 @@ class Row:
 
     @property
     def spare(self) -> Signed | None:
-        """Bytes of the room that are left; negative where it does not fit."""
+        """Bytes of the room that are left; negative if the step does not fit."""
         return None if self.room is None else self.room - self.peak
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, on all devices."""
+        """Tokens of a step on all devices."""
         return self.rows * self.length * self.accumulation * self.devices
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices together, what they exchange not counted."""
+        """Tokens per second of all devices together, without the time for communication."""
         return None if self.time is None else self.tokens / self.time.seconds
 
     @property
     def lowest_speed(self) -> float | None:
-        """Tokens a second at the slow end of the spread."""
+        """Tokens per second at the slow end of the spread."""
         return None if self.time is None else self.tokens / self.time.high
 
     @property
     def highest_speed(self) -> float | None:
-        """Tokens a second at the fast end of the spread."""
+        """Tokens per second at the fast end of the spread."""
         return None if self.time is None else self.tokens / self.time.low
 
     @property
     def speed(self) -> float:
-        """Tokens a second to compare by: 0 where they are unknown."""
+        """Tokens per second for comparisons: 0 if unknown."""
         return self.tokens_per_second or 0.0
 
     @property
     def checkpointing_value(self) -> bool | None:
-        """What `--gradient_checkpointing` says of it; None of every n-th layer, which takes a number besides."""
+        """Value of `--gradient_checkpointing`; None for every n-th layer, which needs another argument."""
         return {"off": False, "every layer": True}.get(self.checkpointing)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device that is planned for.
+    """A device of the plan.
 
     Attributes:
         name, title: of its profile.
-        memory: bytes that it has; None where that varies.
-        room: in words, what a step may take.
-        rates: where the rates of its time come from, as a clause; "" where there are none.
-        notes: what its dtypes cost.
-        chosen: the row by the goal; None where nothing fits.
-        rows: every set of settings, with those that do not fit.
-        enough: how many of it the smallest step fits on, sharded, where it does not fit on fewer; None where nobody looked, or none are.
+        memory: bytes; None if that varies.
+        room: bytes a step may take, in words.
+        rates: source of the rates for the time, as a clause; "" if there are none.
+        notes: costs of its dtypes.
+        chosen: the row by the goal; None if nothing fits.
+        rows: all sets of settings, including those that do not fit.
+        enough: number of these devices on which the smallest step fits, sharded; None if not searched or if none is
+            enough.
     """
 
     name: str
@@ -203,20 +205,20 @@ class Device:
 
     @property
     def chosen_index(self) -> int | None:
-        """Index of the row that the goal picks; None where nothing fits."""
+        """Index of the row that the goal picks; None if nothing fits."""
         return None if self.chosen is None else self.rows.index(self.chosen)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What can be trained on a device, how fast, and which row the goal picks: the data of a `Plan`.
+    """The data of a `Plan`: devices, their rows, and the row that the goal picks.
 
     Attributes:
-        model: as it was named.
+        model: the name as it was given.
         method: the training method.
         settings: adapters and optimizer, in words.
-        goal: what the row is chosen by, a key of `GOALS`.
-        devices: in the order that they were named in.
+        goal: criterion of the choice, a key of `GOALS`.
+        devices: in the order in which they were named.
         refused: storages that cannot be trained on a device, with the reason.
         notes: what is not counted.
     """
@@ -231,34 +233,34 @@ class Record:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of all devices."""
+        """Rows of all devices."""
         return tuple(row for device in self.devices for row in device.rows)
 
     @property
     def chosen(self) -> Row | None:
-        """The row that the goal picks, of the first device on which one fits."""
+        """The row that the goal picks on the first device on which one fits."""
         return next((device.chosen for device in self.devices if device.chosen is not None), None)
 
     @property
     def policy(self) -> PrecisionPolicy | None:
-        """The chosen row's precision policy."""
+        """Precision policy of the chosen row."""
         return None if self.chosen is None else self.chosen.policy
 
     @property
     def command(self) -> str | None:
-        """The chosen row's command, quoted for a shell; None where nothing fits."""
+        """Command of the chosen row, quoted for a shell; None if nothing fits."""
         return None if self.chosen is None else self.chosen.command_line
 
 
 _SLOWER = 1.25
-"""How many times slower than the fastest a row may be that `balanced` takes for its precision."""
+"""`balanced` takes a more precise row that is at most this factor slower than the fastest."""
 
 _CODES = ("int8", MIXED, "nf4", "fp4")
-"""Quantization formats, the more precise first."""
+"""Quantization formats, the most precise first."""
 
 
 def picked(rows: Sequence[Row], goal: str) -> Row | None:
-    """The row of one device that a goal picks, see `GOALS`; None where none fits."""
+    """Return the row of one device that a goal picks (see `GOALS`); None if none fits."""
     fitting = [row for row in rows if row.fits and not _gathers_more(row, rows)]
     if not fitting:
         return None
@@ -275,7 +277,7 @@ def picked(rows: Sequence[Row], goal: str) -> Row | None:
 
 
 def front(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Rows that fit and than which no other takes less memory and is as fast."""
+    """Return the fitting rows for which no other takes less memory and is as fast."""
     fitting = sorted((row for row in rows if row.fits), key=lambda row: (row.peak, -row.speed))
     kept: list[Row] = []
     for row in fitting:
@@ -285,9 +287,9 @@ def front(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a sharded row gathers its weights more often than another of its storage.
+    """Return True if a sharded row gathers its weights more often than another of its storage.
 
-    Every micro-batch gathers all of them twice; how long that takes no data sheet of a card says.
+    Each micro-batch gathers all of them twice. The estimated time does not include it.
     """
     alike = [
         each for each in rows if each.fits and (each.sharding, each.storage) == (row.sharding, row.storage)
@@ -296,13 +298,13 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _damage(row: Row) -> float:
-    """As it was measured, where that is of every quantized row: a number of bits and a measure cannot be compared."""
+    """Return the damage, for rows whose quantized storages were all measured."""
     return row.damage or 0.0
 
 
 def _loss(row: Row) -> float:
-    """How much a storage rounds: a rank, no measure."""
+    """Return how strongly a storage rounds, as a rank (not a measurement)."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
-    # Experts that stay as they are stored lose nothing.
+    # Experts that stay in their stored format lose nothing.
     return 8 - parse_dtype(row.compute if row.storage == MXFP4 else row.storage).itemsize

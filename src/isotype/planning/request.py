@@ -1,4 +1,4 @@
-"""What a plan is asked for: the arguments of `isotype plan` and of `isotype.plan`."""
+"""The request of a plan: the arguments of `isotype plan` and of `isotype.plan`."""
 
 from __future__ import annotations
 
@@ -31,30 +31,25 @@ weights, a GPU or a data set.
 Every flag of `isotype sft` (dpo, …) works, and is in the command that is printed; these are the ones of a plan alone:"""
 
 OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
-"""The arguments of a plan alone that `isotype.plan` takes by name, beside those it names itself."""
+"""Arguments of a plan that `isotype.plan` takes by name, in addition to its named parameters."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A question.
+    """The request of a plan.
 
     Attributes:
-        step: the step as its arguments say, before anything is chosen.
-        command: the training command that they make.
-        devices: names of devices or profiles.
-        goal: a key of `GOALS`.
-        count: how many of the device train together.
-        memory: bytes that a step may take; None: what the device has.
+        step: the step by its arguments, before anything is chosen.
+        count: number of devices that train together.
+        memory: bytes a step may take; None: what the device has.
         rows: of a micro-batch; None: chosen.
-        at_most: rows of a micro-batch that are not gone beyond; None: those of a step.
+        at_most: maximum rows of a micro-batch; None: those of a step.
         length: tokens of a row; None: the data's longest, or a default.
-        step_rows: rows of a step, of all devices and micro-batches; None where `step_tokens` says it.
-        step_tokens: tokens of a step; None where `step_rows` says it.
-        epochs: of the training.
-        quantize: whether storages are chosen where none is named; else the weights stay in the compute dtype.
-        longest: whether the longest row that fits is looked for.
-        damages: storage -> measured damage in nats, see `Row.damage`; what is not in it is unknown.
-        layers: what each format of each layer does to the model, where somebody has measured it: what mixed storage is chosen by.
+        step_rows: rows of a step on all devices with all micro-batches; None if `step_tokens` decides.
+        quantize: choose the storage if none is named; else the weights stay in the compute dtype.
+        longest: search the longest row that fits.
+        damages: storage -> measured damage in nats, see `Row.damage`; others are unknown.
+        layers: measured damage per layer and format, by which mixed storage is chosen; None if not measured.
     """
 
     step: StepPlan
@@ -77,7 +72,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a plan goes; `whole`: the text has what memory and time are made of."""
+    """Destinations of a plan; `whole`: the text includes the parts of memory and time."""
 
     json: bool
     html: Path | None
@@ -85,7 +80,7 @@ class Outputs:
 
 
 def parser() -> Parser:
-    """The arguments of a plan alone."""
+    """Return the parser of the arguments that only a plan has."""
     arguments = Parser(
         prog="isotype plan",
         usage="isotype plan MODEL [flags]",
@@ -132,14 +127,11 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
 def parse_request(
     argv: Sequence[str], keywords: Mapping[str, Any] | None = None
 ) -> tuple[PlanRequest, Outputs]:
-    """The request that arguments make, and where its answer goes.
-
-    Args:
-        argv: of `isotype plan`.
-        keywords: arguments of a training command by name.
+    """Return the request of `isotype plan`'s arguments or of a training command's keywords, and where its answer
+    goes.
 
     Raises:
-        UsageError: arguments that are unknown or cannot be.
+        UsageError: unknown or invalid arguments.
         DataError: a data set that cannot be trained on.
     """
     tokens = list(argv)
@@ -191,16 +183,12 @@ def request_of(
     image: tuple[int, int] | None = None,
     images: int = 1,
 ) -> PlanRequest:
-    """What a training command asks of devices; `auto` rows, lengths and storages of it are chosen.
+    """Return the plan request of a training command; rows, lengths and storages that are `auto` are chosen.
 
-    Args:
-        command: the training.
-        devices: names of devices or profiles.
-        goal, count, memory, rows, length: see `PlanRequest`.
-        image, images: size and number of pictures in each row.
+    Other arguments: see `PlanRequest`; `image` and `images` are the size and number of pictures per row.
 
     Raises:
-        UsageError, PrecisionError, DataError: what the training itself would refuse.
+        UsageError, PrecisionError, DataError: errors of the training command.
     """
     auto = command.planned
     tokens = command["tokens_per_step"]
@@ -234,11 +222,7 @@ def request_of(
 
 
 def require_known_goal(goal: str) -> None:
-    """Refuse what is no goal.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Raise UsageError unless `goal` is a key of `GOALS`."""
     if goal not in GOALS:
         problem = Problem(f"goal {goal!r}", f"one of {', '.join(GOALS)}", "give one of these")
         raise UsageError("unknown goal", [problem])

@@ -1,4 +1,4 @@
-"""The rows of a plan: each storage, checkpointing and sharding with the largest micro-batch that fits, all of it traced."""
+"""The rows of a plan: each storage, checkpointing and sharding with its largest micro-batch that fits, traced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 
 
 def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
-    """Tokens of the longest of `rows` rows that are drawn from these without order, on average.
+    """Return the expected length in tokens of the longest of `rows` rows drawn without replacement.
 
     The k-th of n sorted lengths is the longest of r rows in C(k - 1, r - 1) of C(n, r) draws.
     """
@@ -48,12 +48,9 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
 
 
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
-    """What the data set of a request takes by a row; None where it names none.
+    """Return the training of a request's data set with one row's settings; None if the request names no data set.
 
-    Args:
-        request: the question.
-        row: the settings.
-        seconds: of a micro-batch of so many rows of so many tokens; None where they are unknown.
+    `seconds(rows, tokens)`: time of a micro-batch; None if unknown.
     """
     step = request.step
     if step.data_rows is None:
@@ -92,30 +89,27 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
 
 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
-"""The most precise first; None is the compute dtype's."""
+"""The most precise first; None is the compute dtype."""
 PACKED_STORAGES: tuple[str | None, ...] = (None, MXFP4, "nf4")
-"""Those of a checkpoint whose experts can stay as they are stored; they do so beside nf4, too."""
+"""Storages of a checkpoint whose experts can stay in their stored format, also with nf4."""
 
 LENGTHS = 64
-"""Tokens that the longest row is looked for in multiples of."""
+"""The longest row is a multiple of these tokens."""
 
 FARTHEST = 32768
-"""Tokens up to which the longest row is looked for where it is not the goal: a trace of a longer one takes seconds."""
+"""Upper limit in tokens for the longest row unless it is the goal: tracing a longer one takes seconds."""
 
 _FITTINGS = 8
-"""Mixtures that are tried for one row, each with less memory than the one before."""
+"""Mixtures tried for one row, each with less memory than the previous."""
 
 _NEAR = 32
-"""The search for the longest row ends within this part of it."""
+"""The search for the longest row ends within this fraction of it."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Settings that are traced by themselves.
-
-    Attributes:
-        step: the step with its policy.
-        arguments: of the model's `gradient_checkpointing_enable`; None for no layer.
+    """Settings with a trace of their own; `arguments` of `gradient_checkpointing_enable`, None if no layer is
+    recomputed.
     """
 
     step: PlannedStep
@@ -123,7 +117,7 @@ class Option:
 
     @property
     def checkpointing(self) -> str:
-        """In words."""
+        """Checkpointing in words."""
         return Choice(self.arguments, "").words
 
     @property
@@ -135,17 +129,13 @@ class Option:
 
 @dataclass
 class Search:
-    """What is found for one request, on devices that run every operator alike.
+    """The search for one request on devices that run every operator alike.
 
     Attributes:
-        request: the question.
-        config: of the model.
-        checkpoint: the model's.
-        profiles: the devices, with the rates of their time.
-        rooms: name of a device -> what a step may take.
+        rooms: device name -> bytes a step may take.
         length: tokens of a row.
         micro: rows of a step on one device.
-        refused: what cannot be trained, with the reason.
+        refused: storages that cannot be trained, with the reason.
     """
 
     request: PlanRequest
@@ -160,7 +150,7 @@ class Search:
     _known: dict[tuple[str, str, str], tuple[Option, Steps]] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Every option on every device, in the order of `STORAGES`, mixed storage last."""
+        """Yield every option on every device, in the order of `STORAGES`, mixed storage last."""
         seen: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
         pinned = self._mixed_is_pinned()
         for row in self._uniform_rows():
@@ -194,14 +184,16 @@ class Search:
         return known[1]
 
     def _looks_between(self, option: Option) -> bool:
-        """Whether some layers are of interest beside all of them: of one storage, for such a step, whose layers differ, takes long to trace."""
+        """Return True if recomputing some layers is tried, as for one storage alone: its layers differ and trace
+        slowly.
+        """
         every = option.arguments is not None and self.request.step.auto
         return every and not option.sharding and len(self._storages()) == 1
 
     def _sparser_row(self, option: Option, profile: DeviceProfile) -> Iterator[Row]:
-        """Beside a row that computes every layer again, one with every n-th, where no row of data fits with none and one does with some.
+        """Yield a row that recomputes every n-th layer, if no row of the data fits without and one fits with some.
 
-        Where one fits without, a smaller micro-batch is faster than layers that are computed again.
+        If one fits without, a smaller micro-batch is faster than recomputation.
         """
         rows = self.request.rows or 1
 
@@ -221,7 +213,7 @@ class Search:
                 yield Option(step, arguments)
 
     def _planned_steps(self) -> Iterator[PlannedStep]:
-        """One for each storage and sharding that the device and the model take."""
+        """Yield a step for each storage and sharding that the device and the model support."""
         base = self.request.step
         for storage in self._storages():
             precision = replace(base.precision, quantization=storage or base.precision.quantization)
@@ -251,7 +243,7 @@ class Search:
                 yield step
 
     def _mixed_is_pinned(self) -> bool:
-        """Whether mixed storage alone is asked for, in what memory the device leaves."""
+        """Return True if only mixed storage is requested, in the memory that the device leaves."""
         precision = self.request.step.precision
         return (
             precision.quantization == MIXED
@@ -288,7 +280,7 @@ class Search:
     # Mixed storage
 
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
-        """Of each row with 4 bits that fits, one whose base takes the memory that is left."""
+        """Yield, for each fitting row with 4 bits, one whose base uses the remaining memory."""
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
@@ -298,9 +290,10 @@ class Search:
                 yield mixed
 
     def _fitted(self, option: Option, row: Row, profile: DeviceProfile) -> Row | None:
-        """The most precise mixture with which the micro-batches of a row with 4 bits fit; None where it is no mixture.
+        """Return the most precise mixture that fits the micro-batches of a row with 4 bits; None if it is no mixture.
 
-        What a layer in 8 bits takes besides its bytes is in the trace alone: a mixture that turns out too large gets less.
+        Only the trace shows the temporary memory of a layer in 8 bits: a mixture that is too large is tried with
+        less.
         """
         damages = self.request.layers
         assert damages is not None
@@ -321,7 +314,7 @@ class Search:
         return None
 
     def _mixed_step(self, option: Option, memory: int) -> PlannedStep | None:
-        """The step of an option with 4 bits, its base mixed within so many bytes; None where no mixture fits them."""
+        """Return the step of a 4-bit option with its base mixed within `memory` bytes; None if no mixture fits."""
         base = self.request.step
         precision = replace(option.step.plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -334,7 +327,7 @@ class Search:
     # One row
 
     def with_length(self, row: Row, length: int) -> Row:
-        """The settings of a row for rows of another length."""
+        """Return the settings of a row for rows of another length."""
         option, steps = self._known[row.storage, row.checkpointing, row.sharding]
         profile = next(each for each in self.profiles if each.name == row.device)
         other = replace(self, length=length, request=replace(self.request, longest=False))
@@ -343,7 +336,7 @@ class Search:
         )
 
     def _row(self, option: Option, steps: Steps, profile: DeviceProfile) -> Row:
-        """The largest micro-batch of one option that fits on one device; the smallest, where none does.
+        """Return the largest micro-batch of one option that fits on one device; the smallest if none fits.
 
         Raises:
             NotForeseenError: a step cannot be traced to its end.
@@ -391,7 +384,7 @@ class Search:
         return layers.estimate({each.module: policy.storage_of(each.module) for each in layers.layers}, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """(rows, whether they fit): of as few micro-batches as fit, all together as many rows as a step has."""
+        """Return rows and whether they fit: the fewest micro-batches that fit and together have the rows of a step."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
@@ -406,18 +399,18 @@ class Search:
         return self._at_once(most), True
 
     def _at_once(self, most: int) -> int:
-        """Rows of a micro-batch of at most so many; where a step is counted in rows, it keeps their number."""
+        """Return the rows of a micro-batch, at most `most`; the number of rows per step is kept if it is fixed."""
         if self.request.step_rows is None:
             return -(-self.micro // -(-self.micro // most))
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
     def _wants_longest(self, option: Option) -> bool:
-        """Only of the checkpointing that takes the least: a trace of long rows takes longest."""
+        """Return True for the checkpointing that takes least memory: long rows take longest to trace."""
         every = self.request.step.auto and option.arguments is None
         return not every or not getattr(option.step.model(None)[0], "supports_gradient_checkpointing", True)
 
     def _longest(self, option: Option, steps: Steps, size: int) -> tuple[int, bool]:
-        """(tokens of the longest row that fits, whether no longer one was tried)."""
+        """Return the tokens of the longest row that fits, and whether no longer one was tried."""
         rows = self.request.rows or 1
         positions = row_length(replace(option.step.plan, length=2**20), self.config)
         far = positions if self.request.goal == "longest" else min(positions, max(FARTHEST, self.length))
@@ -466,7 +459,7 @@ def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | N
 
 
 def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:
-    """What of a device decides which operators a step has and what they take: of two with the same, one is traced for both."""
+    """Return what decides which operators a step has and what they take: devices with the same key share a trace."""
     return (
         profile.kind,
         frozenset(profile.native) - {torch.float64},  # no step computes in it

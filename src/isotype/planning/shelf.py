@@ -1,6 +1,6 @@
-"""Models of many sizes, for whoever has a card and data and asks which model to train: their shapes, from their own config.json.
+"""Models of many sizes for a plan without a model: their shapes, from their config.json.
 
-The shapes suffice for a plan. No tokenizer is among them, so that rows of a data set count as full.
+Shapes suffice for a plan. There is no tokenizer, so rows of a data set count as full.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from isotype.planning.record import Device, Row
 from isotype.planning.request import parse_request, parser
 
 ENOUGH = 3
-"""Models that fit, the largest first: smaller ones fit as well."""
+"""Number of fitting models to plan, the largest first."""
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -51,14 +51,14 @@ SHELF: Mapping[str, Mapping[str, Any]] = {
 
 
 def names_a_model(argv: Sequence[str]) -> bool:
-    """Whether the arguments of `isotype plan` name a model, or ask for something else than a plan."""
+    """Return True if the arguments of `isotype plan` name a model, or ask for something other than a plan."""
     rest = parser().parse_known_args(list(argv))[1]
     names = {token.partition("=")[0].replace("-", "_") for token in rest if token.startswith("--")}
     return bool(rest and not rest[0].startswith("-")) or bool(names & {"__model_name_or_path", "__config"})
 
 
 def plans(argv: Sequence[str]) -> Iterator[Plan]:
-    """The plans of the largest models of the shelf that fit; of those that do not, too, where none does.
+    """Yield the plans of the largest models that fit, and of those that do not if none fits.
 
     Raises:
         UsageError, PrecisionError, DataError: as `isotype.planning.from_request.plan`.
@@ -77,7 +77,7 @@ def plans(argv: Sequence[str]) -> Iterator[Plan]:
 
 
 def _named(plan: Plan, name: str) -> Plan:
-    """The plan under the model's name on the hub, in its commands as well."""
+    """Return the plan with the model's name on the hub, also in its commands."""
 
     def row_of(row: Row) -> Row:
         return replace(row, command=row.command.but(model_name_or_path=name))

@@ -1,4 +1,4 @@
-"""The steps of one set of settings, each shape of a batch traced once."""
+"""The steps of one set of settings; each batch shape is traced once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from isotype.train.recompute_choice import NotForeseenError
 
 @dataclass(frozen=True)
 class Traced:
-    """One shape's step.
+    """The step of one batch shape.
 
     Attributes:
-        peak: bytes at the worst moment of any step.
-        phase: of that moment.
-        kinds: what is alive there, kind -> bytes.
-        times: name of a profile -> its least and traced time; None where it has no rates.
-        notes: what the trace leaves out, and what has no adapter.
+        peak: bytes at the peak of any step.
+        phase: of that peak.
+        kinds: kind -> bytes alive at the peak.
+        times: profile name -> its least and traced time; None if it has no rates.
+        notes: what the trace leaves out, and layers without adapter.
     """
 
     peak: int
@@ -38,11 +38,7 @@ class Traced:
 class Steps:
     """Steps of one storage, dtype, checkpointing and sharding, on devices that run them alike.
 
-    Attributes:
-        step: with its policy; built for one of the devices.
-        arguments: of the model's `gradient_checkpointing_enable`; None for no layer.
-        profiles: the devices whose time is wanted.
-        traced: (rows, tokens) -> what was traced.
+    `step` is built for one of the devices; `traced`: (rows, tokens) -> trace.
     """
 
     step: PlannedStep
@@ -51,7 +47,7 @@ class Steps:
     traced: dict[tuple[int, int], Traced] = field(default_factory=dict)
 
     def at(self, rows: int, tokens: int) -> Traced:
-        """The step with so many rows of so many tokens.
+        """Return the step with `rows` rows of `tokens` tokens.
 
         Raises:
             NotForeseenError: it cannot be traced to its end.
@@ -67,7 +63,7 @@ class Steps:
         return self.traced[key]
 
     def peak(self, rows: int, tokens: int) -> int:
-        """Bytes at its worst moment."""
+        """Return the bytes at the step's peak."""
         return self.at(rows, tokens).peak
 
 

@@ -1,4 +1,4 @@
-"""A plan for the terminal: what fits and its command, one table, and, if asked for, what memory and time are made of."""
+"""A plan for the terminal: the command of what fits, a table, and on request the parts of memory and time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from isotype.report.narrow import NARROW, fitting, say, show_commands, width_of
 from isotype.report.text import format_count, format_duration, format_share
 
 WIDTH = 100
-"""Columns of a text that is no terminal's."""
+"""Columns if the text is not for a terminal."""
 
 _WORDS = ("", "device", "model", "storage", "checkpointing", "sharding", "fits", "bound by")
-"""Columns of words; the others are numbers."""
+"""Columns with words; the others have numbers."""
 _DETAILS = ("spare", "s/step", "bound by")
-"""Columns of a whole plan alone."""
+"""Columns only of a verbose plan."""
 _DROPPED = ("spare", "bound by", "s/step", "training", "longest", "damage", "sharding", "tokens/s")
-"""Columns that a narrow terminal goes without, the first to go in front."""
+"""Columns that a narrow terminal omits, in this order."""
 
 
 def to_text(plan: Record) -> str:
-    """The whole plan as a terminal shows it, without colours."""
+    """Return the whole plan as a terminal shows it, without colours."""
     console = TerminalConsole(file=io.StringIO(), width=WIDTH, force_terminal=False)
     render(plan, console, whole=True)
     assert isinstance(console.file, io.StringIO)
@@ -37,7 +37,7 @@ def to_text(plan: Record) -> str:
 
 
 def render(plan: Record, console: Console, whole: bool = False) -> None:
-    """Print a plan; `whole`: with what memory and time are made of."""
+    """Print a plan; `whole`: with the parts of memory and time."""
     _say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
     _say(console, f"   {plan.settings}")
     for device in plan.devices:
@@ -102,7 +102,7 @@ def _say(console: Console, text: str = "", style: str = "") -> None:
 
 
 def _print_answer(console: Console, title: str, device: Device) -> None:
-    """What fits on a device, how fast it is, what the data takes, and its command; what is lacking where nothing fits."""
+    """Print what fits on a device, its speed, the data's training time and the command; or what is lacking."""
     _say(console)
     row = device.chosen
     if row is None:
@@ -134,11 +134,9 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
 
 
 def _check(row: Row) -> tuple[str, ...]:
-    """The command that checks a row's step on its device."""
+    """Return the command that checks a row's step on its device."""
     command = row.command
-    here = (
-        "device" in command or device_profile(row.device).present
-    )  # the check looks at this machine by itself
+    here = "device" in command or device_profile(row.device).present  # the check's default is this machine
     device = () if here else ("--device", row.device)
     devices = ("--devices", str(row.devices)) if row.devices > 1 else ()
     return (
@@ -159,15 +157,7 @@ def _print_table(
     chosen: Row | None,
     whole: bool,
 ) -> None:
-    """Rows with their first cells, `rows[i][0]`, in as many columns as the console has room for.
-
-    Args:
-        console: the terminal.
-        first: head of the first column.
-        rows: the first cells of each, by head, and the settings; None where nothing fits.
-        chosen: the row that stands out.
-        whole: with all columns.
-    """
+    """Print rows with their first cells by head in as many columns as fit; a row is None if nothing fits."""
     known = [row for _, row in rows if row is not None]
     heads = [*dict.fromkeys(head for cells, _ in rows for head in cells), *heads_of(known)[1:]]
     heads.insert(heads.index("peak") + 1, "fits")
@@ -195,19 +185,19 @@ def _print_table(
 
 
 def _notes(device: Device) -> Iterator[str]:
-    """What the dtypes of a device cost."""
+    """Yield the costs of a device's dtypes."""
     for note in device.notes:
         yield f"precision  {note}"
 
 
 def title_of(plan: Record, device: Device) -> str:
-    """The device's name, and how many of it train together."""
+    """Return the device's name and the number of devices."""
     count = next((row.devices for row in device.rows), 1)
     return device.title if count == 1 else f"{count} × {device.title}"
 
 
 def heads_of(rows: Sequence[Row]) -> list[str]:
-    """Columns: those that say something of these rows."""
+    """Return the columns that are not empty for these rows."""
     optional = {
         "sharding": any(row.sharding for row in rows),
         "training": any(row.work is not None and row.work.seconds is not None for row in rows),
@@ -221,7 +211,7 @@ def heads_of(rows: Sequence[Row]) -> list[str]:
 
 
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
-    """A row in words, by the heads of the table."""
+    """Return a row's cells as words, by head."""
     time, work = row.time if row.fits else None, row.work
     return {
         "": "→" if chosen else "",
@@ -242,7 +232,7 @@ def cells_of(row: Row, chosen: bool) -> dict[str, str]:
 
 
 def speed_of(row: Row) -> str:
-    """Tokens a second, as a range where the rates were not measured on the device: `2,300 to 3,100`; "" where they are unknown."""
+    """Return tokens per second, as a range unless measured on the device (`2,300 to 3,100`); "" if unknown."""
     low, high = row.lowest_speed, row.highest_speed
     if row.time is None or low is None or high is None:
         return ""
@@ -256,7 +246,7 @@ def _two_digits(number: float) -> str:
 
 
 def _hours(row: Row, seconds: float | None) -> str:
-    """How long so many foreseen seconds take, as a range likewise."""
+    """Return estimated seconds as a duration, or a range unless measured on the device."""
     if seconds is None:
         return ""
     spread = 1.0 if row.time is None else row.time.spread
@@ -269,7 +259,7 @@ def _signed(size: int) -> str:
 
 
 def _batch(row: Row) -> str:
-    """`2 × 1,024`, and `× 4` where a step has four of it."""
+    """Return `2 of 1,024`, followed by `× 4` for four micro-batches."""
     times = f" × {row.accumulation}" if row.accumulation > 1 and row.fits else ""
     return f"{row.rows:,} of {row.length:,}{times}"
 
@@ -285,7 +275,7 @@ def _seconds(seconds: float) -> str:
 
 
 def lines_of(plan: Record, device: Device) -> Iterator[str]:
-    """What there is to say of a device and its chosen row, a label before each."""
+    """Yield labelled lines about a device and its chosen row."""
     yield from _notes(device)
     yield f"room       a step may take {device.room}"
     yield f"rates      {device.rates or 'unknown, and so is the time'}"
