@@ -17,6 +17,7 @@ from tests.train.tiny import save_chat_model
     ("kills", "in_the_middle", "steps", "flags"),
     [
         (1, 1, 6, []),
+        (1, 1, 4, ["--quantization", "nf4"]),
         pytest.param(20, 12, 14, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
         # Scale, growth counter and skipped steps of the GradScaler are part of what goes on.
         pytest.param(
@@ -29,12 +30,18 @@ from tests.train.tiny import save_chat_model
             marks=pytest.mark.exhaustive,
         ),
     ],
-    ids=["once", "float32", "float16"],
+    ids=["once", "experts", "float32", "float16"],
 )
 def test_killed_in_saves_and_resumed_equals_uninterrupted(
-    kills: int, in_the_middle: int, steps: int, flags: list[str], tmp_path: Path
+    kills: int,
+    in_the_middle: int,
+    steps: int,
+    flags: list[str],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ):
-    save_chat_model(tmp_path / "model")
+    experts = 4 if request.node.callspec.id == "experts" else 0
+    save_chat_model(tmp_path / "model", experts=experts)
     done = run_module("tests.train.kill_chain", tmp_path, kills, 0, steps, *flags, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -49,6 +56,7 @@ def test_killed_in_saves_and_resumed_equals_uninterrupted(
     assert result["killed"]["history"] == result["uninterrupted"]["history"]  # every float, bit for bit
     assert result["killed"]["digests"] == result["uninterrupted"]["digests"]
     assert result["killed"]["reported"] == list(range(1, steps + 1))  # the report goes on over every kill
+    assert ("the experts of 2 layers" in result["log"]) == bool(experts)
     assert (f"checkpoint-{steps}/scaler.pt" in result["killed"]["digests"]) == ("float16" in flags)
     assert result["killed"]["entries"] == [f"checkpoint-{steps - 1}", f"checkpoint-{steps}"]
     out = tmp_path / "killed"

@@ -15,11 +15,11 @@ TEMPLATE = (
 )
 
 
-def save_chat_model(directory: Path, dtype: str = "float32", layers: int = 2) -> Path:
-    """A random Llama of `layers` layers with a tokenizer of 64 words and a chat template."""
+def save_chat_model(directory: Path, dtype: str = "float32", layers: int = 2, experts: int = 0) -> Path:
+    """A random Llama of `layers` layers, or a Qwen3-MoE, with a tokenizer of 64 words and a chat template."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
     from transformers.utils import logging
 
     words = ["<pad>", "<unk>", "<s>", "</s>", "user", "assistant", "system", ":"]
@@ -35,7 +35,8 @@ def save_chat_model(directory: Path, dtype: str = "float32", layers: int = 2) ->
         eos_token="</s>",
     ).save_pretrained(directory)
     torch.manual_seed(0)
-    config = LlamaConfig(
+    more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    config = (Qwen3MoeConfig if experts else LlamaConfig)(
         vocab_size=len(words),
         hidden_size=64,
         intermediate_size=96,
@@ -46,9 +47,10 @@ def save_chat_model(directory: Path, dtype: str = "float32", layers: int = 2) ->
         pad_token_id=0,
         bos_token_id=2,
         eos_token_id=3,
+        **(more if experts else {}),
     )
     logging.disable_progress_bar()
-    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(directory)
     logging.enable_progress_bar()
     return directory
 
