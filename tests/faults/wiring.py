@@ -99,6 +99,11 @@ def padded(batch: Batch, side: str) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def without_labels(batch: Batch) -> Batch:
+    """A batch of preference pairs or completions, whose loss is computed beside the model."""
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
 def text_rows(batch: Batch) -> bool:
     """Whether a batch is token ids with a label each."""
     return (
@@ -112,6 +117,11 @@ def _packed_and_masked(model: nn.Module, batch: Batch) -> Made | None:
         return None
     made = packed(batch)
     return model, {**made, "attention_mask": torch.ones_like(made["input_ids"])}
+
+
+def _packed_without_labels(model: nn.Module, batch: Batch) -> Made | None:
+    made = _packed_and_masked(model, batch)
+    return None if made is None else (model, without_labels(made[1]))
 
 
 def _numbered_mask(model: nn.Module, batch: Batch) -> Made | None:
@@ -285,6 +295,9 @@ def _learns_ahead(model: nn.Module, batch: Batch) -> bool:
 
 FAULTS: tuple[WiringFault, ...] = (
     WiringFault("packed rows beside a mask of ones", "IST901", _packed_and_masked, sees_neighbour),
+    WiringFault(
+        "packed rows beside a mask of ones, no labels", "IST901", _packed_without_labels, sees_neighbour
+    ),
     WiringFault("packed rows in a numbered mask", "IST901", _numbered_mask, sees_neighbour),
     WiringFault("padding in front, no mask", "IST902", _padding_unmasked, _sees_padding),
     WiringFault("every token visible", "IST903", _everything_visible, _sees_later_alone),
@@ -332,6 +345,8 @@ def healthy(model: nn.Module, batch: Batch) -> Iterator[tuple[str, Batch]]:
     behind = padded(batch, "right")
     if not _sees_padding(model, behind):
         yield "padded behind", behind
+        if not getattr(model.config, "is_encoder_decoder", False):
+            yield "padded behind, no labels", without_labels(behind)
     if causal(model) and takes(model, "position_ids"):
         made = packed(batch)
         if not sees_neighbour(model, made):

@@ -89,6 +89,20 @@ def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: P
     report = isotype.check(trainer)
     assert report.complete
     assert report.ok
+    assert report.trace.reach is not None
+    assert not report.trace.reach.undecided
+
+
+def test_a_pair_of_answers_is_measured_over_its_completions(path: Path, tmp_path: Path) -> None:
+    trainer = make("dpo", path, tmp_path)
+    reach = isotype.check(trainer, verify=False).trace.reach
+    assert reach is not None
+    assert (reach.leaks, reach.unused, reach.undecided) == ((), (), ())
+    trainer.model.peft_config["default"].lora_alpha = 0
+    for module in trainer.model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.scaling = dict.fromkeys(module.scaling, 0.0)
+    assert "IST906" in {finding.code for finding in isotype.check(trainer, verify=False).findings}
 
 
 def test_the_weights_of_a_reference_model_are_counted(path: Path, tmp_path: Path) -> None:

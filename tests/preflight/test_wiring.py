@@ -56,4 +56,3 @@ def test_a_step_without_labels_or_values_is_judged_by_its_dtypes_alone() -> None
     model = llama.build(torch.float32)
     batch = {name: value.to("meta") for name, value in llama.batch().items()}
     assert isotype.check(model, batch, device="a100").trace.reach is None
-    assert isotype.check(model, {"input_ids": llama.batch()["input_ids"]}, device="a100").trace.reach is None

@@ -42,7 +42,11 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         )
     batch = _first_batch(trainer) if inputs is None else inputs
     own_loss = inputs is None or isinstance(inputs, Mapping)
-    told = _with_count(trainer, batch) if own_loss and isinstance(batch, Mapping) else True
+    told: Any = True
+    if own_loss:
+        told = (
+            _with_count(trainer, batch) if isinstance(batch, Mapping) else _prompts_and_completions(trainer)
+        )
     request = _request(trainer.model, _loss_of_trainer(trainer, batch) if own_loss else inputs, trainer.args)
     return replace(
         request,
@@ -171,6 +175,17 @@ def _over_completions(trainer: Any) -> LossOf:
         return -log_probs.mean()
 
     return LossOf(loss, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
+    """Two rows as a trainer of prompts makes them: a prompt with padding in front, a completion with padding behind."""
+    vocabulary = trainer.model.get_input_embeddings().num_embeddings
+    ids = (torch.arange(2 * 16) + vocabulary // 2).remainder(vocabulary).view(2, 16)
+    mask, learned = torch.ones_like(ids), torch.zeros_like(ids)
+    mask[0, :4] = mask[1, 12:] = 0
+    learned[:, 8:] = 1
+    padding = getattr(getattr(trainer, "processing_class", None), "pad_token_id", None) or 0
+    return {"input_ids": ids.where(mask > 0, padding), "attention_mask": mask, "completion_mask": learned}
 
 
 def _shadow(trainer: Any, twin: nn.Module) -> Any:

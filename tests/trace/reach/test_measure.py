@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 from isotype.records.reach import Reach
 from isotype.trace.reach.measure import measure_reach
-from tests.faults.wiring import FAULTS, WiringFault, findings_of, healthy, packed
+from tests.faults.wiring import FAULTS, WiringFault, findings_of, healthy, packed, without_labels
 from tests.zoo import ARCHITECTURES
 
-NAMES = {"llama": 11, "qwen3_moe": 11, "mamba": 7, "bert-cls": 2, "gemma3-vl": 3, "bart-s2s": 5}
+NAMES = {"llama": 12, "qwen3_moe": 12, "mamba": 7, "bert-cls": 2, "gemma3-vl": 3, "bart-s2s": 5}
 """Architectures, and how many kinds of faults they have the parts for."""
 
 
@@ -159,7 +160,7 @@ def test_a_model_of_ones_own(causal: bool) -> None:
 def test_what_cannot_be_measured_says_why() -> None:
     ids = torch.arange(4, 36).view(2, 16)
     model = OwnModel()
-    assert measure_reach(model, {"input_ids": ids}) is None
+    assert measure_reach(model, {"inputs_embeds": ids.double()}) is None
     assert measure_reach(model, {"input_ids": ids.to("meta"), "labels": ids.to("meta")}) is None
     model.head = nn.Linear(16, 16)  # its logits and the labels do not fit
     assert (
@@ -174,6 +175,62 @@ def test_what_cannot_be_measured_says_why() -> None:
     unlearned = torch.full_like(ids, -100)
     (why,) = measured(built("llama")[0], {"input_ids": ids, "labels": unlearned}).undecided
     assert why == "the batch has no label that is learned"
+
+
+def test_packed_rows_of_a_loss_beside_the_model() -> None:
+    model, batch = built("llama")
+    made = without_labels(packed(batch))
+    reach = measured(model, made)
+    assert (reach.labels, reach.leaks, reach.unused, reach.undecided) == (None, (), (), ())
+    masked = {**made, "attention_mask": torch.ones_like(made["input_ids"])}
+    leak = measured(model, masked).leak("packed row")
+    assert leak is not None
+    assert (leak.of, leak.without) == (16, "attention_mask")
+
+
+def test_only_completions_are_predictions_of_a_preference_pair() -> None:
+    model, batch = built("llama")
+    completions = torch.zeros_like(batch["input_ids"])
+    completions[:, 10:] = 1
+    for layer in model.model.layers:  # type: ignore[union-attr, operator]
+        layer.self_attn.is_causal = False  # type: ignore[union-attr]
+    model.config._attn_implementation = "eager"  # type: ignore[union-attr]
+    every_token = {"attention_mask": torch.ones(2, 1, 16, 16, dtype=torch.bool)}
+    made = {
+        **without_labels(batch),
+        **every_token,
+        "completion_mask": completions,
+        "ref_chosen_logps": torch.zeros(1),
+    }
+    leak = measured(model, made).leak("later token")
+    assert leak is not None
+    assert leak.column >= 9
+
+
+def test_a_batch_of_prompts_padded_in_front() -> None:
+    for name, moved in (("gpt2", True), ("llama", False)):
+        model, batch = built(name)
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, :5] = 0
+        made = {"input_ids": batch["input_ids"], "attention_mask": mask}
+        assert (measured(model, made).leak("padding position") is not None) == moved
+        assert (measured(model, {"input_ids": batch["input_ids"]}).leaks) == ()
+
+
+def test_an_adapter_that_reaches_no_loss_beside_the_model() -> None:
+    model, batch = built("llama")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(lora_alpha=0, target_modules=["q_proj"]))  # type: ignore[arg-type]
+    reach = measured(adapted, without_labels(batch))
+    assert {each.kind for each in reach.unused} == {"adapter"}
+
+
+def test_a_classifier_finds_the_last_token_by_the_id_of_padding() -> None:
+    model, batch = built("llama-cls")
+    ids, mask = batch["input_ids"].clone(), torch.ones_like(batch["input_ids"])
+    ids[0, 10:], mask[0, 10:] = model.config.pad_token_id, 0  # type: ignore[union-attr]
+    made = {"input_ids": ids, "attention_mask": mask}
+    assert measured(model, made).leaks == ()
+    assert measured(model, {**made, "labels": torch.tensor([0, 1])}).leaks == ()
 
 
 def test_model_and_random_numbers_are_as_before() -> None:

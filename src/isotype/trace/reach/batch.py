@@ -19,6 +19,8 @@ _BORDERS = 64
 _SEGMENTS = ("seq_idx", "segment_ids", "sequence_ids", "document_ids", "doc_ids")
 _STARTS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
 _PIECES = ("pixel_values", "input_features", "image", "grid", "audio", "video")
+_LEARNED = ("completion_mask", "loss_mask", "assistant_masks")
+_BESIDE_THE_MODEL = (*_LEARNED, "ref_chosen_logps", "ref_rejected_logps")
 IGNORED = -100
 
 
@@ -33,6 +35,7 @@ class Batch:
         sequences: the number of the sequence that each token belongs to in its row, `[rows, tokens]`; 0 everywhere if rows are
             not packed, -1 of padding.
         packed_by: the name of the input that tells sequences apart, "" if none does.
+        labelled: whether the model is given labels; else `inputs["labels"]` are the tokens that a loss beside the model learns.
     """
 
     inputs: Mapping[str, Any]
@@ -40,6 +43,7 @@ class Batch:
     padding: torch.Tensor
     sequences: torch.Tensor
     packed_by: str = ""
+    labelled: bool = True
 
     @property
     def packed(self) -> bool:
@@ -60,15 +64,31 @@ class Batch:
 
 
 def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
-    """The batch that can be measured; None if it has no token ids with values and no labels."""
-    ids, labels = inputs.get("input_ids"), inputs.get("labels")
-    if not isinstance(ids, torch.Tensor) or not isinstance(labels, torch.Tensor) or ids.dim() != 2:
+    """The batch that can be measured; None if it has no token ids with values."""
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
     tensors = [each for each in inputs.values() if isinstance(each, torch.Tensor)]
     if any(each.is_meta or isinstance(each, FakeTensor) for each in tensors) or ids.numel() < 2:
         return None
     plain = {name: _plain(value) for name, value in inputs.items()}
-    return _read(_window(_read(_rows(plain))))
+    labelled = isinstance(plain.get("labels"), torch.Tensor)
+    if not labelled:
+        plain = _with_labels(plain)
+    return replace(_read(_window(_read(_rows(plain)))), labelled=labelled)
+
+
+def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of a loss beside the model (DPO, GRPO, a reward) with the tokens that it learns as labels."""
+    labels = inputs["input_ids"]
+    for name in ("attention_mask", *_LEARNED):
+        mask = inputs.get(name)
+        if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
+            labels = labels.masked_fill(mask == 0, IGNORED)
+    return {
+        **{name: value for name, value in inputs.items() if name not in _BESIDE_THE_MODEL},
+        "labels": labels,
+    }
 
 
 def _plain(value: Any) -> Any:

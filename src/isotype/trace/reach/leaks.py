@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from isotype.records.reach import Leak, Source
 from isotype.trace.reach.batch import IGNORED
@@ -97,7 +98,25 @@ def _padding(probe: Probe) -> Leak | None:
         return None
     within = where[learned.rows, learned.columns]
     at = torch.ones_like(within) if probe.of_rows else ~within
-    return _leak(probe, "padding", batch.but(input_ids=probe.other_tokens(where)), at, ~where)
+    leak = _leak(probe, "padding", batch.but(input_ids=probe.other_tokens(where)), at, ~where)
+    return None if leak is not None and probe.of_rows and not _embeddings_reach(probe, where) else leak
+
+
+def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
+    """Other embeddings of some tokens change the logits, their ids unchanged: a classifier finds the last token of a row by the ids of padding."""
+    table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
+    if not isinstance(table, nn.Module):
+        return True
+
+    def disturb(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + where[..., None] * probe.noise(output) if output.shape[:2] == where.shape else output
+
+    hook = table.register_forward_hook(disturb)
+    try:
+        change = probe.changes(probe.batch.inputs, torch.ones(len(probe.learned), dtype=torch.bool))
+    finally:
+        hook.remove()
+    return bool((change > probe.seen).any())
 
 
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
@@ -172,7 +191,7 @@ def _later(probe: Probe) -> Leak | None:
 def _label(probe: Probe) -> Leak | None:
     """Other labels from some column on, seen from the predictions of the labels before it."""
     batch, learned, labels = probe.batch, probe.learned, probe.batch.inputs["labels"]
-    if probe.of_rows or labels.dim() != 2:
+    if probe.of_rows or labels.dim() != 2 or not batch.labelled:
         return None
     cut = int(learned.columns.median())
     behind = torch.zeros_like(labels, dtype=torch.bool)

@@ -37,7 +37,7 @@ def measure_reach(
             any number.
 
     Returns:
-        The measurement; None if the batch has no token ids with values, or no labels.
+        The measurement; None if the batch has no token ids with values.
     """
     batch = batch_of(inputs)
     if batch is None:
@@ -75,7 +75,7 @@ def _measured(probe: Probe) -> Reach:
         probe.copy.words,
         rows,
         tokens,
-        labels=_labels(probe),
+        labels=_labels(probe) if probe.batch.labelled else None,
         leaks=found,
         unused=(*unused_inputs(probe, padding), *unused_weights(probe), *unused_count(probe)),
         matrix=_matrix(probe, found[0].row if found else int(probe.learned.rows[0])),

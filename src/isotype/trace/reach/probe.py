@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from isotype.model.loss import find_loss
 from isotype.trace.reach.batch import IGNORED, Batch
@@ -61,11 +62,15 @@ class Probe:
         logits, loss = logits_of(output, batch.ids), find_loss(output)
         if logits is None:
             raise UndecidedError("the model returns no logits of the batch's rows and tokens")
-        if loss is None:
+        if loss is None and batch.labelled:
             raise UndecidedError("the model returns no loss")
-        if logits.dim() == 2 and batch.inputs["labels"].shape == batch.ids.shape:
+        if logits.dim() == 2 and batch.labelled and batch.inputs["labels"].shape == batch.ids.shape:
             raise UndecidedError("the model returns no logits of its tokens")
-        self.learned = _learned(logits, loss, batch)
+        self.learned = (
+            _learned(logits, loss, batch)
+            if loss is not None and batch.labelled
+            else _next_tokens(logits, batch)
+        )
         self.base = self.logits(batch.inputs)  # without gradients, which choose other kernels
         if not bool(self.base.isfinite().all()):
             raise UndecidedError("the copy's logits are not finite")
@@ -87,7 +92,20 @@ class Probe:
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """What the copy returns; it draws the same numbers each time."""
         torch.manual_seed(0)
-        return self.copy.model(**inputs)
+        given = inputs if self.batch.labelled else {k: v for k, v in inputs.items() if k != "labels"}
+        return self.copy.model(**given)
+
+    def loss(self) -> torch.Tensor | None:
+        """The loss of the batch: the model's, or that of the next tokens where the loss is computed beside the model."""
+        output = self.run(self.batch.inputs)
+        if self.batch.labelled:
+            return find_loss(output)
+        logits = logits_of(output, self.batch.ids)
+        assert logits is not None
+        if self.of_rows:
+            return logits.square().sum()
+        learned = self.learned
+        return -logits.log_softmax(-1)[learned.rows, learned.columns, learned.targets].sum()
 
     def logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Its logits."""
@@ -141,6 +159,8 @@ class Probe:
         config = getattr(self.copy.model, "config", None)
         if self.of_rows or self.base.shape[1] != ids.shape[1] or getattr(config, "is_encoder_decoder", False):
             return None
+        if not self.batch.labelled:
+            return 1 if _predicts_the_next(self.copy.model) else None
         shares: dict[int, float] = {}
         for shift in (1, 0, 2, -1):
             columns = learned.columns + shift
@@ -150,6 +170,24 @@ class Probe:
                 shares[shift] = float(equal.double().mean())
         best = max(shares, key=shares.__getitem__)
         return best if shares[best] > 0.6 else None
+
+
+def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
+    """The predictions of the tokens that a loss beside the model learns; of a model of whole rows, all of them."""
+    if logits.dim() == 2:
+        rows = torch.arange(len(logits))
+        return Predictions(rows, torch.zeros_like(rows), torch.zeros_like(rows))
+    labels = batch.inputs["labels"]
+    if logits.shape[1] != labels.shape[1] or int(labels.max()) >= logits.shape[-1]:
+        raise UndecidedError("the model returns no logits of its tokens")
+    rows, columns = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
+    return Predictions(rows, columns, labels[rows, columns + 1])
+
+
+def _predicts_the_next(model: nn.Module) -> bool:
+    """A class of transformers that predicts the next token, by its name: a batch without labels does not tell."""
+    names = {type(module).__name__ for module in model.modules()}
+    return any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
 
 
 def spread(first: int, last: int, most: int) -> list[int]:
@@ -168,8 +206,6 @@ def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predicti
     if gradient is not None:
         rows, columns = gradient.abs().amax(-1).nonzero(as_tuple=True)
         return Predictions(rows, columns, gradient[rows, columns].argmin(-1))
-    labels = batch.inputs["labels"]  # of a loss that is computed beside the logits, one token ahead
-    if labels.shape != batch.ids.shape:
+    if batch.inputs["labels"].shape != batch.ids.shape:
         raise UndecidedError("the loss does not depend on the logits")
-    rows, columns = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
-    return Predictions(rows, columns, labels[rows, columns + 1])
+    return _next_tokens(logits, batch)  # of a loss that is computed beside the logits

@@ -68,7 +68,7 @@ def unused_weights(probe: Probe) -> Iterator[NoReach]:
     """
     named = probe.copy.model.named_parameters()
     trained = {name: each for name, each in named if each.requires_grad and each.is_floating_point()}
-    loss = find_loss(probe.run(probe.batch.inputs)) if trained else None
+    loss = probe.loss() if trained else None
     if loss is None or not loss.requires_grad:
         return
     gradients = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
