@@ -1,1 +1,1 @@
-"""Other libraries' insides, one file a library: what is read or changed there, why, and which versions it was tried with."""
+"""Private parts of other libraries, one file per library: what is read or replaced, why, and tested versions."""

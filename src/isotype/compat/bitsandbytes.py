@@ -1,4 +1,4 @@
-"""bitsandbytes (0.50): what its quantized weights do without a public name, and what is wrong in its kernels. It is imported when it is used."""
+"""bitsandbytes (0.50): private parts of its quantized weights, and a fix of its CPU kernels. Imported on use."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from isotype.compat.replaced import replaced
 from isotype.compat.torch import give_class
 
 REPACK: Final = "_convert_weight_packed_for_cpu"
-"""The function of `bitsandbytes.nn.modules` that repacks a 4-bit weight for a CPU's own kernels."""
+"""The function of `bitsandbytes.nn.modules` that repacks 4-bit weights for CPU kernels."""
 
 
 def quantized_on(parameter: Any, device: str) -> Any:
-    """A dense `Params4bit` or `Int8Params` with the shapes of its quantized form, on a device; "meta" computes nothing."""
+    """Return a dense `Params4bit` or `Int8Params` quantized on a device; "meta" gives only shapes."""
     _make_dynamic_map()
     return parameter._quantize(device)
 
 
 def _make_dynamic_map() -> None:
-    """Have the library make its map of 8-bit codes on the CPU.
+    """Let the library create its map of 8-bit codes on the CPU.
 
-    It keeps the first one that it makes, on whatever device: one on the meta device, of a weightless model whose constants are
-    quantized, would be that of every model from then on.
+    It caches the first one on whatever device it was created. A map on the meta device, from a weightless
+    model with quantized constants, would be used by every later model.
     """
     from bitsandbytes import functional
 
@@ -39,23 +39,24 @@ def _make_dynamic_map() -> None:
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Within it bitsandbytes repacks no 4-bit weight, whatever this CPU has: IST407 says what happens on the device."""
+    """Disable repacking of 4-bit weights for this CPU; IST407 reports repacking on the simulated device."""
     modules = sys.modules.get("bitsandbytes.nn.modules")
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
 
-# ----------------------------------------------------------------- 4-bit weights whose rows end inside of a block
-# bitsandbytes quantizes blocks of the flattened weight. Its AVX512 kernel (0.50.2, `dequantizeBlockwise4bitCpu` in
-# csrc/cpu_ops.cpp; https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072 says how the others count) takes a row's
-# constants as if every row began a block. Where rows have another length, such as the 4,304 columns of SigLIP in Gemma 3, PaliGemma
-# and Idefics, nearly every weight comes out with another's constant, without a word. The kernel is given the same bytes as
-# rows of one block each. tests/compat/test_bitsandbytes.py says when this can go.
+# ------------------------------------------------------------- 4-bit weights whose rows end inside a block
+# bitsandbytes quantizes blocks of the flattened weight. Its AVX512 kernel (0.50.2,
+# `dequantizeBlockwise4bitCpu` in csrc/cpu_ops.cpp; other kernels:
+# https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072) reads constants as if every row began a
+# block. For other row lengths, such as the 4,304 columns of SigLIP in Gemma 3, PaliGemma and Idefics, nearly
+# every weight silently gets another weight's constant. The kernel gets the same bytes as rows of one block
+# each. tests/compat/test_bitsandbytes.py fails once this can go.
 
 _KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
 
 
 def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`bitsandbytes.functional.dequantize_4bit`, right for every shape."""
+    """Return `bitsandbytes.functional.dequantize_4bit`, corrected for every shape."""
     from bitsandbytes import functional
 
     dequantize_by_blocks()
@@ -64,7 +65,7 @@ def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None =
 
 
 def with_float32_constants(state: Any) -> Any:
-    """A double-quantized state as one whose blocks' constants are in float32: the same values, four bytes a block."""
+    """Return a double-quantized state with float32 block constants: the same values, four bytes per block."""
     from bitsandbytes import functional
 
     single = copy.copy(state)
@@ -74,19 +75,19 @@ def with_float32_constants(state: Any) -> Any:
 
 
 def multiplies(state: Any) -> bool:
-    """Whether bitsandbytes' `gemm_4bit` has a kernel for weights of a state, and would not warn and dequantize them."""
+    """Return whether `gemm_4bit` has a kernel for weights with this state, without dequantizing them."""
     return state.shape[1] % state.blocksize == 0 and (not state.nested or state.state2.blocksize == 256)
 
 
 def product_4bit(
     x: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """X Wᵀ + b by `bitsandbytes::gemm_4bit`, `[rows, out]` in x's dtype; no derivatives.
+    """Return X Wᵀ + b by `bitsandbytes::gemm_4bit`, `[rows, out]` in x's dtype, without derivatives.
 
     Args:
         x: `[rows, in]` in float32, bfloat16 or float16.
         weight: the packed codes.
-        state: of a weight that `multiplies`.
+        state: of a weight for which `multiplies` is True.
         bias: `[out]` in x's dtype.
     """
     nested: dict[str, torch.Tensor] = {}
@@ -105,7 +106,7 @@ def product_4bit(
 
 
 def dequantize_by_blocks() -> None:
-    """Give bitsandbytes' CPU kernels rows of one block from now on, in this process; a second call changes nothing."""
+    """Pass rows of one block to bitsandbytes' CPU kernels from now on in this process; idempotent."""
     from bitsandbytes.backends.cpu import ops
 
     if not isinstance(ops.lib, _ByBlocks):
@@ -113,7 +114,7 @@ def dequantize_by_blocks() -> None:
 
 
 class _ByBlocks:
-    """bitsandbytes' native library, with other rows for its 4-bit kernels."""
+    """bitsandbytes' native library with other rows for its 4-bit kernels."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -127,7 +128,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
     def run(codes: Any, absmax: Any, out: Any, blocksize: Any, rows: Any, columns: Any) -> None:
         size, total = blocksize.value, rows.value * columns.value
         if columns.value % size:
-            # A kernel's threads share rows; a last block that is not full ends the only row there is.
+            # A kernel's threads split the rows; an incomplete last block is its only row.
             columns = ctypes.c_longlong(total if total % size else size)
             rows = ctypes.c_longlong(total // columns.value)
         kernel(codes, absmax, out, blocksize, rows, columns)
@@ -136,7 +137,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
 
 
 def give_quantized_class(layer: Any) -> None:
-    """Give a quantized layer's codes, fakes of plain parameters, bitsandbytes' class and what it has beside them."""
+    """Give a quantized layer's fake codes bitsandbytes' class and its attributes."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
 
     weight = layer.weight

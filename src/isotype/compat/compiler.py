@@ -1,17 +1,18 @@
-"""torch's compiler, imported when something asks for it: it takes two seconds, and a check of a checkpoint compiles nothing.
+"""Deferred import of torch's compiler, which takes two seconds; a check of a checkpoint compiles nothing.
 
-Who imports all of `torch._dynamo` and compiles nothing with it (torch 2.13, transformers 5.23):
+Modules that import all of `torch._dynamo` without compiling (torch 2.13, transformers 5.23):
 
 - torch/_subclasses/fake_tensor.py: `FakeTensorMode.__init__` reads `torch._dynamo.config`
-- torch/_compile.py: `torch._disable_dynamo` asks for `disable` around each dispatch mode and optimizer,
+- torch/_compile.py: `torch._disable_dynamo` uses `disable` around each dispatch mode and optimizer,
   https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
-- torch/__init__.py: `compile` imports `torch._inductor` first (torch 2.15), which imports parts of `torch._dynamo` before the package
+- torch/__init__.py: `compile` imports `torch._inductor` first (torch 2.15), which imports parts of
+  `torch._dynamo` before the package
 - torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which is for compiled code
-- transformers/masking_utils.py takes a class from `torch._dynamo._trace_wrapped_higher_order_op`; integrations/deepgemm.py
-  and flex_attention.py mark functions for the compiler,
+- transformers/masking_utils.py imports a class from `torch._dynamo._trace_wrapped_higher_order_op`;
+  integrations/deepgemm.py and flex_attention.py mark functions for the compiler,
   https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
 
-tests/compat/test_compiler.py says when this can go.
+tests/compat/test_compiler.py fails once this can go.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from typing import Any
 import torch
 
 _NAME = "torch._dynamo"
-# They tell the compiler about a function, and return it.
+# They mark a function for the compiler, and return it.
 _MARKS = ("allow_in_graph", "assume_constant_result")
 
 
 class _Deferred(ModuleType):
-    """The package, its submodules at hand, before its own code has run: that runs when something else of it is named."""
+    """The package with its submodules, before its own code has run; any other attribute access runs it."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -76,7 +77,7 @@ class _Deferred(ModuleType):
 
 
 def defer_compiler() -> None:
-    """From now on `import torch._dynamo` imports next to nothing, unless it has been imported or until it is used."""
+    """Make `import torch._dynamo` cheap from now on, until it is used; no effect if it was imported."""
     if _NAME not in sys.modules:
         module: Any = _Deferred()
         sys.modules[_NAME] = module
@@ -101,7 +102,7 @@ def _deferred() -> _Deferred | None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within it compiled functions run as they were written."""
+    """Run compiled functions uncompiled inside."""
     deferred = _deferred()
     if deferred is None:
         with torch.compiler.set_stance("force_eager"):
@@ -118,9 +119,9 @@ def uncompiled() -> Iterator[None]:
 
 
 def import_uncompiled(name: str) -> None:
-    """Import a package, if it is there, without compiling what it hands to `torch.compile` meanwhile.
+    """Import a package, if it is installed, without compiling what it passes to `torch.compile` on import.
 
-    bitsandbytes 0.50.2 hands it two operators (backends/default/ops.py), which imports the compiler.
+    bitsandbytes 0.50.2 compiles two operators (backends/default/ops.py), which imports the compiler.
     """
     if name in sys.modules or importlib.util.find_spec(name) is None:
         return
@@ -133,12 +134,12 @@ def import_uncompiled(name: str) -> None:
 
 
 def _as_written(function: Any = None, **_: Any) -> Any:
-    """`torch.compile` that compiles nothing."""
+    """Replace `torch.compile` by a no-op."""
     return _as_written if function is None else function
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """`torch._dynamo.disable`: while there is no compiler, what it may not compile is just called."""
+    """Replace `torch._dynamo.disable`: while the compiler is not loaded, the function is called directly."""
     if function is None:
         return lambda decorated: _disable(decorated, recursive, **options)
 
@@ -161,4 +162,4 @@ def _disable(function: Any = None, recursive: bool = True, **options: Any) -> An
 
 
 def _no_break(*_: Any, **__: Any) -> None:
-    """`torch._dynamo.graph_break` outside of compiled code."""
+    """Replace `torch._dynamo.graph_break` outside of compiled code."""

@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""Settings of the C library's allocator."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 LARGEST_KEPT = 32 << 20
-"""The largest mmap threshold that glibc takes, and the one that it comes to by itself where large blocks are freed (mallopt(3)).
-
-A larger block comes from the system, page by page and cleared, whenever it is allocated.
-"""
+"""glibc's largest mmap threshold (mallopt(3)); larger blocks are mapped and zeroed at each allocation."""
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keep what is freed for the next block, instead of giving it to the system and asking for it again, page by page.
+    """Reuse freed memory instead of returning it to the system.
 
-    A training step frees all that it has saved; glibc returns what lies at the end of its heap, and the next step pays for tens of
-    thousands of new pages, each of which the system clears. At the end all is given back. Where the C library is another one, or where
-    the user has set it (`MALLOC_…`, `GLIBC_TUNABLES`), nothing is changed.
+    A training step frees all that it has saved; glibc returns the end of its heap, and the next step faults
+    in tens of thousands of pages. All is returned on exit. No effect with another C library or if the user
+    has set `MALLOC_…` or `GLIBC_TUNABLES`.
     """
     if platform.libc_ver()[0] != "glibc" or _is_set():
         yield
@@ -35,12 +32,12 @@ def freed_memory_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        library.mallopt(_TRIM_THRESHOLD, 2 * LARGEST_KEPT)  # as glibc comes to it by itself
+        library.mallopt(_TRIM_THRESHOLD, 2 * LARGEST_KEPT)  # glibc's own choice after freeing such blocks
         give_back_memory()
 
 
 def give_back_memory() -> None:
-    """Let glibc return memory that is free: tensors of some megabytes leave holes in its heap, which only grows."""
+    """Let glibc return free memory: tensors of some megabytes leave holes in its growing heap."""
     if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(ctypes.c_size_t(0))
 

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers, found out in seconds: its own library tries for half a minute."""
+"""Reachability of the Hugging Face hub, decided in seconds: its own library tries for half a minute."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 _SECONDS = 3.0
 _REMEMBERED = 60.0
-"""Seconds for which a hub that did not answer is not asked again: one command reads from it in many places."""
+"""Seconds for which an unreachable hub is not tried again: one command reads from it in many places."""
 
 _silences: dict[str, tuple[float, str]] = {}
-"""By endpoint: when it did not answer, and what the request ended with."""
+"""Endpoint -> (time of the failure, reason)."""
 
 
 def asking(source: object) -> AbstractContextManager[str]:
-    """`offline_if_unreachable` where `source` is a hub id, a text."""
+    """Return `offline_if_unreachable` if `source` is a string (a hub id)."""
     return offline_if_unreachable() if isinstance(source, str) else nullcontext("")
 
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[str]:
-    """Within it, a hub that does not answer is not asked again: what the local cache has is used, all else fails at once.
+    """Use only the local cache inside if the hub is unreachable, as with HF_HUB_OFFLINE.
 
-    As if HF_HUB_OFFLINE were set. Yields why the hub does not answer, "" where it does or was not to be asked. One that did not
-    answer within the last minute is taken not to answer.
+    Yields the reason; "" if the hub answers or the user has set offline mode. A failure is remembered for a
+    minute.
     """
     from huggingface_hub import constants
 
@@ -34,7 +34,7 @@ def offline_if_unreachable() -> Iterator[str]:
     if constants.is_offline_mode():
         if not why or time.monotonic() - when > _REMEMBERED:
             why = ""
-        yield why  # within another one, its reason
+        yield why  # nested: the outer reason
         return
     if not why or time.monotonic() - when > _REMEMBERED:
         why = _why_unreachable()
@@ -46,9 +46,9 @@ def offline_if_unreachable() -> Iterator[str]:
     try:
         import datasets
 
-        holders.append(datasets.config)  # it keeps a copy
+        holders.append(datasets.config)  # it has a copy of the flag
     except ImportError:
-        pass  # an installation without the training libraries
+        pass  # installed without the training libraries
     try:
         for holder in holders:
             holder.HF_HUB_OFFLINE = True
@@ -59,7 +59,7 @@ def offline_if_unreachable() -> Iterator[str]:
 
 
 def _why_unreachable() -> str:
-    """What a request to the hub ends with, "" where it answers anything."""
+    """Return why a request to the hub fails; "" if it is answered."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import get_session
@@ -74,7 +74,7 @@ def _why_unreachable() -> str:
         else:
             ends.append("")
 
-    # The request's timeout is one of each step of it, and a name server that is silent has none.
+    # The timeout applies to each step of the request, and not to a silent name server.
     thread = Thread(target=ask, daemon=True)
     thread.start()
     thread.join(2 * _SECONDS)

@@ -1,4 +1,4 @@
-"""Hearing of a module's import, in whatever order, thread or way a script comes to it."""
+"""Hooks on a module's import, independent of order, thread and importer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from isotype.compat.standard import is_being_imported
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Call `act` once, as soon as the module `name` has been imported; at once where it has been.
-
-    Returns:
-        What stops waiting.
-    """
+    """Call `act` once the module `name` is imported, or at once if it is; return a function that cancels this."""
     finder = _Finder(name, act)
     if finder.is_imported():
         act()
@@ -29,14 +25,14 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def code_refused() -> Iterator[None]:
-    """Within it transformers refuses code of a checkpoint where it would ask "run the custom code? [y/N]", once it is imported."""
+    """Let transformers refuse a checkpoint's code where it would ask "run the custom code? [y/N]"."""
     name = "transformers.dynamic_module_utils"
     before: list[int] = []
 
     def refuse() -> None:
         module: Any = sys.modules[name]
         before.append(module.TIME_OUT_REMOTE_CODE)
-        module.TIME_OUT_REMOTE_CODE = 0  # seconds that it waits for an answer
+        module.TIME_OUT_REMOTE_CODE = 0  # seconds to wait for an answer
 
     leave = when_imported(name, refuse)
     try:
@@ -48,10 +44,9 @@ def code_refused() -> Iterator[None]:
 
 
 class _Finder:
-    """Delegates the lookup of one module and calls back when its import has succeeded.
+    """Finder that delegates the lookup of one module and calls back after a successful import.
 
-    It stays until an import has succeeded: a look for the module (`importlib.util.find_spec`) is no import, and an
-    import that failed may be tried again.
+    It stays until then: `importlib.util.find_spec` does not import, and a failed import may be retried.
     """
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
@@ -62,7 +57,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name:
-            # A finder that stands before us may have found it without asking us.
+            # An earlier finder may have found it without asking this one.
             if not self._executing and self.is_imported():
                 self._arrived()
             return None
@@ -80,7 +75,7 @@ class _Finder:
         return None
 
     def _listen(self, loader: Any) -> None:
-        """The loader stays what it is; only its next `exec_module` tells us."""
+        """Replace `exec_module` of the loader for its next call only."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -95,7 +90,7 @@ class _Finder:
         loader.exec_module = exec_module
 
     def is_imported(self) -> bool:
-        """Whether the module is there in full; to ask a lazy one would import it."""
+        """Return whether the module is fully imported, without triggering a lazy import."""
         module = sys.modules.get(self._name)
         return type(module) is ModuleType and not is_being_imported(module)
 

@@ -1,4 +1,4 @@
-"""Signals that end a command: Ctrl-C, SIGTERM and a terminal that hangs up, and the exit status of each."""
+"""Signals that end a command (Ctrl-C, SIGTERM, SIGHUP), and their exit statuses."""
 
 from __future__ import annotations
 
@@ -10,37 +10,32 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 HANGUP: Final[int | None] = getattr(signal, "SIGHUP", None)
-"""The signal of a terminal that has gone (ssh lost its connection); None on Windows."""
+"""The signal of a closed terminal (a lost ssh connection); None on Windows."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM and SIGHUP end a command as Ctrl-C does, but cannot be taken for a key that somebody pressed."""
+    """Raised by SIGTERM and SIGHUP, which end a command as Ctrl-C does."""
 
 
 def terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    """The handler of SIGTERM and SIGHUP in a command of ours.
-
-    Raises:
-        Terminated: always.
-    """
+    """Handle SIGTERM and SIGHUP in isotype's commands: raise Terminated."""
     raise Terminated(signum)
 
 
 def stop_signals() -> tuple[int, ...]:
-    """The signals that ask a command to end: SIGHUP is none where it is ignored, as `nohup` has it."""
+    """Return the signals that ask a command to end; not SIGHUP if it is ignored (`nohup`)."""
     hangs_up = HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *((HANGUP,) if HANGUP is not None and hangs_up else ()))
 
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end what runs inside, whatever a library makes of them.
+    """Let Ctrl-C, SIGTERM and SIGHUP end the code inside even if a library swallows their exception.
 
-    Their exception is raised wherever the program happens to be, and some code there catches everything: datasets 5.2.0
-    takes it for a function that has no hash (a bare `except:` in `update_fingerprint`, fingerprint.py), torch for a
-    value without a shape. An interrupt that was lost is raised at the end, or in place of the error that it became.
-    Outside the main thread, where Python takes no signals, and for signals that are ignored or end the process, nothing
-    changes.
+    The exception is raised at any point, and some code catches everything: datasets 5.2.0 takes it for a
+    failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), torch for a value without a shape.
+    A lost interrupt is raised at the end, or in place of the error that it became. No effect outside the main
+    thread, and for signals that are ignored or have the default action.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -75,10 +70,10 @@ def interrupts_kept() -> Iterator[None]:
 
 
 def exit_status(number: int) -> int:
-    """The status of a process that a signal ended, as shells give it: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
+    """Return the shell's exit status for a signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + number
 
 
 def signal_of(interrupt: KeyboardInterrupt) -> int:
-    """The signal behind an interrupt."""
+    """Return the signal behind an interrupt."""
     return int(interrupt.args[0]) if isinstance(interrupt, Terminated) else signal.SIGINT

@@ -1,9 +1,9 @@
-"""Liger-Kernel (0.3 to 0.8): methods that it binds to the modules of a model.
+"""Liger-Kernel (0.3 to 0.8): removal of methods that it binds to a model's modules.
 
-`_apply_liger_kernel_to_instance` puts `forward`, `extra_repr` and `_get_name` into the dictionary of every norm, MLP and model
-(`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). They hide the methods of the module's class, and with them what a
-policy or `isotype.fuse` lets the module compute: nothing of that would run, and nobody would say so. Liger's norms round twice ("llama")
-and write gradients over their inputs. tests/compat/test_liger.py binds methods as Liger does.
+`_apply_liger_kernel_to_instance` sets `forward`, `extra_repr` and `_get_name` on every norm, MLP and model
+instance (`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). They would silently bypass
+the methods of the module's class, and with them a policy and `isotype.fuse`. Liger's norms round twice
+("llama") and write gradients over their inputs. tests/compat/test_liger.py binds methods as Liger does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ _PACKAGE = "liger_kernel"
 
 
 def without_liger(model: nn.Module) -> tuple[str, ...]:
-    """Take Liger's methods out of a model's modules, so that those of their classes are called again.
-
-    Returns:
-        The names of the modules whose forward was Liger's.
-    """
+    """Remove Liger's methods from a model's modules; return the names of modules whose forward was Liger's."""
     names = []
     for name, module in model.named_modules():
         bound = [key for key, value in module.__dict__.items() if _is_ligers(value)]

@@ -1,4 +1,4 @@
-"""Attributes of other libraries that are replaced for a time, and put back."""
+"""Temporary replacement of attributes of other libraries."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 class Replacements:
-    """Functions of other libraries, or methods of one object, that ours stand around, until `put_back`."""
+    """Wrappers around functions or methods, until `put_back`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Let `wrapper(original, *args, **kwargs)` run in the place of `holder.name(*args, **kwargs)`."""
+        """Replace `holder.name` by a function that calls `wrapper(original, *args, **kwargs)`."""
         original, held = getattr(holder, name), name in vars(holder)
         self._undo.append(
             partial(setattr, holder, name, original) if held else partial(delattr, holder, name)
@@ -28,14 +28,14 @@ class Replacements:
         setattr(holder, name, wrapped)
 
     def put_back(self) -> None:
-        """Everything is as it was, the last first."""
+        """Undo all replacements in reverse order."""
         while self._undo:
             self._undo.pop()()
 
 
 @contextmanager
 def replaced(holder: Any, name: str, new: Any) -> Iterator[None]:
-    """Within it `holder.name` is `new`; where there is no holder, or it has no such attribute, nothing changes."""
+    """Set `holder.name` to `new` inside; no effect if the holder is None or lacks the attribute."""
     if holder is None or not hasattr(holder, name):
         yield
         return

@@ -1,4 +1,4 @@
-"""Python's standard library and numpy: frames, the parts of a command line's parser, a module that is being imported."""
+"""Private parts of Python's standard library and NumPy: frames, argparse, modules being imported."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 from isotype.compat.replaced import Replacements
 
 frame_above = sys._getframe
-"""`frame_above(1)`: the frame of who called the function that asks. CPython's; 3.11 to 3.14."""
+"""`frame_above(1)`: the frame of the calling function's caller. CPython 3.11 to 3.14."""
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Every argument of a parser, in order; argparse has no public list of them."""
+    """Return a parser's arguments in order; argparse has no public list of them."""
     return parser._actions
 
 
 class ValueParser(argparse.ArgumentParser):
-    """argparse's two private steps that judge one value, under names that a subclass may override and call."""
+    """Parser with argparse's private per-value steps under names that a subclass may override."""
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
-        """The value that an argument makes of a text."""
+        """Return an argument's value for a text."""
         return super()._get_value(action, text)
 
     def require_choice(self, action: argparse.Action, value: Any) -> None:
-        """Raise ArgumentError for a value that is none of the argument's choices."""
+        """Raise ArgumentError if a value is not among the argument's choices."""
         super()._check_value(action, value)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -40,19 +40,19 @@ class ValueParser(argparse.ArgumentParser):
 
 
 def is_being_imported(module: Any) -> bool:
-    """Whether a module's own code has not ended yet."""
+    """Return whether a module's own code is still running."""
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
 def source_of(generator: Any) -> Any:
-    """The source of random bits in a `numpy.random.RandomState`; a `numpy.random.Generator` calls it `bit_generator`."""
+    """Return the bit generator of a `numpy.random.RandomState`; `numpy.random.Generator` has `bit_generator`."""
     return generator._bit_generator
 
 
 def around_programs(replaced: Replacements, popen: Callable[..., Any], system: Callable[..., Any]) -> None:
-    """Let `popen(start, process, args, …)` and `system(start, command)` run where a program is started.
+    """Wrap program starts: `popen(start, process, args, …)` and `system(start, command)`.
 
-    Every function of `subprocess` comes to `Popen.__init__`; `os.system` does not.
+    All functions of `subprocess` call `Popen.__init__`; `os.system` does not.
     """
     replaced.wrap(subprocess.Popen, "__init__", popen)
     replaced.wrap(os, "system", system)
@@ -61,6 +61,6 @@ def around_programs(replaced: Replacements, popen: Callable[..., Any], system: C
 def around_processes(
     replaced: Replacements, start: Callable[..., Any], bootstrap: Callable[..., Any]
 ) -> None:
-    """Let `start(start, process)` run where a process of multiprocessing is started, `bootstrap(bootstrap, process, …)` in it."""
+    """Wrap multiprocessing: `start(start, process)` here, `bootstrap(bootstrap, process, …)` in the child."""
     replaced.wrap(BaseProcess, "start", start)
     replaced.wrap(BaseProcess, "_bootstrap", bootstrap)

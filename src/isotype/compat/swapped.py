@@ -1,7 +1,7 @@
-"""Swap a module's class for a subclass of it: another forward under the same name, parameters and children.
+"""Module classes swapped for subclasses with another forward, and functions copied with another global.
 
-As `torch.nn.utils.parametrize` and FSDP2 do it: `isinstance`, `deepcopy`, pickle and fully qualified names keep working,
-and the swap can be taken away again. And copies of functions that find something else under a name of their module.
+As in `torch.nn.utils.parametrize` and FSDP2: `isinstance`, `deepcopy`, pickle and fully qualified names keep
+working, and the swap can be undone.
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ from isotype.compat.accelerate import FORWARD_BEFORE
 
 
 class Swapped:
-    """Marks the classes made here.
-
-    Attributes:
-        original: the class that was swapped.
-        made_by: the function that makes the class, and its arguments.
-    """
+    """Marker base of the created classes, with the original class and (function, arguments) that create the class."""
 
     original: type[nn.Module]
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Whoever builds a module of the same class as this one (`type(model)(config)`) gets one of the original class.
+        # Code that builds another module of this class (`type(model)(config)`) gets one of the original
+        # class.
         base = self.original
         self.__class__ = base  # type: ignore[assignment]
         base.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The state as the module's own class gives it: recurrent layers leave weak references out.
+        # The state from the module's own class: recurrent layers leave weak references out.
         return _rebuild, type(self).made_by, self.__getstate__()
 
 
@@ -46,14 +42,14 @@ def swapped_class(
     members: Mapping[str, Callable[..., Any]],
     **attributes: Any,
 ) -> Any:
-    """A subclass of `marker` and `base` whose methods named in `members` are those, with the signatures of the base's."""
+    """Return a subclass of `marker` and `base` with the methods of `members`, which keep the base's signatures."""
     own = {name: _like(member, getattr(base, name)) for name, member in members.items()}
     names = {"original": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (marker, base), {**names, **attributes, **own, "made_by": made_by})
 
 
 def _like(member: Any, original: Any) -> Callable[..., Any]:
-    """`member` with the signature and the docstring of what it stands for: trainers look up a forward's arguments."""
+    """Return `member` with the signature and docstring of `original`: trainers inspect a forward's arguments."""
     own = types.FunctionType(
         member.__code__, member.__globals__, member.__name__, member.__defaults__, member.__closure__
     )
@@ -61,9 +57,9 @@ def _like(member: Any, original: Any) -> Callable[..., Any]:
 
 
 def swap(module: nn.Module, cls: Any) -> None:
-    """Give `module` the class `cls`: one made by `swapped_class`, or the original one."""
+    """Set the class of `module` to `cls`: one made by `swapped_class`, or the original one."""
     module.__class__ = cls
-    for name in ("forward", FORWARD_BEFORE):  # accelerate's hooks keep the method that they call
+    for name in ("forward", FORWARD_BEFORE):  # accelerate's hooks store the method that they call
         method = module.__dict__.get(name)
         if isinstance(method, types.MethodType) and method.__self__ is module:
             module.__dict__[name] = types.MethodType(cls.forward, module)
@@ -75,14 +71,14 @@ def _rebuild(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def innermost(function: types.FunctionType) -> types.FunctionType | None:
-    """What the decorators of a function hand its arguments on to; itself without any; None where one keeps it elsewhere than in its closure."""
+    """Return the function inside all decorators; None if one does not hold it in its closure."""
     if not hasattr(function, "__wrapped__"):
         return function
     return None if _cell(function) is None else innermost(function.__wrapped__)
 
 
 def globals_of(function: types.FunctionType) -> set[str] | None:
-    """Names of its module that a function reads, within its decorators; None where a copy would not do the same, as if it writes to such names."""
+    """Return the globals that a function reads inside its decorators; None if a copy would behave differently."""
     inner = innermost(function)
     if inner is None:
         return None
@@ -93,10 +89,9 @@ def globals_of(function: types.FunctionType) -> set[str] | None:
 
 
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """A copy of a function, and of its decorators, that finds `value` under a name of its module, which stays as it is.
+    """Return a copy of a function and its decorators in which the global `name` is `value`.
 
-    Raises:
-        ValueError: a decorator keeps it elsewhere than in its closure (`globals_of` returns None).
+    Raises ValueError if a decorator does not hold the function in its closure (`globals_of` returns None).
     """
     names, closure = function.__globals__, function.__closure__
     attributes = dict(vars(function))
@@ -117,16 +112,16 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
 
 
 def see_module(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
-    """Let a copy by `with_global` find everything else as the function's module has it now."""
+    """Update all other globals of a copy by `with_global` to the function's current ones."""
     own, original = innermost(copy), innermost(function)
     assert own is not None
     assert original is not None
-    # One dictionary of names stays, so that CPython's inline caches stay valid.
+    # The dictionary stays the same, so that CPython's inline caches stay valid.
     own.__globals__.update({**original.__globals__, name: own.__globals__[name]})
 
 
 def _cell(function: types.FunctionType) -> int | None:
-    """Where in its closure a decorator's function has the one that it decorates; None where it is not there."""
+    """Return the index in a decorator's closure of the decorated function; None if it is not there."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, types.FunctionType):
         return None
@@ -137,5 +132,5 @@ def _cell(function: types.FunctionType) -> int | None:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty as yet
+    except ValueError:  # it is still empty
         return None

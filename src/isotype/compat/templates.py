@@ -1,4 +1,4 @@
-"""transformers (5.20 to 5.23) renders chat templates, which come with checkpoints, in jinja's sandbox; here within limits of time and size, too."""
+"""Limits of time and size for chat templates, which transformers (5.20 to 5.23) renders in jinja's sandbox."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from jinja2 import TemplateError, TemplateRuntimeError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 5
-"""Of processor time for one conversation."""
+"""Limit of processor time per conversation."""
 BYTES = 1 << 30
-"""Of memory for one conversation, where the system counts it (Linux)."""
+"""Limit of memory per conversation (Linux only)."""
 CHARACTERS = 1 << 24
-"""Of the text of one conversation: some four million tokens."""
+"""Limit of text per conversation: about four million tokens."""
 BITS = 100_000
-"""Of a whole number: beyond, a single product takes seconds, which no signal ends."""
+"""Limit of integers: beyond it, a single product takes seconds and cannot be interrupted by a signal."""
 
 ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors that a template raises besides jinja's own."""
+"""Errors raised by templates besides jinja's."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja's sandbox, whose templates end after so much time, memory and text."""
+    """jinja's sandbox with limits of time, memory and text."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuse numbers that are too long to be computed."""
+        """Reject integers that take too long to compute."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > BITS:
@@ -42,13 +42,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
-        """The template, which is compiled and renders within the limits."""
+        """Compile a template within the limits; it renders within them too."""
         try:
             with _limits():
                 template = super().from_string(*args, **kwargs)
         except TemplateSyntaxError as error:
             raise TemplateError(f"line {error.lineno}: {error.message}") from error
-        except SyntaxError as error:  # of the Python that jinja writes, as of 21 loops in each other
+        except SyntaxError as error:  # in the Python that jinja generates, such as 21 nested loops
             raise TemplateError(f"it cannot be compiled: {error.msg}") from error
         template.root_render_func = partial(_limited, template.root_render_func)
         return template
@@ -77,7 +77,7 @@ def _limits() -> Iterator[None]:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise where a template runs on: by a timer, which Python heeds in its first thread alone."""
+    """Raise if a template takes too long; signals reach only Python's main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -98,7 +98,7 @@ def _time_limit() -> Iterator[None]:
 
 @contextmanager
 def _memory_limit() -> Iterator[None]:
-    """Let memory beyond the limit be refused, which Python raises a MemoryError for."""
+    """Limit the process's memory, so that Python raises MemoryError beyond it."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -116,7 +116,7 @@ def _memory_limit() -> Iterator[None]:
 
 
 def limit_templates() -> None:
-    """Every chat template that transformers compiles from now on has the limits."""
+    """Apply the limits to every chat template that transformers compiles from now on."""
     from transformers.utils import chat_template_utils as theirs
 
     if theirs.ImmutableSandboxedEnvironment is not LimitedEnvironment:
@@ -125,11 +125,7 @@ def limit_templates() -> None:
 
 
 def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
-    """The text that `tokenizer.apply_chat_template` makes of the turns of a conversation.
-
-    Raises:
-        TemplateError: the template fails, in whatever way.
-    """
+    """Return the text of a conversation by `tokenizer.apply_chat_template`; raises TemplateError if it fails."""
     limit_templates()
     try:
         return tokenizer.apply_chat_template(turns, **arguments)
@@ -138,7 +134,7 @@ def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
 
 
 def template_source(tokenizer: Any) -> str:
-    """The file that the chat template of a tokenizer was read from; else the tokenizer's name."""
+    """Return the file of a tokenizer's chat template; else the tokenizer's name."""
     folder = Path(tokenizer.name_or_path)
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     return next((str(folder / name) for name in names if (folder / name).is_file()), str(folder))

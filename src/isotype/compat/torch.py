@@ -1,8 +1,8 @@
-"""torch (2.10 to 2.14): what has no public name, under names of ours.
+"""torch (2.10 to 2.14): its private names under public names of isotype.
 
-Every import of torch's private modules, every private function and attribute of its tensors and modules is here, so a release of
-torch that renames one breaks this file and no other. tests/compat/test_torch.py fails where one is gone or means something else.
-docs/compat.md lists what is read here and what is replaced.
+All private modules, functions and attributes of torch are used here only, so that a release that renames one
+breaks only this file. tests/compat/test_torch.py fails if one is gone or changes its meaning. docs/compat.md
+lists what is read here and what is replaced.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ FunctionSchema = torch._C.FunctionSchema
 # ------------------------------------------------------------------------------------------------------ dispatch
 
 without_modes = _disable_current_modes
-"""Within it no dispatch mode is asked."""
+"""Context without dispatch modes."""
 without_dispatch = torch._C._DisableTorchDispatch
-"""Within it a subclass's `__torch_dispatch__` is not asked: a wrapped tensor is the plain one below."""
+"""Context without `__torch_dispatch__` of subclasses: a wrapped tensor acts as the plain one below."""
 without_functions = torch._C.DisableTorchFunction
-"""Within it neither function modes nor a subclass's `__torch_function__` are asked."""
+"""Context without function modes and `__torch_function__` of subclasses."""
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass
-"""Within it function modes are asked, a subclass's `__torch_function__` is not."""
+"""Context without `__torch_function__` of subclasses, but with function modes."""
 dispatch_depth: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes of Python's are on."""
+"""The number of active Python dispatch modes."""
 
 
 UNNAMED_VIEW = torch.ops.aten._unsafe_view.default
-"""An operator whose schema names no alias, but which copies nothing; a fused LoRA layer shapes its outputs by it before they have numbers."""
+"""A view without alias annotations; a fused LoRA layer reshapes outputs with it."""
 VARLEN_ATTENTION: Final = "torch_attn._varlen_attn"
-"""The operator below `torch.nn.attention.varlen.varlen_attn`; its backward's name is that and `_backward`."""
+"""The operator of `torch.nn.attention.varlen.varlen_attn`; its backward's name has the suffix `_backward`."""
 
 
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode whose every call torch does not wrap in a switch of its compiler: nothing is compiled under it."""
+    """A dispatch mode without torch's compiler switch around each call: nothing is compiled under it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,7 +68,7 @@ class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ModeStack:
-    """The stack of one kind of mode: its primitives, of which `torch.overrides` and `torch.utils._python_dispatch` are built."""
+    """Primitives of one kind of mode stack, used by `torch.overrides` and `torch.utils._python_dispatch`."""
 
     def __init__(self, length: Any, at: Any, pop: Any, push: Any) -> None:
         self.length, self.at, self.pop, self.push = length, at, pop, push
@@ -89,18 +89,18 @@ DISPATCH_MODES = ModeStack(
 
 
 def stack_of(mode: Any) -> ModeStack:
-    """The stack that a mode of this kind lies on."""
+    """Return the stack for a mode of this kind."""
     return FUNCTION_MODES if isinstance(mode, TorchFunctionMode) else DISPATCH_MODES
 
 
 def stays_at_the_bottom(mode: Any) -> bool:
-    """Whether nothing may lie below a mode: `torch.set_default_device` looks for its own at the bottom, and torch's own have a place."""
+    """Return whether a mode must stay at the bottom: the one of `torch.set_default_device`, and torch's own."""
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return mode is default or getattr(mode, "_mode_key", None) is not None
 
 
 def is_simulated() -> bool:
-    """Whether fake, functional or proxy tensors are being made: nothing real runs."""
+    """Return whether tensors are fake, functional or proxies: no real computation."""
     keys = torch._C._TorchDispatchModeKey
     return any(
         torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
@@ -108,24 +108,24 @@ def is_simulated() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether `torch.jit.trace` records what runs."""
+    """Return whether `torch.jit.trace` is tracing."""
     return torch._C._get_tracing_state() is not None
 
 
 is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether torch's profiler records what runs."""
+"""Return whether torch's profiler is recording."""
 
 
 # ----------------------------------------------------------------------------------------------------- operators
 
 
 def operator_packet(operator: Any) -> Any:
-    """`torch.ops.aten.add` of `torch.ops.aten.add.Tensor`."""
+    """Return `torch.ops.aten.add` for `torch.ops.aten.add.Tensor`."""
     return operator._overloadpacket
 
 
 def operator_schema(operator: Any) -> Any:
-    """The schema of an operator (`torch._C.FunctionSchema`); None for an operator of higher order, which has none."""
+    """Return an operator's `torch._C.FunctionSchema`; None for a higher-order operator."""
     return getattr(operator, "_schema", None)
 
 
@@ -134,9 +134,10 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
 
 @cache
 def has_kernel(operator: str, device: str) -> bool:
-    """Whether an operator (`aten::mm`) has a kernel of its own on a device type, and no composition of others alone.
+    """Return whether an operator (`aten::mm`) has its own kernel on a device type, besides compositions of
+    others.
 
-    torch's own tests and functorch ask this way. An operator of bitsandbytes' is known once bitsandbytes is imported.
+    torch's tests and functorch query it this way. bitsandbytes' operators are known after its import.
     """
     key = _KEYS.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
@@ -145,55 +146,55 @@ def has_kernel(operator: str, device: str) -> bool:
 # ------------------------------------------------------------------------------------------------------ autograd
 
 run_backward = _engine_run_backward
-"""What `torch.autograd.backward` calls when it has looked at its arguments."""
+"""The engine call of `torch.autograd.backward`, after the checks of its arguments."""
 current_node = torch._C._current_autograd_node
-"""The node of the graph whose backward runs in this thread; None outside of one."""
+"""The graph node whose backward runs in this thread; None outside of one."""
 
 
 _NO_BACKWARD = -1
 
 
 def current_backward() -> int:
-    """The number of the backward pass that runs in this thread; -1 outside of one."""
+    """Return the number of the backward pass running in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs in this thread, between nodes too."""
+    """Return whether a backward pass runs in this thread, also between nodes."""
     return current_backward() != _NO_BACKWARD
 
 
 def last_node_number() -> int:
-    """The sequence number of the node that autograd made last in this thread."""
+    """Return the sequence number of autograd's latest node in this thread."""
     return torch._C._autograd._get_sequence_nr() - 1
 
 
 def node_number(node: Any) -> int:
-    """The sequence number of a node."""
+    """Return the sequence number of a node."""
     return int(node._sequence_nr())
 
 
 def after_backward(act: Callable[[], None]) -> None:
-    """Called in a backward pass: run `act` when it has ended, as DistributedDataParallel and FSDP do."""
+    """Run `act` at the end of the current backward pass, as DistributedDataParallel and FSDP do."""
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 def forget_gradient_hooks(leaf: torch.Tensor) -> None:
-    """Where a leaf's last hook on its gradient has been removed, leave nothing that autograd would look at in later backwards."""
+    """Remove the empty hook dictionary of a leaf, which autograd would check in every backward."""
     if not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` (`grad`, `vmap`, `jvp` …) runs the code that calls.
+"""Return whether the caller runs inside a `torch.func` transform (`grad`, `vmap`, `jvp`, …).
 
-Its tensors have no memory of their own, and it refuses functions of autograd's that have no `setup_context`: what has neither
-loops nor functions of that kind has to compute. https://docs.pytorch.org/docs/stable/notes/extending.func.html
+Its tensors have no memory, and it rejects autograd functions without `setup_context`.
+https://docs.pytorch.org/docs/stable/notes/extending.func.html
 """
 
 
 def is_transformed_tensor(value: Any) -> bool:
-    """Whether a tensor is one of `torch.func`'s wrappers."""
+    """Return whether a tensor is one of `torch.func`'s wrappers."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
@@ -201,46 +202,43 @@ def is_transformed_tensor(value: Any) -> bool:
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors whose memory may be read: a subclass may mean something else by its own."""
+"""Tensor types whose memory may be read directly; subclasses may interpret theirs."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor has been written to: two equal numbers mean the same values.
-
-    None for a tensor made under `torch.inference_mode`, which counts nothing: nobody can tell whether it was written to.
-    """
+    """Return a tensor's version counter (equal for equal values); None for a tensor made under `inference_mode`."""
     return None if tensor.is_inference() else tensor._version
 
 
 def storage_key(storage: Any) -> int:
-    """What tells one storage from another: the same for two views of one memory, on the meta device too."""
+    """Return the identity of a storage: equal for views of the same memory, also on the meta device."""
     key: int = storage._cdata
     return key
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """`storage_key` of a tensor's storage."""
+    """Return the `storage_key` of a tensor's storage."""
     return storage_key(tensor.untyped_storage())
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a view was made of; a tensor that is no view itself."""
+    """Return the tensor of which a tensor is a view; a tensor that is no view itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Let `isinstance(tensor, nn.Parameter)` hold for a tensor of another class, as `nn.Parameter` itself does."""
+    """Make `isinstance(tensor, nn.Parameter)` True for a tensor of another class, as `nn.Parameter` does."""
     tensor._is_param = True
 
 
 dispatch_keys = torch._C._dispatch_key_set
-"""Which parts of torch take a tensor's operators: equal for tensors that are handled alike."""
+"""Dispatch keys of a tensor: equal for tensors that dispatch alike."""
 TENSOR_DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
-"""What function modes are told of `tensor.data`."""
+"""The function that function modes get for `tensor.data`."""
 
 
 def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
-    """A fake tensor on `device` over memory of the meta device, without its mode: what `FakeTensor.__new__` makes, but for its attributes."""
+    """Return a fake tensor on `device` over meta memory, without the attributes set by `FakeTensor.__new__`."""
     result = torch.Tensor._make_subclass(
         FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -249,10 +247,8 @@ def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
 
 
 def give_class(fake: torch.Tensor, cls: Any) -> None:
-    """Give a fake the class of the tensor that it stands for, by which libraries know a parameter.
-
-    Raises:
-        TypeError: a class of another layout of memory (DTensor).
+    """Give a fake tensor the class of the tensor it represents; raises TypeError for another memory layout
+    (DTensor).
     """
     fake.__class__ = cls if issubclass(cls, FakeTensor) else _fake_class(cls)
 
@@ -263,13 +259,13 @@ def _fake_class(cls: type) -> Any:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A fake stays where it is: bitsandbytes' `to` builds a new parameter from the data, which no fake allows."""
+    """Return the fake itself: bitsandbytes' `to` creates a parameter from the data, which fakes do not allow."""
     _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
 def unshard(model: nn.Module) -> bool:
-    """Take FSDP2's classes and hooks off the modules of a copy of a model; whether there were any."""
+    """Remove FSDP2's classes and hooks from a copy of a model; return whether there were any."""
     sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]
     for module in sharded:
         module.__class__ = type(module).__bases__[-1]
@@ -281,27 +277,27 @@ def unshard(model: nn.Module) -> bool:
 
 
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """(device, dtype, non_blocking, memory format) of the arguments of `Tensor.to`."""
+    """Return (device, dtype, non_blocking, memory format) from the arguments of `Tensor.to`."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))
 
 
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """What GradScaler does to the gradients of one device: multiply them, and note whether one is not finite."""
+    """Unscale the gradients of one device as GradScaler does, and record non-finite ones in `found_inf`."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def multiply_each(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
-    """Each tensor times its number, in its dtype; one kernel on a GPU where all have one dtype."""
+    """Return each tensor times its number, in its dtype; one kernel on a GPU if all have one dtype."""
     return list(torch._foreach_mul(tuple(tensors), list(numbers)))
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target, rounded to its dtype; one kernel on a GPU where sources, and targets, have one dtype and pairs one layout."""
+    """Copy each source into its target with a cast; one kernel on a GPU for equal dtypes and layouts."""
     torch._foreach_copy_(tuple(targets), tuple(sources))
 
 
 def file_offset(storage: torch.UntypedStorage) -> int | None:
-    """Where in its file a storage begins, by a note that `torch.load` leaves on those of the meta device."""
+    """Return the offset of a meta storage in its file, as set by `torch.load`."""
     begin = getattr(storage, "_checkpoint_offset", None)
     return None if begin is None else int(begin)
 
@@ -312,46 +308,46 @@ PARAMETERS: Final = "_parameters"
 BUFFERS: Final = "_buffers"
 CHILDREN: Final = "_modules"
 HELD: Final = (CHILDREN, PARAMETERS, BUFFERS)
-"""Names of the dictionaries in which a module holds what belongs to it."""
+"""Attributes with a module's children, parameters and buffers."""
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-"""Names of the dictionaries of what is called with a module."""
+"""Attributes with a module's hooks."""
 ALL_HOOKS: Final = (*HOOKS, "_backward_pre_hooks")
 EXTRA_STATE: Final[str] = _EXTRA_STATE_KEY_SUFFIX
-"""How the key of a module's extra state ends."""
+"""Suffix of the key of a module's extra state."""
 MODULE_CALL: Final = nn.Module._call_impl.__code__
-"""The code in which a module calls its forward."""
+"""The code object in which a module calls its forward."""
 COMPILED_CALL: Final = "_compiled_call_impl"
-"""Where `module.compile()` leaves compiled code."""
+"""Attribute with the compiled code of `module.compile()`."""
 
 
-# Functions and no attrgetters: torch.compile traces what a fused module's forward asks of its hooks.
+# Functions instead of attrgetters: torch.compile traces a fused module's access to its hooks.
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary in which a module holds its own parameters."""
+    """Return the dictionary of a module's own parameters."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The dictionary in which a module holds its own buffers."""
+    """Return the dictionary of a module's own buffers."""
     return module._buffers
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dictionary in which a module holds its children."""
+    """Return the dictionary of a module's children."""
     return module._modules
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """What is called after a module's forward."""
+    """Return the hooks called after a module's forward."""
     return module._forward_hooks
 
 
 def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
-    """What is called before a module's forward."""
+    """Return the hooks called before a module's forward."""
     return module._forward_pre_hooks
 
 
 class UncastBuffers(nn.Module):
-    """A module whose buffers go where it is moved to, and keep their dtypes whatever it is cast to."""
+    """A module whose buffers move between devices but keep their dtypes in casts."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def moved(buffer: torch.Tensor) -> torch.Tensor:
@@ -361,61 +357,61 @@ class UncastBuffers(nn.Module):
 
 
 def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
-    """The hooks that run when a module has written its `state_dict`."""
+    """Return the hooks called after a module's `state_dict`."""
     return module._state_dict_hooks
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
-    """Put what a module saves of itself, without its children, into `into`: views of its tensors, with their graph."""
+    """Write a module's own state, without its children, into `into`: views of its tensors, with their graph."""
     module._save_to_state_dict(into, prefix, True)
 
 
 def original(module: nn.Module) -> nn.Module:
-    """The module inside of `torch.compile(module)`."""
+    """Return the module inside `torch.compile(module)`."""
     return getattr(module, ORIGINAL, module)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module run compiled code: it was compiled in place or is a wrapper of `torch.compile`."""
+    """Return whether a module is compiled, in place or by `torch.compile`."""
     return hasattr(module, ORIGINAL) or getattr(module, COMPILED_CALL, None) is not None
 
 
 # ------------------------------------------------------------------------------------------------------ the rest
 
 FAKE_LOGGER: Final = "torch._subclasses.fake_tensor"
-"""The logger that prints a traceback of what a fake kernel refuses."""
+"""The logger that prints tracebacks of fake kernels' errors."""
 COMPILER: Final = "torch._dynamo"
-"""The package that compiles; it takes two seconds to import."""
+"""The compiler's package; importing it takes two seconds."""
 
 
 def has_compiler() -> bool:
-    """Whether torch's compiler has been imported."""
+    """Return whether torch's compiler has been imported."""
     return COMPILER in sys.modules
 
 
 SDPA_SETTER: Final = "_sdpa_kernel"
 AUTOCAST_CAST: Final = "_cast"
-"""The function of `torch.amp.autocast_mode` that `custom_fwd(cast_inputs=…)` casts by."""
+"""The function of `torch.amp.autocast_mode` that casts for `custom_fwd(cast_inputs=…)`."""
 
 
 def sdpa_setter() -> Callable[..., Any]:
-    """What `torch.nn.attention.sdpa_kernel` chooses kernels by."""
+    """Return the function by which `torch.nn.attention.sdpa_kernel` selects kernels."""
     setter: Callable[..., Any] = attention._sdpa_kernel
     return setter
 
 
 def sdpa_backends() -> list[Any]:
-    """The kernels that attention may take now."""
+    """Return the currently enabled attention backends."""
     return list(attention._cur_sdpa_kernel_backends())
 
 
-# ------------------------------------------------------------------------------- modes below those of a running script
-# A mode's own `with` leaves by popping the top of a stack. A script may have entered a mode before ours and leave it
-# before ours, so ours goes to the bottom of the script's modes and is taken out from wherever it then is.
+# ------------------------------------------------------------------- modes below those of a running script
+# A mode's `with` exits by popping the top of a stack. A script may enter a mode before ours and exit it
+# before ours, so ours goes below the script's modes and is removed from wherever it is.
 
 
 def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
-    """Enter modes below every mode that the script has entered."""
+    """Enter modes below all modes of the script."""
     for mode in modes:
         stack = stack_of(mode)
         above = _pop_all(stack)
@@ -424,7 +420,7 @@ def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
 
 
 def take_out(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
-    """Leave modes that `put_under` entered; the script's own stay as they are. One that has gone is no error."""
+    """Exit modes that `put_under` entered and that are still active; the script's modes stay."""
     for mode in modes:
         stack = stack_of(mode)
         _push_all(stack, [other for other in _pop_all(stack) if other is not mode])
@@ -432,7 +428,7 @@ def take_out(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """Within it no mode of the script is on."""
+    """Disable all modes of the script inside."""
     kept = [(stack, _pop_all(stack)) for stack in (FUNCTION_MODES, DISPATCH_MODES)]
     try:
         yield
@@ -442,7 +438,7 @@ def no_modes() -> Iterator[None]:
 
 
 def _pop_all(stack: ModeStack) -> list[Any]:
-    """The script's modes, top first, taken off; those of torch itself stay."""
+    """Pop the script's modes and return them, top first; torch's own stay."""
     popped = []
     while stack.length() and not stays_at_the_bottom(stack.at(stack.length() - 1)):
         popped.append(stack.pop())
@@ -458,18 +454,18 @@ def _push_all(stack: ModeStack, modes: list[Any]) -> None:
 
 
 def around_backward(replaced: Replacements, wrapper: Callable[..., Any]) -> None:
-    """Let `wrapper(backward, tensors, …)` run in the place of `torch.autograd.backward`, which `Tensor.backward` calls, too."""
+    """Replace `torch.autograd.backward`, which `Tensor.backward` calls, by `wrapper(backward, tensors, …)`."""
     replaced.wrap(torch.autograd, "backward", wrapper)
 
 
 def around_scaler_step(replaced: Replacements, wrapper: Callable[..., Any]) -> None:
-    """Let `wrapper(step, scaler, optimizer, …)` run in the place of `GradScaler.step`."""
+    """Replace `GradScaler.step` by `wrapper(step, scaler, optimizer, …)`."""
     replaced.wrap(torch.amp.GradScaler, "step", wrapper)
 
 
 @contextmanager
 def fake_errors_unlogged() -> Iterator[None]:
-    """torch logs a traceback of every error of a fake kernel, those that are caught, too; not within."""
+    """Silence torch's logged tracebacks of fake kernels' errors, which include caught ones."""
     logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -480,13 +476,13 @@ def fake_errors_unlogged() -> Iterator[None]:
 
 
 def cudnn_is_on() -> bool:
-    """Whether `torch.backends.cuda.enable_cudnn_sdp` leaves cuDNN's kernel of attention on."""
+    """Return whether `torch.backends.cuda.enable_cudnn_sdp` enables cuDNN's attention kernel."""
     return bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Attention by torch's other kernels within it."""
+    """Disable cuDNN's attention kernel inside."""
     was_on = cudnn_is_on()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -496,5 +492,5 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 def forget_parametrized(module: nn.Module, name: str) -> None:
-    """Drop the value of a parametrized tensor that `torch.nn.utils.parametrize.cached` keeps."""
+    """Drop the value of a parametrized tensor cached by `torch.nn.utils.parametrize.cached`."""
     parametrize._cache.pop((id(module), name), None)

@@ -1,9 +1,9 @@
-"""torch: code that names a device, on a machine that may not have it.
+"""torch: simulation of a device that code names, on a machine that may not have it.
 
-The twin's tensors are on the CPU whatever device is simulated. Where the model's code or the loss names the device,
-the CPU stands for it: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with torch.autocast("cuda")`. Without this
-torch would refuse the first two on a machine without a GPU, and switch the third off. Streams, events and counters
-are answered as by a device that has nothing to do.
+The twin's tensors are on the CPU whatever device is simulated. If the model's code or the loss names the
+device, the CPU is used instead: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with
+torch.autocast("cuda")`. Otherwise torch would raise for the first two on a machine without a GPU and disable
+the third. Streams, events and counters answer as those of an idle device.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _BY_DEVICE: tuple[tuple[Any, str], ...] = (
     (torch, "set_autocast_enabled"),
     (torch, "set_autocast_dtype"),
     (torch.autocast, "__init__"),
-    (autocast_mode, AUTOCAST_CAST),  # `custom_fwd(cast_inputs=…)` casts what is on the device that it is told
+    (autocast_mode, AUTOCAST_CAST),  # `custom_fwd(cast_inputs=…)` casts tensors on the named device
 )
-# What code asks of its device between operators: nothing is there to wait for or to be counted, and the random
-# numbers are the CPU's.
+# Queries of the device between operators: there is nothing to wait for or to count, and random numbers are
+# the CPU's.
 _QUIET: Mapping[str, Any] = {
     "synchronize": None,
     "empty_cache": None,
@@ -63,7 +63,7 @@ _MOVES = ("cuda", "xpu", "pin_memory")
 
 
 class Device(Protocol):
-    """What code may ask of the device that is simulated; a device profile knows it."""
+    """Properties of the simulated device; a device profile has them."""
 
     @property
     def kind(self) -> str: ...
@@ -78,19 +78,19 @@ class Device(Protocol):
     def memory_bytes(self) -> int | None: ...
 
     def supports(self, dtype: torch.dtype) -> str:
-        """Whether it computes in a dtype: `"native"`, `"emulated"` or otherwise."""
+        """Return the support of a dtype: `"native"`, `"emulated"` or other."""
 
 
 def device_type(kind: str) -> str:
-    """The type of torch's devices of this kind of profile."""
+    """Return torch's device type for a profile's kind."""
     return _DEVICE_TYPES.get(kind, kind)
 
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
-    """Inside, the CPU's autocast answers for the simulated device's, with that device's default dtype.
+    """Use the CPU's autocast in place of the simulated device's, with that device's default dtype.
 
-    With its profile, what code asks of the device itself is answered from there.
+    With a profile, queries of the device are answered from it.
     """
     simulated = device_type(kind)
     if simulated == "cpu":
@@ -108,10 +108,10 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_for(profile: Device) -> Iterator[None]:
-    """Inside, code that makes models and tensors for the simulated device makes them on the CPU.
+    """Create models and tensors on the CPU if code inside creates them on the simulated device.
 
-    It finds the device available: what it chooses for that device is what is to be followed. What a library would
-    remember of the answer stays remembered, so this is for a process that does nothing else.
+    The device is reported as available, so that code takes the paths of that device. Libraries may cache the
+    answer, so use it only in a process that does nothing else.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
@@ -125,7 +125,7 @@ def written_for(profile: Device) -> Iterator[None]:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Calls of torch functions that name the device go to the CPU."""
+    """Redirect torch functions that name the device to the CPU."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -137,16 +137,16 @@ class _OnCPU(TorchFunctionMode):
 
 
 def _replace(stack: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Give `owner` another attribute until `stack` is closed."""
+    """Set an attribute of `owner` until `stack` is closed."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
     else:
-        stack.callback(delattr, owner, name)  # it is inherited
+        stack.callback(delattr, owner, name)  # inherited
     setattr(owner, name, new)
 
 
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
-    """What is replaced by what: owner, name, stand-in."""
+    """Return the replacements: (owner, name, replacement)."""
     backend = getattr(torch, simulated)
     answers = {name: _quiet(result) for name, result in _QUIET.items()}
     answers |= dict.fromkeys(_STREAMS, _Idle)
@@ -154,7 +154,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     answers["get_rng_state"] = lambda *_, **__: torch.get_rng_state()
     changes = [(owner, name, _renamed(getattr(owner, name), simulated)) for owner, name in _BY_DEVICE]
     changes += [(backend, name, new) for name, new in answers.items() if hasattr(backend, name)]
-    # Its arguments are looked at before any mode is asked.
+    # Its arguments are checked before modes are called.
     changes += [(torch.Tensor, "record_stream", _quiet(None))]
     changes += [(torch, "Generator", _Generators("Generator", (), {}))]
     changes += [(attention, SDPA_SETTER, _with_what_a_cpu_has(sdpa_setter()))]
@@ -166,7 +166,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
 
 
 def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, Any]]:
-    """Answers about the device that its profile knows."""
+    """Yield the answers about the device from its profile."""
     if profile is None:
         return
     backend, memory = getattr(torch, simulated), profile.memory_bytes
@@ -189,7 +189,7 @@ def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, A
 
 
 def _renamed(function: Callable[..., Any], simulated: str) -> Callable[..., Any]:
-    """`function` with the CPU in place of the simulated device; without a device torch means CUDA."""
+    """Wrap `function` to use the CPU for the simulated device; torch's default device is CUDA."""
     asks = function is torch.is_autocast_enabled
 
     def renamed(value: Any) -> Any:
@@ -210,7 +210,7 @@ def _quiet(result: Any) -> Callable[..., Any]:
 
 
 class _Idle:
-    """A stream or an event, or the choice of one or of a device: all work is done when it is asked for."""
+    """An idle stream, event or device context: all work is done."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -234,7 +234,7 @@ class _Idle:
 
 
 class _Generators(type):
-    """The class of `torch.Generator`'s stand-in: of whatever device, it makes and knows the CPU's generators."""
+    """Metaclass of the replacement of `torch.Generator`: creates and recognizes CPU generators for any device."""
 
     _real = torch.Generator
 
@@ -246,7 +246,7 @@ class _Generators(type):
 
 
 def _with_what_a_cpu_has(choose: Callable[..., None]) -> Callable[..., None]:
-    """`sdpa_kernel` for which the CPU's fused kernel, or else its plain one, stands for any fused kernel."""
+    """Wrap `sdpa_kernel` so that the CPU's fused or plain kernel serves for any fused kernel."""
 
     def chosen(backends: Iterable[SDPBackend], *args: Any, **kwargs: Any) -> None:
         asked = set(backends)
@@ -257,13 +257,13 @@ def _with_what_a_cpu_has(choose: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
-    """The call of a torch function with the CPU in place of the devices whose names match `named`."""
+    """Return the call of a torch function with the CPU in place of devices whose names match `named`."""
     if func is torch.device:
         return (
             func,
             args,
             kwargs,
-        )  # a name only: where something is made or moved there, the CPU stands for it
+        )  # only a name: tensors created or moved there go to the CPU
     if func in _CALLS_TO_MOVE:
         return torch.Tensor.cpu, args[:1], {}
     if func in _ANSWERS:
@@ -299,5 +299,5 @@ def _cpu_for(value: Any, named: re.Pattern[str]) -> Any:
 
 
 def names_of(kind: str) -> re.Pattern[str]:
-    """What the simulated device is called in code, with or without its number."""
+    """Return a pattern for the simulated device's name in code, with or without index."""
     return re.compile(rf"{re.escape(device_type(kind))}(:\d+)?")

@@ -1,4 +1,4 @@
-"""torch: GradScaler, and that of sharded models."""
+"""torch: GradScaler, and the one for sharded models."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 
 def loss_scale(scaler: Any) -> torch.Tensor | float | None:
-    """The loss scale of a GradScaler, float32 `[]` on its device, not waited for; None of none, or of one that is off.
+    """Return a GradScaler's loss scale, float32 `[]` on its device without synchronizing; None if disabled or
+    None.
 
-    `GradScaler.get_scale()` waits for the device; the tensor that it reads is None before the first backward.
+    `GradScaler.get_scale()` synchronizes; the tensor that it reads is None before the first backward.
     """
     if scaler is None or not scaler.is_enabled():
         return None
@@ -19,7 +20,8 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
 
 
 def sharded_scaler(device: str) -> torch.amp.GradScaler:
-    """Make torch's GradScaler of sharded models, whose overflow is float32 `[]`; torch's own has `[1]`, which fused optimizers refuse.
+    """Return torch's GradScaler for sharded models with overflow flags of shape `[]`; fused optimizers reject
+    torch's `[1]`.
 
     https://github.com/pytorch/pytorch/issues/140514
     """

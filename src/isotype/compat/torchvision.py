@@ -1,4 +1,4 @@
-"""torchvision (0.20 to 0.29): its Python code beside a torch that its compiled operators are not made for."""
+"""torchvision (0.20 to 0.29): its Python code with a torch for which its compiled operators were not built."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from isotype.compat.imports import when_imported
 
 _NAMED_AT_IMPORT = ("nms", "qnms")
-"""Operators that torchvision's import registers shapes for, whether or not they were loaded."""
-_declared: list[Any] = []  # a declaration goes with its torch.library.Library
+"""Operators whose shapes torchvision registers on import, even if they are not loaded."""
+_declared: list[Any] = []  # a declaration lives as long as its torch.library.Library
 
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """Within it `make_importable` comes before transformers, which imports torchvision wherever it is installed, for text models, too."""
+    """Run `make_importable` before transformers is imported, which imports torchvision even for text models."""
     if "transformers" in sys.modules:
         make_importable()
         yield
@@ -31,10 +31,11 @@ def importable() -> Iterator[None]:
 
 
 def make_importable() -> None:
-    """Let `import torchvision` succeed where its compiled operators do not load: PyPI's wheel, made for CUDA, beside a torch for CPUs.
+    """Let `import torchvision` succeed if its operators do not load: PyPI's CUDA wheel with a CPU build of
+    torch.
 
-    The two that its import asks for by name are declared without a kernel. No processor of pictures calls them; of what does torch says
-    that there is none.
+    Its import needs two operators by name; they are declared without kernels. No image processor calls them;
+    if one is called, torch raises.
     """
     if "torchvision" in sys.modules or find_spec("torchvision") is None:
         return

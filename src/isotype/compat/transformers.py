@@ -1,7 +1,8 @@
-"""transformers (5.20 to 5.23): names of models, configs and the Trainer that are not public, under names of ours.
+"""transformers (5.20 to 5.23): private names of models, configs and the Trainer under public names of
+isotype.
 
-transformers is not imported before one of these functions needs it: most read what a model, a config or a trainer carries.
-tests/compat/test_transformers.py fails where one is gone or means something else.
+transformers is imported only by functions that need it. tests/compat/test_transformers.py fails if a name is
+gone or changes its meaning.
 """
 
 from __future__ import annotations
@@ -23,54 +24,54 @@ from isotype.compat.standard import frame_above
 # -------------------------------------------------------------------------------------------------------- models
 
 DTYPE_PLAN: Final = "_get_dtype_plan"
-"""The method of a model class that says which parameters are loaded in another dtype."""
+"""The method of a model class that returns the parameters loaded in another dtype."""
 LOAD: Final = "_load_pretrained_model"
-"""The function of a model class that fills a model from files."""
+"""The method of a model class that fills a model from files."""
 
 
 def pinned(model: Any) -> Any:
-    """Patterns of what a model, or its class, keeps in float32 where float16 is asked for; None without any."""
+    """Return the patterns of modules kept in float32 if float16 is requested; None without any."""
     return getattr(model, "_keep_in_fp32_modules", None)
 
 
 def pinned_strictly(model: Any) -> Any:
-    """Patterns of what a model, or its class, keeps in float32 whatever is asked for; None without any."""
+    """Return the patterns of modules always kept in float32; None without any."""
     return getattr(model, "_keep_in_fp32_modules_strict", None)
 
 
 def is_auto_class(cls: Any) -> bool:
-    """Whether a class chooses another by the config, as `AutoModelForCausalLM` does."""
+    """Return whether a class selects another by the config, as `AutoModelForCausalLM` does."""
     return hasattr(cls, "_model_mapping")
 
 
 def mapping_of(auto_class: Any) -> Any:
-    """Config class -> model class of an auto class."""
+    """Return config class -> model class of an auto class."""
     return auto_class._model_mapping
 
 
 def name_of(config: Any) -> Any:
-    """The path or hub id that a config was loaded from."""
+    """Return the path or hub id from which a config was loaded."""
     return config._name_or_path
 
 
 def rename(config: Any, name: str) -> None:
-    """Let a config name another path or hub id: adapters and trainers read it."""
+    """Set the path or hub id of a config, which adapters and trainers read."""
     config._name_or_path = name
 
 
 def has_own_adapters(model: Any) -> bool:
-    """Whether transformers itself has put adapters into a model (`load_adapter`)."""
+    """Return whether transformers itself has added adapters to a model (`load_adapter`)."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def has_states(model: Any) -> bool:
-    """Whether what a model knows of earlier tokens passes through a state, which no mask keeps apart."""
+    """Return whether a model carries earlier tokens in a state, which masks cannot separate."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return bool(getattr(base, "_is_stateful", False))
 
 
 def documents_told_at() -> frozenset[str]:
-    """The lines, as `file:line`, at which attention masks tell documents of one row apart by their positions."""
+    """Return the lines (`file:line`) at which attention masks separate packed documents by positions."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     code = find_packed_sequence_indices.__code__
@@ -78,70 +79,70 @@ def documents_told_at() -> frozenset[str]:
 
 
 def may_be_missing(model: Any) -> Iterable[str]:
-    """Patterns of tensors that a checkpoint of the model may lack."""
+    """Return patterns of tensors that a checkpoint of the model may lack."""
     return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
 
 
 def may_be_surplus(model: Any) -> Iterable[str]:
-    """Patterns of tensors of a checkpoint that the model ignores."""
+    """Return patterns of checkpoint tensors that the model ignores."""
     return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
 def never_saved(model: Any) -> set[str]:
-    """Names of tensors that the model leaves out when it is saved."""
+    """Return names of tensors that the model does not save."""
     return set(model._keys_to_ignore_on_save or ())
 
 
 def draw(model: Any, module: Any) -> None:
-    """Give a module the fresh values that its model's author draws."""
+    """Initialize a module as its model's class does."""
     model._init_weights(module)
 
 
 def mark_as_loaded(tensor: Any) -> None:
-    """transformers draws values for every parameter and buffer without this mark."""
+    """Mark a tensor as initialized; transformers initializes all others."""
     tensor._is_hf_initialized = True
 
 
 def conversions(model: Any) -> list[Any] | None:
-    """What loading did to the tensors, which saving reverses; None where nothing is noted."""
+    """Return the conversions of tensors on loading, which saving reverses; None if there are none."""
     noted: list[Any] | None = getattr(model, "_weight_conversions", None)
     return noted
 
 
 def set_conversions(model: Any, steps: list[Any] | None) -> None:
-    """Replace what `conversions` returns."""
+    """Set the value that `conversions` returns."""
     model._weight_conversions = steps
 
 
 def attention_of(config: Any) -> str | None:
-    """The name of a config's attention implementation; None for a config without."""
+    """Return the name of a config's attention implementation; None if it has none."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return name
 
 
 def set_attention(config: Any, name: Any) -> None:
-    """Choose the attention implementation before a model is built."""
+    """Set the attention implementation before a model is built."""
     config._attn_implementation = name
 
 
 def use_plain_experts(config: Any) -> None:
-    """Have experts computed one after another, in any dtype, where a config says how."""
+    """Select the eager experts, which run in any dtype, if the config has such a setting."""
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "eager"
 
 
 def fresh_model(cls: Any, config: Any, dtype: Any = None) -> Any:
-    """A model of a class with its config, initialized as its author does."""
+    """Return an initialized model of a class for a config."""
     return cls._from_config(config, dtype=dtype)
 
 
 def takes_attention(model: Any) -> bool:
-    """Whether a model's attention goes through the registry, so that another can be put there."""
+    """Return whether a model uses the attention registry, so that its attention can be replaced."""
     return bool(model._can_set_attn_implementation())
 
 
 def mark_as_sharded(model: Any) -> None:
-    """`generate` then goes on until every process has its end."""
+    """Let `generate` continue until every process has finished."""
     model._is_fsdp_managed_module = True
 
 
@@ -150,11 +151,11 @@ def mark_as_sharded(model: Any) -> None:
 Names = Callable[[Any], set[str]]
 """Names of parameters of a model."""
 Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
-"""`(model, weights in memory, files, transformers' settings, transformers' own reading)` to what `from_pretrained` goes on with."""
+"""`(model, weights in memory, files, settings, transformers' reader)` -> `from_pretrained`'s result."""
 
 
 def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
-    """A class below `cls` under the same name and module, for one load; `own_class_again` ends it.
+    """Return a class below `cls` under the same name and module, for one load; `own_class_again` ends it.
 
     It keeps every pinned parameter in float32 while a model is loaded. transformers casts the patterns of `_keep_in_fp32_modules` to
     bfloat16 when bfloat16 is asked for; rounding them and casting back would not bring the digits back, so the choice is made before the
@@ -190,22 +191,23 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
 
 
 def own_class_again(model: Any) -> None:
-    """Give a model of a `class_for_load` the class that it was made from."""
+    """Restore the original class of a model of a `class_for_load`."""
     model.__class__ = type(model).__mro__[1]
 
 
 # ------------------------------------------------------------------------------------------------------- Trainer
 
 GRADIENT_NORM: Final = "_get_grad_norm"
-"""The method of a trainer that it asks once a step, with gradients unscaled, for the norm before clipping."""
+"""The trainer's method called once per step, with unscaled gradients, for the norm before clipping."""
 PREPARE_INPUTS: Final = "_prepare_inputs"
-"""The method of a trainer that makes a batch of what its loader gives."""
+"""The trainer's method that prepares a batch of its data loader."""
 
 
 class TrainerSteps:
-    """The private steps of transformers' Trainer under names that a subclass may override and call.
+    """Private steps of transformers' Trainer under names that a subclass may override and call.
 
-    Goes before the Trainer among the bases. The Trainer calls its own names; each calls ours, whose default is the Trainer's.
+    It precedes the Trainer among the bases. The Trainer calls its private names, each calls the public one,
+    whose default is the Trainer's.
     """
 
     def run_epoch(self: Any, **options: Any) -> None:
@@ -213,11 +215,11 @@ class TrainerSteps:
         super()._run_epoch(**options)  # type: ignore[misc]
 
     def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The norm of the step's gradients before clipping, asked for once a step with gradients unscaled."""
+        """Return the norm of the step's unscaled gradients before clipping, once per step."""
         return super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
 
     def folder_of_run(self: Any, trial: Any) -> str:
-        """The folder in which checkpoints are put."""
+        """Return the folder of the checkpoints."""
         return str(super()._get_output_dir(trial))  # type: ignore[misc]
 
     def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
@@ -229,7 +231,7 @@ class TrainerSteps:
         super()._push_from_checkpoint(folder)  # type: ignore[misc]
 
     def write_optimizer(self: Any, folder: str) -> None:
-        """Save the states of the optimizer and of the schedule."""
+        """Save the optimizer's and schedule's states."""
         super()._save_optimizer_and_scheduler(folder)  # type: ignore[misc]
 
     def read_weights(self: Any, folder: str, model: Any = None) -> None:
@@ -241,11 +243,11 @@ class TrainerSteps:
         super()._load_best_model()  # type: ignore[misc]
 
     def read_optimizer(self: Any, folder: str | None) -> None:
-        """Load the states of the optimizer and of the schedule."""
+        """Load the optimizer's and schedule's states."""
         super()._load_optimizer_and_scheduler(folder)  # type: ignore[misc]
 
     def gradients_stay_local(self: Any) -> AbstractContextManager[None]:
-        """Within it the gradients of a sharded model are not brought together."""
+        """Defer the reduction of a sharded model's gradients inside."""
         deferred: AbstractContextManager[None] = super()._defer_fsdp_gradient_reduction()  # type: ignore[misc]
         return deferred
 
@@ -283,18 +285,19 @@ class TrainerSteps:
 
 
 def train_on_first_gpu(training: Any) -> None:
-    """Let a process without a launcher train on the first GPU that it sees.
+    """Let a process without a launcher train on the first visible GPU.
 
-    `TrainingArguments._n_gpu` is every visible GPU where no launcher was used; the Trainer would wrap the model in `nn.DataParallel`, which
-    TRL's trainers refuse, after the weights were loaded (`args.n_gpu > 1` in trl/trainer/sft_trainer.py). There is no argument for it; the
-    Trainer sets the same attribute for models that are split over devices. tests/train/test_launched.py fails where it is gone.
+    `TrainingArguments._n_gpu` counts all visible GPUs without a launcher; the Trainer would wrap the model in
+    `nn.DataParallel`, which TRL's trainers reject after loading the weights (`args.n_gpu > 1` in
+    trl/trainer/sft_trainer.py). There is no public argument; the Trainer sets the same attribute for models
+    split over devices. tests/train/test_launched.py fails if it is gone.
     """
     if training.n_gpu > 1:
         training._n_gpu = 1
 
 
 def gpus_left(training: Any) -> int:
-    """How many visible GPUs a process without a launcher leaves to others, after `train_on_first_gpu`."""
+    """Return the number of visible GPUs unused after `train_on_first_gpu`."""
     from transformers.training_args import ParallelMode
 
     alone = training.n_gpu == 1 and training.parallel_mode == ParallelMode.NOT_PARALLEL
@@ -308,11 +311,11 @@ OVERRIDDEN: Final = tuple(
 
 
 SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
-"""Methods of `OVERRIDDEN` that an older transformers has no step for: it brings sharded gradients together in every micro-batch."""
+"""Methods of `OVERRIDDEN` missing in older transformers, which reduce sharded gradients in every micro-batch."""
 
 
 def incompatibilities(trainer: type) -> list[str]:
-    """What `TrainerSteps` overrides and a trainer's class does not have: its steps would be left out without a word."""
+    """Return the overridden methods that a trainer class lacks, whose steps would silently not run."""
     installed = Version(version("transformers"))
     steps = [name for name in OVERRIDDEN if name not in SINCE or installed >= SINCE[name]]
     return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]
@@ -322,17 +325,17 @@ def incompatibilities(trainer: type) -> list[str]:
 
 
 def fakes_taken_for_real() -> AbstractContextManager[None]:
-    """Within it transformers does not take fake tensors for a model being exported, and then other paths than the real step.
+    """Prevent transformers from taking fake tensors for an export, which changes the code path.
 
-    `is_tracing` in transformers/utils/import_utils.py (5.23): masks are never left out, keys and values are repeated,
-    attention takes another kernel. tests/compat/test_others.py says when this can go.
+    `is_tracing` in transformers/utils/import_utils.py (5.23): masks are never left out, keys and values are
+    repeated, attention uses another kernel. tests/compat/test_others.py fails once this can go.
     """
     return replaced(sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor", lambda _: False)
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """No progress bars of transformers inside, unless the user's setting shows them always; outside they are as they were."""
+    """Hide transformers' progress bars inside, unless the user forces them."""
     from huggingface_hub import constants
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
@@ -345,13 +348,13 @@ def without_bars() -> Iterator[None]:
     try:
         yield
     finally:
-        logging.enable_progress_bar()  # the hub's, too
+        logging.enable_progress_bar()  # including the hub's
         if not hub_shown:
             disable_progress_bars()
 
 
 def gguf_bar_hidden() -> AbstractContextManager[None]:
-    """Within it the bar over a GGUF file's tensors is not shown, which asks no setting whether it is wanted."""
+    """Hide the progress bar over a GGUF file's tensors, which has no setting."""
     from transformers import modeling_gguf_pytorch_utils as legacy
 
     return replaced(legacy, "tqdm", partial(legacy.tqdm, disable=True))
@@ -360,9 +363,11 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 def steps_seen(
     trainer: Any, step: Callable[..., Any], loss: Callable[..., Any], norm: Callable[..., Any]
 ) -> Replacements:
-    """Let `step(method, …)` stand around a trainer's `training_step`, `loss(method, model, inputs, …)` around its `compute_loss`, and
-    `norm(method, …)` around what gives the norm of its gradients, until `put_back`: callbacks are given neither batch nor loss, and the norm
-    of steps that are logged only. A method that something has replaced on the trainer already is left alone.
+    """Wrap a trainer's `training_step` by `step(method, …)`, `compute_loss` by `loss(method, model, inputs,
+    …)`, its gradient norm by `norm(method, …)`.
+
+    Callbacks get neither batch nor loss, and the norm only of logged steps. A method already replaced on the
+    trainer is skipped.
     """
     methods = Replacements()
     for name, wrapper in (("training_step", step), ("compute_loss", loss), (GRADIENT_NORM, norm)):
@@ -373,9 +378,9 @@ def steps_seen(
 
 @contextmanager
 def batches_as_they_are(trainer: Any) -> Iterator[None]:
-    """Within it a trainer's `training_step` takes what a batch was made into; completions are not generated again.
+    """Let a trainer's `training_step` take prepared batches; completions are not generated again.
 
-    All attributes of the trainer are as they were afterwards.
+    All attributes of the trainer are restored on exit.
     """
     before = dict(vars(trainer))
     setattr(trainer, PREPARE_INPUTS, lambda inputs: inputs)
@@ -387,9 +392,9 @@ def batches_as_they_are(trainer: Any) -> Iterator[None]:
 
 
 def calling_trainer() -> Any:
-    """The trainer whose callback runs: callbacks are given its model and its arguments, but neither batch nor loss.
+    """Return the trainer whose callback is running, from the stack; None outside of one.
 
-    None outside of a trainer's call.
+    Callbacks get its model and arguments, but neither batch nor loss.
     """
     from transformers import Trainer
 
@@ -400,10 +405,10 @@ def calling_trainer() -> Any:
 
 
 def gate_of(experts: Any) -> Any:
-    """The function of gate and up, side by side, between the products of an experts module; None of another module."""
+    """Return the function of gate and up (side by side) in an experts module; None for another module."""
     return getattr(experts, "_apply_gate", None)
 
 
 def has_parallel_experts(experts: Any) -> bool:
-    """True if a process holds some of the module's experts only."""
+    """Return whether a process holds only some of the module's experts."""
     return bool(getattr(experts, "_is_expert_parallel", False))

@@ -1,6 +1,6 @@
-"""TRL (1.16): the fused head that its trainers put before a model's forward: its arguments, and a forward of ours before it.
+"""TRL (1.16): arguments of the fused head that its trainers wrap around a model's forward, and a replacement.
 
-`add_fused_lm_head` (trl/trainer/utils.py) keeps them in the closure of the forward that it makes, and nowhere else.
+`add_fused_lm_head` (trl/trainer/utils.py) holds them only in the closure of the forward that it creates.
 https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 _MAKER = "add_fused_lm_head"
 HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
-"""What is read of the closure, by these names."""
+"""Names read from the closure."""
 
 
 _FORMER = "_isotype_trl_forward"
@@ -27,23 +27,19 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "trl.trainer.utils": ("FusedCausalLMOutput",),
     "trl.chat_template_utils": ("has_generation_markers",),
     "trl.trainer.sft_trainer": ("DataCollatorForVisionLanguageModeling",),
-    "trl.rewards": ("accuracy_reward",),  # of those that --reward_funcs names
+    "trl.rewards": ("accuracy_reward",),  # one of the names of --reward_funcs
 }
-"""Module of TRL -> names that a training takes from it. What only a GPU's measurement takes (`trl.kernels`) is not among them."""
+"""Module of TRL -> names used by a training. Names used only on GPUs (`trl.kernels`) are not listed."""
 
 
 def is_fused_forward(function: Any) -> bool:
-    """Whether a forward is the one that TRL makes."""
+    """Return whether a forward was created by TRL."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and code.co_qualname.startswith(f"{_MAKER}.")
 
 
 def head_arguments(function: Any) -> dict[str, Any]:
-    """The arguments of the head whose forward is given.
-
-    Raises:
-        LookupError: the closure has other names; `incompatibilities` tells it before a model is loaded.
-    """
+    """Return the head's arguments from its forward; raises LookupError if the closure has other names."""
     held = inspect.getclosurevars(function).nonlocals
     missing = [name for name in HEAD_ARGUMENTS if name not in held]
     if missing:
@@ -52,13 +48,13 @@ def head_arguments(function: Any) -> dict[str, Any]:
 
 
 def put_forward(model: Any, forward: Callable[..., Any]) -> None:
-    """Let `forward(model, …)` stand before a model's own, TRL's fused one among them: on the instance, until `take_forward`."""
+    """Replace the model's (or TRL's fused) forward on the instance by `forward(model, …)`, until `take_forward`."""
     model.__dict__[_FORMER] = model.forward
     model.forward = MethodType(forward, model)
 
 
 def former_forward(model: Any) -> Callable[..., Any]:
-    """The forward that `put_forward` has put another one before."""
+    """Return the forward that `put_forward` replaced."""
     forward: Callable[..., Any] = model.__dict__[_FORMER]
     return forward
 
@@ -71,14 +67,14 @@ def take_forward(model: Any) -> None:
 
 
 def completions_of(trainer: Any) -> dict[str, Any] | None:
-    """Completions that GRPO and RLOO have generated and still learn from, and after how many micro-batches; None of other trainers."""
+    """Return the completions that GRPO and RLOO still train on, and the micro-batch count; None for others."""
     if not hasattr(trainer, "_buffered_inputs"):
         return None
     return {"batches": trainer._buffered_inputs, "micro_steps": trainer._step}
 
 
 def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
-    """Let a trainer go on with what `completions_of` returned, on its own device."""
+    """Restore the result of `completions_of` in a trainer, on its device."""
     if held is not None:
         from accelerate.utils import send_to_device
 
@@ -87,13 +83,13 @@ def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
 
 
 def lacking(names: Iterable[str] = ()) -> list[str]:
-    """Which of our `NAMES` of `trl` itself, and of other `names`, it does not have; nothing of it is loaded for that."""
+    """Return the `NAMES` of `trl` itself, and other `names`, that it lacks, without importing them."""
     known = frozenset(dir(import_module("trl")))
     return [f"it has no {name}" for name in (*NAMES["trl"], *names) if name not in known]
 
 
 def lacking_inside() -> list[str]:
-    """Which of our `NAMES` TRL's own modules do not have; they are loaded for that."""
+    """Return the `NAMES` that TRL's modules lack; imports them."""
     inside = ((module, name) for module, names in NAMES.items() if module != "trl" for name in names)
     return [f"{module} has no {name}" for module, name in inside if not _has(module, name)]
 
@@ -106,7 +102,7 @@ def _has(module: str, name: str) -> bool:
 
 
 def incompatibilities(utilities: Any) -> list[str]:
-    """What TRL's module of `add_fused_lm_head` lacks, seen without making a head: the function, its forward, names of its closure."""
+    """Return what TRL's module of `add_fused_lm_head` lacks: the function, its forward, names in its closure."""
     maker = getattr(utilities, _MAKER, None)
     if maker is None:
         return [f"{utilities.__name__} has no {_MAKER}"]

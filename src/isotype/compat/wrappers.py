@@ -1,4 +1,4 @@
-"""Names that other libraries' wrappers put between a module and its parent; nothing is imported for them."""
+"""Names that wrappers of other libraries put between a module and its parent; no imports."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ ORIGINAL: Final = "_orig_mod"
 BETWEEN: Final = frozenset(
     {"base_layer", "original_module", ORIGINAL, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
-"""Parts of a name that PEFT, DDP, FSDP, torch.compile and checkpointing add."""
+"""Name parts added by PEFT, DDP, FSDP, torch.compile and checkpointing."""

@@ -1,1 +1,1 @@
-"""KNOW: what each operator accepts, per device, measured; what autocast does to it."""
+"""Measured operator contracts per device: accepted operand dtypes, result dtypes, autocast lists."""

@@ -1,4 +1,4 @@
-"""What autocast does to which operator, per kind of device; tools/autocast_lists.py has measured it."""
+"""Autocast's operator lists per device kind, measured by tools/autocast_lists.py."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ TABLE = TABLES / "autocast.json"
 
 @dataclass(frozen=True)
 class AutocastLists:
-    """The operators that autocast treats specially, without namespace and overload (`softmax`, `mm`, `linear`).
+    """The operators that autocast treats specially, without namespace and overload (`softmax`, `mm`,
+    `linear`).
 
     Attributes:
         lower: float operands are cast to the autocast dtype.
         float32: float operands are cast to float32.
         promote: operands are cast to the widest float dtype among them.
-        float32_opt: run and return in float32 where no dtype was asked for.
-        banned: refused under autocast.
+        float32_opt: run and return in float32 if no dtype is given.
+        banned: raise under autocast.
     """
 
     lower: frozenset[str]
@@ -32,11 +33,7 @@ class AutocastLists:
 
 @cache
 def autocast_lists(kind: str) -> AutocastLists:
-    """The lists of a kind of device; ROCm's are CUDA's.
-
-    Raises:
-        ValueError: autocast's lists are not known for that kind.
-    """
+    """Return the lists of a device kind (ROCm uses CUDA's); raises ValueError for an unknown kind."""
     known = json.loads(TABLE.read_text(encoding="utf-8"))["lists"]
     name = {"rocm": "cuda"}.get(kind, kind)
     if name not in known:

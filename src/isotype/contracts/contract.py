@@ -1,4 +1,4 @@
-"""What an operator does with operands of given dtypes: looked up in tables that were measured on real devices."""
+"""Results of operators for operand dtypes, from tables measured on real devices."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
-"""One for each instruction set whose kernels accept other dtypes; the first stands in for what was not measured."""
+"""A table per instruction set whose kernels accept other dtypes; the first one covers unmeasured cases."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _MIXES_FLOAT8 = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten._scaled_mm.default"})
 
 UNSPECIFIED = "?"
-"""In a table: accepted, but the result's dtype depends on more than the operands' dtypes."""
+"""Table entry: accepted, but the result's dtype depends on more than the operands' dtypes."""
 
 
 _INDEX_PUT = frozenset(
@@ -46,10 +46,11 @@ _LERP = frozenset({"aten.lerp.Tensor", "aten.lerp_.Tensor"})
 
 
 def is_exempt(op: str, args: Sequence[Any]) -> bool:
-    """Whether the shapes of a call free it from its operator's contract: one operand may then be of any dtype.
+    """Return whether the shapes of a call exempt it from its operator's contract, so that one operand may
+    have any dtype.
 
-    An `index_put` that torch runs as `masked_fill`: bool masks and a value of one element. A `lerp` whose weight has no
-    dimensions. Of all operators that refuse a second dtype these alone take it so (measured on a CPU, torch 2.13).
+    Two cases (measured on a CPU, torch 2.13): `index_put` with bool masks and one value, which torch runs as
+    `masked_fill`, and `lerp` with a 0-dim weight.
     """
     if op in _LERP:
         start, end, weight = args
@@ -63,15 +64,16 @@ def is_exempt(op: str, args: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an operator does with operands of given dtypes.
+    """The behaviour of an operator for given operand dtypes.
 
     Attributes:
         accepted: whether it runs.
-        results: dtypes of the tensors it returns (of an in-place operator: the one it changed). Empty where it was
-            rejected, where it was not measured on this device, and where they depend on more than dtypes (scalar
-            arguments, list lengths, operands without dimensions): there the fake kernel is right.
-        message: what the device says where it was rejected, else "".
-        assumed: whether this is a family's rule or another device's behaviour, not a measurement on this device.
+        results: dtypes of the returned tensors (in-place: of the changed one). Empty if it was rejected
+            or not measured here, or if they depend on more than dtypes (scalars, list lengths, 0-dim
+            operands): then the fake kernel is right.
+        message: the device's error message if it was rejected, else "".
+        assumed: whether this is a family's rule or another device's behaviour instead of a measurement on
+            this device.
     """
 
     accepted: bool
@@ -86,8 +88,8 @@ class Table:
 
     Attributes:
         device: kind of the device.
-        name: the device's own name.
-        torch_version: version of torch it was measured with.
+        name: name of the device.
+        torch_version: torch version of the measurement.
         date: day of the measurement.
         messages: message templates, see `isotype.contracts.pattern.Spelled`.
         operators: overload -> pattern -> letters of the results, or the number of a message.
@@ -102,7 +104,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read what `isotype.contracts.measure` wrote; of a table with a `base` only what differs from it was written."""
+    """Read a table written by `isotype.contracts.measure`; a table with a `base` holds only the differences."""
     read = json.loads(path.read_text(encoding="utf-8"))
     base = read_table(path.with_name(f"{read['base']}.json")) if "base" in read else None
     messages, operators = (base.messages, base.operators) if base is not None else ((), {})
@@ -124,17 +126,17 @@ def read_table(path: Path) -> Table:
 
 @dataclass(frozen=True, eq=False)
 class Contracts:
-    """The contracts of one kind of device.
+    """The contracts of one device kind.
 
     Attributes:
         kind: `cpu`, `cuda`, `rocm`, `xpu` or `mps`.
-        measured: the table measured on such a device, None where there is none.
-        reference: a CPU's table, which stands in (as an assumption) for what was not measured.
-        others: tables of other such devices. Where nobody measured a device like this one, what `measured` and they
-            do not agree on is an assumption.
-        capability: compute capability of the NVIDIA GPU, None where nothing says which.
-        table: name of `measured`, None without it.
-        unlike: why it was not measured on such a device, as a clause; "" where it was.
+        measured: the table of such a device; None if there is none.
+        reference: a CPU table, assumed for everything that was not measured.
+        others: tables of other devices of this kind, for a device that was not measured: anything on
+            which they and `measured` disagree is an assumption.
+        capability: compute capability of an NVIDIA GPU; None if unknown.
+        table: name of `measured`; None without it.
+        unlike: why the table's device differs from this one, as a clause; "" if it does not.
     """
 
     kind: str
@@ -147,13 +149,11 @@ class Contracts:
     _memo: dict[tuple[str, tuple[torch.dtype, ...]], Verdict | None] = field(default_factory=dict, repr=False)
 
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-        """The verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
+        """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes` are those of every tensor the operator is given, in argument order, lists flattened, absent optional
-        tensors left out; see `isotype.contracts.pattern` for how lists are judged.
-
-        None: nothing is known (no float operand, a dtype or an operator no table and no family has); the fake
-        kernel's word stands.
+        `dtypes`: of all tensor arguments in order, lists flattened, None arguments left out; see
+        `isotype.contracts.pattern` for lists. None if nothing is known (no float operand, or a dtype or
+        operator without table and family): then the fake kernel decides.
         """
         key = (op, dtypes)
         try:
@@ -181,7 +181,7 @@ class Contracts:
     def _judge_pattern(self, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
         families = families_of(op, self.kind, self.capability)
         known = any(family.majors is not None for family in families)
-        # What is known of this very capability counts more than what another card did.
+        # A measurement of the same capability outranks one of another card.
         if self.measured is not None and not (self.unlike and known):
             verdict = _look_up(self.measured, op, pattern, integer)
             if verdict is not None:
@@ -204,7 +204,7 @@ class Contracts:
         return None
 
 
-# A kernel that a CPU lacks or that misreads there, and the CPU's own libraries, say nothing about other devices.
+# CPU errors of missing kernels, misread operands and CPU libraries do not apply to other devices.
 _CPU_ONLY = (CORRUPTS, " not implemented for ", "CPU", "MKL", "primitive descriptor", "flash_attention")
 
 
@@ -220,18 +220,14 @@ def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdi
 
 
 def contracts_of(profile: DeviceProfile) -> Contracts:
-    """The contracts of a device."""
+    """Return the contracts of a device."""
     capability = profile.capability if profile.kind == "cuda" else None
     variant = variant_of(profile.kind, capability, profile.contracts)
     return _contracts(profile.kind, variant, bool(profile.unlike), capability, TABLES)
 
 
 def contracts_for(kind: str) -> Contracts:
-    """The contracts of a kind of device, one of `KINDS`, the CPU being this machine's, or of a table (`cpu-amx`).
-
-    Raises:
-        ValueError: no such kind.
-    """
+    """Return the contracts of a kind of `KINDS` or of a CPU table (`cpu-amx`); raises ValueError for others."""
     if kind in CPU_TABLES:
         return _contracts("cpu", kind.partition("-")[2], False, None, TABLES)
     if kind not in KINDS:
@@ -240,10 +236,7 @@ def contracts_for(kind: str) -> Contracts:
 
 
 def contracts_here(device: str) -> Contracts:
-    """The contracts of a device type of torch (`cuda`): where one is in this machine, those of its capability.
-
-    A type without contracts of its own is judged as a CPU.
-    """
+    """Return the contracts of a torch device type: for this machine's capability, or the CPU's if it is unknown."""
     kind = "rocm" if device == "cuda" and torch.version.hip else device
     if kind == "cuda" and torch.cuda.is_available():
         return contracts_of(device_profile("cuda"))
@@ -251,7 +244,7 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Why the table that a device is judged by may be wrong there, a sentence each; none where it fits."""
+    """Return why a device's table may not apply to it, one sentence per reason."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
     unlike = [f"{profile.unlike}: it is judged by the table {profile.contracts}"] if profile.unlike else []
@@ -269,7 +262,7 @@ def doubts(profile: DeviceProfile) -> list[str]:
 
 
 def judged_by(profile: DeviceProfile) -> str:
-    """What says which operands a device accepts, for a report."""
+    """Return the source of a device's contracts, for a report."""
     contracts = contracts_of(profile)
     return (
         contracts.table.words
@@ -282,7 +275,7 @@ def judged_by(profile: DeviceProfile) -> str:
 def _contracts(
     kind: str, variant: str, unlike: bool, capability: tuple[int, int] | None, folder: Path
 ) -> Contracts:
-    """Tables are read at the first call."""
+    """Return the contracts of a device kind; reads the tables once."""
     table = nearest(tables_in(folder), kind, variant, torch.__version__)
     measured = None if table is None else read_table(folder / f"{table.name}.json")
     others = tuple(_table(name) for name in CPU_TABLES if name != f"cpu-{variant}") if unlike else ()
@@ -301,7 +294,7 @@ def _table(name: str) -> Table:
 
 
 def _float8_verdict(dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-    """float8 is for storage: no operator promotes it (`c10/core/ScalarType.cpp`, promoteTypes)."""
+    """float8 is a storage dtype: no operator promotes it (`c10/core/ScalarType.cpp`, promoteTypes)."""
     floats = list(dict.fromkeys(dtype for dtype in dtypes if dtype.is_floating_point))
     if len(floats) < 2:
         return None

@@ -1,10 +1,10 @@
 """Examples of operator calls as JSON: recorded from real steps, replayed with operands of any dtype.
 
-An example is `[arguments, keyword arguments]`. In it a tensor is `{"t": dtype, "s": shape}`, with `"p"`, the order of
-its dimensions in memory, where it is not contiguous, and `"v"`, its values, where it holds integers or bools. Float
-tensors are drawn between 0.1 and 0.9 when they are replayed, a range every operator takes (probabilities, variances,
-scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; floats that
-JSON has no number for are `{"float": "inf"}`.
+An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`, with `"p"`, the order
+of its dimensions in memory, if it is not contiguous, and `"v"`, its values, if it holds integers or bools.
+Float tensors are drawn from 0.1 to 0.9 on replay, a range that every operator accepts (probabilities,
+variances, scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`,
+`{"memory_format": …}`; non-finite floats are `{"float": "inf"}`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from isotype.contracts.pattern import LETTERS
 from isotype.core.dtypes import dtype_name
 
 Json = Any
-"""What `json.dumps` takes."""
+"""A value for `json.dumps`."""
 
 LARGEST = 4096
-"""Elements of the largest integer tensor whose values are kept in an example."""
+"""Maximum elements of an integer tensor whose values are stored in an example."""
 
 
 class NotAnExampleError(Exception):
-    """A call that holds something no example can hold."""
+    """A call with an argument that an example cannot store."""
 
 
 def encode(value: Any) -> Json:
-    """A call's argument as JSON.
-
-    Raises:
-        NotAnExampleError: it holds something else than tensors, numbers, strings and torch's enumerations.
+    """Return a call's argument as JSON; raises NotAnExampleError unless it is a tensor, number, string or
+    torch enum.
     """
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value)
@@ -68,7 +66,7 @@ def _encode_tensor(tensor: torch.Tensor) -> Json:
 
 
 def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
-    """The encoded tensors of an example in argument order (keyword arguments last, in schema order)."""
+    """Yield the encoded tensors of an example in argument order (keyword arguments last, in schema order)."""
     if isinstance(example, dict):
         if "t" in example:
             yield example
@@ -81,12 +79,12 @@ def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
 
 
 def is_float(tensor: Json) -> bool:
-    """Whether an encoded tensor is one of the operands whose dtype is varied."""
+    """Return whether the dtype of an encoded tensor is varied."""
     return LETTERS.get(getattr(torch, tensor["t"]), "i") != "i"
 
 
 def has_dtype_argument(example: Json) -> bool:
-    """Whether a call is told a dtype, which then decides the result's."""
+    """Return whether a call has a dtype argument, which decides the result's dtype."""
     if isinstance(example, dict):
         return "dtype" in example or ("t" not in example and any(map(has_dtype_argument, example.values())))
     return isinstance(example, list) and any(map(has_dtype_argument, example))
@@ -95,7 +93,7 @@ def has_dtype_argument(example: Json) -> bool:
 def decode(
     example: Json, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments for a call: fresh tensors, the float ones of the given dtypes in order, all on `device`."""
+    """Return arguments for a call: new tensors on `device`, the float ones in `dtypes` in order."""
     rest = iter(dtypes)
     generator = torch.Generator().manual_seed(0)
 

@@ -1,7 +1,6 @@
-"""What is known of operators without a measurement: families of operators with one rule and one message.
+"""Rules for families of operators, used for dtype combinations and devices that were not measured.
 
-Used where a device's table says nothing: for combinations that were not measured, and for whole devices that none
-of us could measure on. Whatever rests on a family is marked `assumed`.
+Verdicts from a family are marked `assumed`.
 """
 
 from __future__ import annotations
@@ -18,26 +17,27 @@ from isotype.contracts.pattern import CORRUPTS, fill, letters_in
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
 UNKNOWN_CAPABILITY = (8, 0)
-"""What an NVIDIA GPU is taken for where nothing says which: older ones lack bfloat16, newer ones prefer other kernels."""
+"""Assumed for an NVIDIA GPU of unknown capability: older ones lack bfloat16, newer ones prefer other kernels."""
 ALL = GPUS | {"cpu"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A rule that several operators share.
+    """A rule shared by several operators.
 
     Attributes:
         ops: operators without overload (`aten.mm`).
-        message: what torch says to operands that break the rule; `{0}`, `{1}` are the operands compared: the first
-            one, and the first one that differs from it. "" for a rule that only limits the dtypes.
-        alike: positions of the operands that must share a dtype, counted in the pattern's letters; None for all.
-        exact: whether an integer operand breaks the rule too (those of a matmul do, indices do not).
-        only: letters of the dtypes that are accepted at all; "" for any.
-        refusal: what torch says to another dtype, `{0}` being the dtype.
-        devices: device kinds it holds on.
-        majors: major compute capabilities of the NVIDIA GPUs it holds on; None for all.
-        matches: regular expression that the letters of the operands compared match from the first on; "" for any.
-        in_order: whether `{0}`, `{1}` of the message are the operands in their order, and not those that differ.
+        message: torch's error for operands that break the rule; `{0}`, `{1}` are the operands compared:
+            the first one, and the first that differs from it. "" for a rule that only limits the dtypes.
+        alike: positions (in the pattern's letters) of the operands that must share a dtype; None for all.
+        exact: whether integer operands break the rule too (as in a matmul, not as indices).
+        only: letters of the accepted dtypes; "" for any.
+        refusal: torch's error for another dtype, which `{0}` names.
+        devices: device kinds to which it applies.
+        majors: major compute capabilities to which it applies; None for all.
+        matches: regular expression that the compared letters must match from the start; "" for any.
+        in_order: whether `{0}`, `{1}` of the message are the operands in order instead of the differing
+            ones.
     """
 
     ops: frozenset[str]
@@ -52,12 +52,12 @@ class Family:
     in_order: bool = False
 
     def holds(self, device: str, capability: tuple[int, int] | None) -> bool:
-        """Whether it holds on a kind of device, of an NVIDIA GPU by its compute capability."""
+        """Return whether the rule applies to a device kind, or to an NVIDIA GPU's compute capability."""
         major, _ = capability or UNKNOWN_CAPABILITY
         return device in self.devices and (device != "cuda" or self.majors is None or major in self.majors)
 
     def breach(self, pattern: str, integer: torch.dtype = torch.int64) -> str | None:
-        """What torch says to operands of this pattern; None where it accepts them."""
+        """Return torch's error for operands of this pattern; None if they are accepted."""
         letters = letters_in(pattern)
         chosen = [letters[at] for at in self.alike or range(len(letters)) if at < len(letters)]
         compared = chosen if self.exact else [letter for letter in chosen if letter != "i"]
@@ -77,7 +77,7 @@ def _ops(names: str) -> frozenset[str]:
 
 
 _FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | {VARLEN_ATTENTION}
-"""FlashAttention's forwards; attention by lengths calls the second one."""
+"""FlashAttention's forwards; varlen attention calls the second one."""
 
 
 def _bitsandbytes(names: str) -> frozenset[str]:
@@ -93,7 +93,7 @@ _MASK = "invalid dtype for bias - should match query's dtype"
 _NO_KERNEL = "\"{}\" not implemented for '{{0:name}}'"
 
 _CUDA_FACTORIZATIONS = {
-    "_linalg_svd": "svd_cuda_gesvdj",  # of sides up to 32 another: `by_shapes`
+    "_linalg_svd": "svd_cuda_gesvdj",  # `by_shapes` for sides up to 32
     "_linalg_eigh": "linalg_eigh_cuda",
     "linalg_qr geqrf": "geqrf_cuda",
     "linalg_householder_product": "orgqr_cuda",
@@ -102,7 +102,7 @@ _CUDA_FACTORIZATIONS = {
     "linalg_ldl_factor_ex": "ldl_factor_looped_cusolver",
     "linalg_solve_triangular triangular_solve": "triangular_solve_cuda",
 }
-"""Operators -> the first kernel that they come to on a GPU, as its dispatcher calls it."""
+"""Operators -> the first kernel that a GPU's dispatcher calls for them."""
 
 FAMILIES: tuple[Family, ...] = (
     # mm is checked in each device's kernel, addmm before any of them: its messages are the same everywhere.
@@ -143,7 +143,7 @@ FAMILIES: tuple[Family, ...] = (
         message="dot : expected both vectors to have same dtype, but found {0:name} and {1:name}",
         exact=True,
     ),
-    # Overloads that are given the result's dtype: only GPUs have them. What is added may be of either dtype.
+    # Overloads with a result dtype: only GPUs have them. The added tensor may have either dtype.
     Family(frozenset({"aten.mm.dtype"}), message="input dtypes must be the same", exact=True, devices=GPUS),
     Family(
         frozenset({"aten.bmm.dtype"}),
@@ -165,14 +165,15 @@ FAMILIES: tuple[Family, ...] = (
         exact=True,
         devices=GPUS,
     ),
-    # `torch.sparse.mm` on fakes, which are dense, gives it the sparse matrix last.
+    # `torch.sparse.mm` passes the sparse matrix last on fake tensors, which are dense.
     Family(
         _ops("_sparse_addmm"),
         message="expected scalar type {0:name} but found {1:name}",
         alike=(2, 1),
         exact=True,
     ),
-    # The kernels take three dtypes since torch 2.10; only the fake one says "Expected inputs of BF16 type".
+    # The kernels take three dtypes since torch 2.10; only the fake kernel raises "Expected inputs of BF16
+    # type".
     *(
         Family(
             _ops("_grouped_mm"),
@@ -279,9 +280,10 @@ FAMILIES: tuple[Family, ...] = (
         _ops("_weight_norm_interface"),
         message="expected scalar type {0:name} but found {1:name}",
     ),
-    # A mask of another dtype. `scaled_dot_product_attention` (on fakes: the CPU's kernel, which converts it) runs with one by
-    # the memory-efficient kernel, which refuses it. On capabilities 9 and 10 cuDNN's comes first and takes it, before
-    # 8.0 bfloat16 has no fused kernel at all, and on ROCm such a mask is left to the plain one.
+    # A mask of another dtype. `scaled_dot_product_attention` (on fake tensors: the CPU's kernel, which
+    # converts the mask) passes it to the memory-efficient kernel, which rejects it. On capabilities 9 and 10
+    # cuDNN's kernel comes first and accepts it, before 8.0 bfloat16 has no fused kernel, and ROCm uses the
+    # math kernel.
     Family(
         _ops("_scaled_dot_product_flash_attention_for_cpu"),
         message=_MASK,
@@ -311,7 +313,8 @@ FAMILIES: tuple[Family, ...] = (
         majors=frozenset({5, 6, 7}),
     ),
     Family(_ops("_scaled_dot_product_efficient_attention"), message=_MASK, devices=_CUDA),
-    # cuDNN's is chosen for 16 bits alone, and this is said where no other may be; its mask may have another dtype.
+    # cuDNN's kernel is chosen only for 16 bits; this error is raised if no other kernel is allowed. Its mask
+    # may have another dtype.
     Family(
         _ops("_scaled_dot_product_cudnn_attention"),
         alike=(0, 1, 2),
@@ -342,8 +345,8 @@ FAMILIES: tuple[Family, ...] = (
         alike=(0, 1, 2, 3),
         devices=_CUDA,
     ),
-    # Factorizations come from LAPACK, cuSOLVER and MAGMA, which have no 16 bits; nor have the kernels of the two below. Two
-    # are refused before any of them, the others by the name of the kernel.
+    # Factorizations use LAPACK, cuSOLVER and MAGMA, which have no 16-bit routines, nor do the two kernels
+    # below. Two are rejected before dispatch, the others by the name of the kernel.
     *(
         Family(_ops(names), only="fd", refusal=f"{said}: Low precision dtypes not supported. Got {{0:name}}")
         for names, said in (("linalg_inv_ex", "linalg.inv"), ("_linalg_slogdet", "linalg.slogdet"))
@@ -366,7 +369,8 @@ FAMILIES: tuple[Family, ...] = (
         message="Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 "
         "'per_sample_weights'; but type {0:name} does not equal {1:name}",
     ),
-    # bitsandbytes' kernels (and their `.out` forms) take pointers: absmax and code are read as float32, whatever they are.
+    # bitsandbytes' kernels (and their `.out` forms) take pointers: absmax and code are read as float32
+    # without a check.
     *(
         Family(_bitsandbytes(names), alike=positions, only="f", refusal=CORRUPTS, devices=_CUDA)
         for names, positions in (
@@ -385,13 +389,13 @@ FAMILIES: tuple[Family, ...] = (
         devices=_CUDA,
     ),
 )
-"""What is checked first comes first."""
+"""In the order in which torch checks them."""
 
 
 def families_of(op: str, device: str, capability: tuple[int, int] | None = None) -> tuple[Family, ...]:
-    """The families of an overload (`aten.mm.default`) on a kind of device, in the order torch checks them.
+    """Return the families of an overload (`aten.mm.default`) on a device kind, in torch's order of checks.
 
-    `capability` is an NVIDIA GPU's; without it the answer is that of `UNKNOWN_CAPABILITY`.
+    `capability` is an NVIDIA GPU's; `UNKNOWN_CAPABILITY` if it is None.
     """
     name = op.rpartition(".")[0]
     named = {op} if op.endswith(".dtype") else {name}
@@ -401,9 +405,10 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 
 
 def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
-    """What torch says where that depends on shapes; `message` elsewhere.
+    """Return torch's error if it depends on shapes; else `message`.
 
-    cuSOLVER factors matrices of up to 32 rows and columns with another routine (`svd_cusolver`, BatchLinearAlgebraLib.cpp).
+    cuSOLVER factors matrices of up to 32 rows and columns with another routine (`svd_cusolver`,
+    BatchLinearAlgebraLib.cpp).
     """
     if op == "aten._linalg_svd.default" and max(args[0].shape[-2:]) <= 32:
         return message.replace('"svd_cuda_gesvdj"', '"svd_cuda_gesvdjBatched"')

@@ -3,25 +3,25 @@
     python -m isotype.contracts.measure --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
 
-A CPU's table is that of its instruction set: `tables/cpu-avx2.json` is whole, those of the others hold the operators
-that differ. `ONEDNN_MAX_CPU_ISA` lowers a CPU to a smaller set.
+A CPU's table is that of its instruction set: `tables/cpu-avx2.json` is whole, those of the others hold the
+operators that differ. `ONEDNN_MAX_CPU_ISA` lowers a CPU to a smaller set.
 
-Every example of `tables/examples.json` is replayed with fresh tensors of a few elements for each combination of
-float32, bfloat16 and float16 over its float operands (float64 too where an example has it):
+Every example of `tables/examples.json` is replayed with fresh tensors of a few elements for each combination
+of float32, bfloat16 and float16 over its float operands (float64 too where an example has it):
 
 - up to 4 float operands: all combinations;
 - 5 or 6: all combinations of at most two dtypes;
 - more: all alike, all alike but one, and the combination that was recorded.
 
-What raises is rejected, with the message. What returns is compared with the same values in float64 on the CPU, and with
-the dtypes that were recorded on the device: far from both, the operator corrupts, and is rejected as one that says nothing.
-All else is accepted, with the dtypes of the results. Examples of one
-operator may have the same pattern and different results (a scalar, a `dtype=` argument): then the result is
-unspecified (`?`). Where one example accepts a pattern and another rejects it, the pattern is left out: a table says
-nothing that is only sometimes so.
+A call that raises is rejected, with its message. Results are compared with the same values in float64 on the
+CPU, and with the dtypes that were recorded on the device: far from both, the operator corrupts values without
+an error, and is rejected. All others are accepted, with the dtypes of the results. Examples of one operator
+may have the same pattern and different results (a scalar, a `dtype=` argument): then the result is
+unspecified (`?`). Where one example accepts a pattern and another rejects it, the pattern is left out: a
+table has no entries that only sometimes apply.
 
-Calls run in a child process. Where one kills it (or the device), the operator is named under `died` and the
-measurement goes on after it.
+Calls run in a child process. If one kills it (or the device), the operator is listed under `died` and the
+measurement continues.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
 
-# Every way torch spells a float dtype, with its letter and the format specification that writes it again.
+# torch's spellings of the float dtypes, with the letter and the format specification of each.
 _SPELLINGS: dict[str, tuple[str, str]] = {
     "torch.float32": ("f", ":torch"),
     "torch.bfloat16": ("b", ":torch"),
@@ -79,19 +79,19 @@ _SPELLINGS: dict[str, tuple[str, str]] = {
     "Double": ("d", ":name"),
 }
 _WORD = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _SPELLINGS)) + r")(?![\w.]*\w)")
-_MOST = 256  # readings of one message worth looking at
+_MOST = 256  # readings to try per message
 
 EXAMPLES = TABLES / "examples.json"
 GPU_EXAMPLES = TABLES / "examples_gpu.json"
-"""Calls that no step on a CPU makes: attention kernels of GPUs. Written by hand."""
+"""Calls that only GPUs make: their attention kernels. Written by hand."""
 
-_TORCH_NAMES = {"rocm": "cuda"}  # what torch calls a device
-_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # they lower a CPU's instruction set
+_TORCH_NAMES = {"rocm": "cuda"}  # torch's name of the device
+_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # variables that lower a CPU's instruction set
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One call: the letters of its results, or what it raised."""
+    """A call's result: the letters of its results, or its error."""
 
     pattern: str
     results: str = ""
@@ -99,7 +99,7 @@ class Outcome:
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
-    """The combinations of letters to measure for float operands recorded as `recorded` (`"fbb"`)."""
+    """Return the combinations of letters to measure for float operands recorded as `recorded` (`"fbb"`)."""
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:
@@ -118,11 +118,7 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
 
 
 def overload(op: str) -> OpOverload:
-    """`aten.mm.default` -> the operator; bitsandbytes is imported for its own.
-
-    Raises:
-        AttributeError, ImportError: this machine does not have it.
-    """
+    """Return the operator named `aten.mm.default`; imports bitsandbytes for its operators."""
     namespace, name, variant = op.split(".")
     if namespace == "bitsandbytes":
         import bitsandbytes  # noqa: F401 - registers its operators
@@ -131,9 +127,9 @@ def overload(op: str) -> OpOverload:
 
 
 def measure_operator(op: str, examples: Sequence[Json], device: torch.device) -> dict[str, Any]:
-    """What `op` does with every combination of dtypes: `{pattern: results or [message]}`, `broken` examples.
+    """Measure `op` for every combination of dtypes: `{pattern: results or [message]}`, `broken` examples.
 
-    An example is broken if this device refuses even the dtypes it was recorded with.
+    An example is broken if this device rejects even the recorded dtypes.
     """
     doubles = any(tensor["t"] == "float64" for tensor in tensors_in(examples))
     outcomes: dict[str, list[Outcome]] = {}
@@ -153,7 +149,7 @@ def measure_operator(op: str, examples: Sequence[Json], device: torch.device) ->
 
 
 def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
-    """What all examples of a pattern agree on, None where they do not."""
+    """Return the outcome on which all examples of a pattern agree; None if they disagree."""
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if errors:
         return errors[:1] if len(errors) == len(outcomes) else None
@@ -198,7 +194,7 @@ def _result_letters(returned: Any) -> str:
 
 
 def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, Any]:
-    """The table of `device`, as it is written to JSON; every operator of `examples` is measured."""
+    """Return the table of `device`, as it is written to JSON; every operator of `examples` is measured."""
     measured, died = _measured_in_children(examples, device)
     messages: dict[str, int] = {}
     operators: dict[str, dict[str, str | int]] = {}
@@ -221,7 +217,7 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
 
 
 def difference(table: Mapping[str, Any], base: str) -> dict[str, Any]:
-    """What of a table differs from that of `base` (`cpu-avx2`), operator by operator; `read_table` puts it together.
+    """Return the part of a table that differs from the table `base` (`cpu-avx2`); `read_table` merges them.
 
     Raises:
         ValueError: the base lists other operators or was measured with another version of torch.
@@ -260,7 +256,7 @@ def difference(table: Mapping[str, Any], base: str) -> dict[str, Any]:
 def _measured_in_children(
     examples: Mapping[str, Sequence[Json]], device: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure in child processes, a new one after each operator that killed its process; name those."""
+    """Measure in child processes, with a new one after each crash; return the results and the crashed operators."""
     measured: dict[str, Any] = {}
     died: dict[str, str] = {}
     left = dict(sorted(examples.items()))
@@ -291,7 +287,7 @@ def _measured_in_children(
 
 
 def _measure_into(results: Path, examples: Mapping[str, Sequence[Json]], device: torch.device) -> None:
-    """Measure `examples`, one line of JSON an operator; each line is on disk before the next operator runs."""
+    """Measure `examples`; each operator's line of JSON is on disk before the next operator runs."""
     with results.open("a", encoding="utf-8") as lines:
         for op, calls in examples.items():
             lines.write(json.dumps({"op": op, **measure_operator(op, calls, device)}) + "\n")
@@ -309,7 +305,7 @@ def _device_name(device: str) -> str:
 
 
 def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]]:
-    """The calls to replay on a kind of device: those of `path`, else isotype's own."""
+    """Return the calls to replay on a device kind: those in `path`, else isotype's."""
     files = [path] if path is not None else [EXAMPLES] if device == "cpu" else [EXAMPLES, GPU_EXAMPLES]
     read: dict[str, list[Json]] = {}
     for file in files:
@@ -318,12 +314,12 @@ def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write two levels of keys one to a line and the rest compactly, so that a changed entry is a changed line."""
+    """Write two levels of keys on one line each, so that a changed entry is a changed line."""
     write_whole(path, compact(content) + "\n")
 
 
 def compact(content: Mapping[str, Any]) -> str:
-    """A JSON object with one line for each entry of its dicts and lists."""
+    """Return a JSON object with one line for each entry of its dicts and lists."""
     lines = []
     for key, value in content.items():
         if isinstance(value, dict) and value:
@@ -343,7 +339,7 @@ def _tight(value: Any) -> str:
 
 
 def main() -> None:
-    """Command line: measure a device, write its table, print what was done."""
+    """Run the command line: measure a device, write its table, print a summary."""
     parser = argparse.ArgumentParser(
         prog="python -m isotype.contracts.measure", description=__doc__, allow_abbrev=False
     )
@@ -364,7 +360,7 @@ def main() -> None:
     if options.child is not None:
         _measure_into(options.output, json.loads(options.child.read_text(encoding="utf-8")), device)
         return
-    torch.empty(1, device=device)  # fail here, in one line, where the device is missing
+    torch.empty(1, device=device)  # fail here, in one line, if the device is missing
     started = time.perf_counter()
     table = measure(read_examples(options.device, options.examples), options.device)
     output = options.output
@@ -380,10 +376,10 @@ def main() -> None:
 
 
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
-    """Pattern -> message, to pattern -> template, with as few distinct templates as a greedy choice finds.
+    """Convert pattern -> message to pattern -> template, with few distinct templates (greedy).
 
-    A dtype in a message may be that of any operand which has it; the reading that explains the most messages of the
-    operator is taken. `fill(template, letters_in(pattern))` gives each message back to the letter.
+    A dtype in a message may be that of any operand with this dtype; the reading that explains most messages
+    of the operator is taken. `fill(template, letters_in(pattern))` reproduces each message exactly.
     """
     readings = {pattern: list(_readings(pattern, message)) for pattern, message in messages.items()}
     chosen: dict[str, str] = {}
@@ -396,7 +392,7 @@ def templates(messages: Mapping[str, str]) -> dict[str, str]:
 
 
 def _readings(pattern: str, message: str) -> Iterator[str]:
-    """Every template that gives `message` for `pattern`."""
+    """Yield every template that gives `message` for `pattern`."""
     letters = letters_in(pattern)
     # re.split with one group alternates between text and dtype words.
     parts = _WORD.split(message.replace("{", "{{").replace("}", "}}"))

@@ -1,7 +1,9 @@
-"""Which measured table a device is judged by: of its own kind, the nearest in capability or instruction set, then in torch's version.
+"""Choice of the measured table for a device: same kind, nearest capability or instruction set, nearest torch
+version.
 
-Tables are files `KIND[-VARIANT][-torchVERSION].json`: `cuda-sm75-torch2.13`, `cpu-avx2`, `mps-torch2.13`. The variant is an NVIDIA
-GPU's compute capability or a CPU's instruction set. Where a name has no version, the table itself says it.
+Tables are files `KIND[-VARIANT][-torchVERSION].json`: `cuda-sm75-torch2.13`, `cpu-avx2`, `mps-torch2.13`. The
+variant is an NVIDIA GPU's compute capability or a CPU's instruction set. If a name has no version, the table
+itself has it.
 """
 
 from __future__ import annotations
@@ -22,13 +24,8 @@ _FAR = 100
 
 @dataclass(frozen=True)
 class TableName:
-    """What a table was measured on.
-
-    Attributes:
-        name: of the file, without its ending.
-        kind: of the device.
-        variant: `sm75`, `avx2`; "" where its kind has no variants.
-        torch: major and minor version (`2.13`).
+    """Name of a table: file stem, device kind, variant (`sm75`, `avx2` or ""), major and minor torch version
+    (`2.13`).
     """
 
     name: str
@@ -38,18 +35,18 @@ class TableName:
 
     @property
     def words(self) -> str:
-        """For a report: `cuda-sm75, torch 2.13`."""
+        """Text for a report: `cuda-sm75, torch 2.13`."""
         return f"{self.kind}{f'-{self.variant}' if self.variant else ''}, measured with torch {self.torch}"
 
 
 def table_name(kind: str, capability: tuple[int, int] | None, torch_version: str) -> str:
-    """The name of a table that is measured now: `cuda-sm75-torch2.13`."""
+    """Return the name of a new table: `cuda-sm75-torch2.13`."""
     variant = f"-sm{capability[0]}{capability[1]}" if capability is not None else ""
     return f"{kind}{variant}-torch{_minor(torch_version)}"
 
 
 def tables_in(folder: Path) -> tuple[TableName, ...]:
-    """The tables of a folder, by name."""
+    """Return the tables of a folder, by name."""
     names = []
     for path in sorted(folder.glob("*.json")):
         parts = _NAME.fullmatch(path.stem)
@@ -60,7 +57,7 @@ def tables_in(folder: Path) -> tuple[TableName, ...]:
 
 
 def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version: str) -> TableName | None:
-    """The table to judge a device by; None where no device of its kind was measured."""
+    """Return the table to use for a device; None if no device of its kind was measured."""
     own = [table for table in tables if table.kind == kind]
     return min(
         own,
@@ -70,14 +67,14 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 
 
 def variant_of(kind: str, capability: tuple[int, int] | None, contracts: str) -> str:
-    """The variant of a device: by its compute capability on NVIDIA GPUs, by the name of its table elsewhere (`cpu-avx2`)."""
+    """Return a device's variant: an NVIDIA GPU's compute capability, else from its table's name (`cpu-avx2`)."""
     if kind == "cuda":
         return "" if capability is None else f"sm{capability[0]}{capability[1]}"
     return contracts.partition("-")[2]
 
 
 def _apart(one: str, other: str) -> float:
-    """How far apart two variants are: capabilities by generation first, of equal ones the older."""
+    """Return the distance of two variants: of capabilities by generation first, older before newer."""
     if one == other:
         return 0
     if not (one.startswith("sm") and other.startswith("sm")):

@@ -1,14 +1,14 @@
 """Operand dtypes as short strings: the keys of the contract tables, and dtypes as torch spells them.
 
-A pattern has one letter an operand, in argument order: `f` float32, `b` bfloat16, `h` float16, `d` float64, and `i`
-for any integer or bool. Neighbouring `i` are one, so that the number of index tensors does not matter.
+A pattern has one letter an operand, in argument order: `f` float32, `b` bfloat16, `h` float16, `d` float64,
+and `i` for any integer or bool. Adjacent `i` are merged, so that the number of index tensors does not matter.
 
-Operators that take lists of tensors have patterns that do not depend on the lists' lengths:
+Patterns of operators with lists of tensors do not depend on the lists' lengths:
 
 - `cat`, `stack` (one result): the *set* of letters in the list, in braces: `{bf}`.
-- `_foreach_*`, `_fused_*`, `_amp_foreach_*` (one result, or one update, for each element): a pattern for each
-  element, one letter a list, then `|` and the letters of the single tensors: `ffff|f`. A call is as good as its
-  worst element.
+- `_foreach_*`, `_fused_*`, `_amp_foreach_*` (one result, or one update, for each element): a pattern for
+  each element, one letter a list, then `|` and the letters of the single tensors: `ffff|f`. A call is
+  accepted if all its elements are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LETTERS: dict[torch.dtype, str] = {
         "i",
     ),
 }
-"""The letter of an operand; a dtype that is not here (complex, float8) is in no table."""
+"""Letters of operand dtypes; other dtypes (complex, float8) are in no table."""
 
 RESULT_LETTERS: dict[torch.dtype, str] = {
     torch.float32: "f",
@@ -57,15 +57,15 @@ RESULT_LETTERS: dict[torch.dtype, str] = {
     torch.complex64: "z",
     torch.complex128: "y",
 }
-"""The letter of a result, which tells integers apart."""
+"""Letters of result dtypes, which distinguish integers."""
 
 RESULT_DTYPES: dict[str, torch.dtype] = {letter: dtype for dtype, letter in RESULT_LETTERS.items()}
 FLOAT_DTYPES: dict[str, torch.dtype] = {letter: RESULT_DTYPES[letter] for letter in "fbhd"}
 
 CORRUPTS = "nothing: it returns wrong values without an error"
-"""In place of the device's message: what an operator says that takes a dtype and misreads it."""
+"""Message of an operator that accepts a dtype and misreads it."""
 
-# How C++ writes a dtype in messages: as the type, and as the name of the scalar type.
+# C++ spellings of a dtype in messages: the type, and the name of the scalar type.
 _CPP: dict[torch.dtype, tuple[str, str]] = {
     torch.float32: ("float", "Float"),
     torch.bfloat16: ("c10::BFloat16", "BFloat16"),
@@ -85,7 +85,7 @@ _CPP: dict[torch.dtype, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Spelled:
-    """A dtype for `str.format`: `{0}` the C++ type, `{0:name}` the scalar type, `{0:torch}` torch's own."""
+    """A dtype for `str.format`: `{0}` the C++ type, `{0:name}` the scalar type, `{0:torch}` torch's name."""
 
     dtype: torch.dtype
 
@@ -96,26 +96,18 @@ class Spelled:
 
 
 def letters_in(pattern: str) -> str:
-    """The operand letters of a pattern, without braces and bars."""
+    """Return the operand letters of a pattern, without braces and bars."""
     return "".join(filter(str.isalpha, pattern))
 
 
 def fill(template: str, letters: Sequence[str], integer: torch.dtype = torch.int64) -> str:
-    """A message template with the operands' dtypes in it; `integer` is the dtype that `i` stands for."""
+    """Return a message template filled with the operands' dtypes; `integer` is the dtype of `i`."""
     return template.format(*(Spelled(FLOAT_DTYPES.get(letter, integer)) for letter in letters))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an operator takes its tensors.
-
-    Attributes:
-        lists: number of its lists of tensors (optional index lists do not count).
-        optional_lists: how many of them may be empty.
-        singles: number of single tensors it must be given, besides the lists.
-        optional_singles: number of those it may be given.
-        each: whether it works on the lists element by element.
-    """
+    """Numbers of tensors and tensor lists of an operator; `each`: it works on the lists element by element."""
 
     lists: int = 0
     optional_lists: int = 0
@@ -125,13 +117,13 @@ class Layout:
 
 
 PLAIN = Layout()
-# Empty unless the optimizer runs with amsgrad or momentum.
+# Empty unless the optimizer uses amsgrad or momentum.
 _MAY_BE_EMPTY = {"max_exp_avg_sqs", "momentum_buffer_list"}
 
 
 @cache
 def layout_of(op: str) -> Layout:
-    """The layout of an overload (`aten.cat.default`) by its schema; plain where this torch has no such operator."""
+    """Return the layout of an overload (`aten.cat.default`) from its schema; `PLAIN` if torch lacks it."""
     schema = _schema(op)
     if schema is None:
         return PLAIN
@@ -161,7 +153,7 @@ def _schema(op: str) -> FunctionSchema | None:
 
 
 def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
-    """The distinct patterns of a call, given its operands' letters: one, but for element-wise list operators."""
+    """Return the distinct patterns of a call by its operands' letters; several only for element-wise lists."""
     if not layout.lists:
         return (_without_runs(letters),)
     if not layout.each:
@@ -175,10 +167,10 @@ def _without_runs(letters: Sequence[str]) -> str:
 
 
 def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
-    """The ways to read a flat operand list as equally long lists followed by single tensors.
+    """Return the ways to split a flat operand list into equally long lists followed by single tensors.
 
-    Optional arguments make more than one way possible; the one with the fewest distinct elements is the right one,
-    since optimizers group their tensors by dtype; of two equal ones the first, with fewer lists.
+    Optional arguments allow several ways. The one with the fewest distinct elements is right, since
+    optimizers group their tensors by dtype; of equal ones the first, with fewer lists.
     """
     splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):

@@ -1,6 +1,7 @@
-"""Whether an operator that took its operands computed with them: its results against those of a trusted dtype.
+"""Detection of operators that accept operands but compute wrong values.
 
-A kernel that is handed a pointer without a check reads another dtype's bytes: nothing is raised, and the values are noise.
+A kernel that gets a pointer without a check reads another dtype's bytes: nothing is raised, and the values
+are noise.
 """
 
 from __future__ import annotations
@@ -15,20 +16,16 @@ from isotype.contracts.example import Json, decode
 from isotype.contracts.pattern import FLOAT_DTYPES
 
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
-"""What torch raises at operands it does not take."""
+"""torch's exceptions for operands that it rejects."""
 
 FAR = 0.25
-"""Of the results' norm: 16 bits keep the examples' operands, between 0.1 and 0.9, to 0.004, other bytes give values of any size."""
+"""Relative to the results' norm: 16 bits represent values from 0.1 to 0.9 to 0.004, misread bytes do not."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
 
 def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operator returns, as a list; of one that only writes into its operands, these.
-
-    Raises:
-        Exception: what the operator raises.
-    """
+    """Return an operator's results as a list; its written operands if it returns None."""
     returned = function(*args, **kwargs)
     items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if returned is not None:
@@ -44,18 +41,10 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def corrupted(
     function: Any, example: Json, letters: str, recorded: str, results: Sequence[Any], device: torch.device
 ) -> bool:
-    """Whether results of operands of the dtypes `letters` are far from what those operands' values give.
+    """Return whether the results for operand dtypes `letters` are far from every trusted run.
 
-    They are far where they are far from every trusted run: the same values in float64 on the CPU, and in the recorded dtypes
-    on the device and on the CPU. Operators that draw random numbers or that no trusted run is known of are not judged.
-
-    Args:
-        function: the operator.
-        example: the call.
-        letters: a dtype for each float operand.
-        recorded: those of the recorded call.
-        results: what it returned.
-        device: where it ran.
+    Trusted runs: the same values in float64 on the CPU, and in the recorded dtypes on the device and on the
+    CPU. Operators that draw random numbers, or without a trusted run, are not judged.
     """
     if not _comparable(function):
         return False
@@ -65,7 +54,7 @@ def corrupted(
 
 
 def _comparable(function: Any) -> bool:
-    """No random numbers, no memory that nobody has written, and no bytes that are another dtype's on purpose."""
+    """Return whether results can be compared: no random numbers, uninitialized memory or reinterpreted bytes."""
     name = operator_schema(function).name.rpartition("::")[2]
     return torch.Tag.nondeterministic_seeded not in function.tags and "empty" not in name and name != "set_"
 
@@ -73,9 +62,9 @@ def _comparable(function: Any) -> bool:
 def _references(
     function: Any, example: Json, letters: str, recorded: str, device: torch.device
 ) -> Iterator[list[torch.Tensor]]:
-    """Results of the rounded operands in dtypes that are to be trusted, of each run that is possible.
+    """Yield the results of the rounded operands for each trusted dtype that runs.
 
-    float64 is trusted of torch's own operators alone: they refuse what they have no kernel for.
+    float64 is trusted only for torch's operators, which raise if they have no kernel for it.
     """
     cpu = torch.device("cpu")
     double = [("d" * len(letters), cpu)] if function.namespace == "aten" else []
@@ -83,7 +72,7 @@ def _references(
         rest = iter(letters)
 
         def rounded(tensor: torch.Tensor, rest: Iterator[str] = rest) -> torch.Tensor:
-            """The values that the operand of the call has, in its trusted dtype."""
+            """Return the operand's values, rounded to its dtype, in the trusted dtype."""
             return tensor.to(FLOAT_DTYPES[next(rest)]).to(tensor.dtype)
 
         try:
@@ -108,7 +97,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], device: 
 
 
 def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:
-    """Float results in float64 on the CPU, complex ones by their absolute values."""
+    """Return the float results in float64 on the CPU; absolute values of complex ones."""
     numbers = []
     for result in results:
         if isinstance(result, torch.Tensor) and result.dtype in _FLOATS:
@@ -120,7 +109,7 @@ def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:
 
 def _far(results: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> bool:
     if [each.shape for each in results] != [each.shape for each in reference]:
-        return False  # another number of results is no matter of values
+        return False  # a different number of results is not judged by values
     return any(_apart(ours, trusted) for ours, trusted in zip(results, reference, strict=True))
 
 

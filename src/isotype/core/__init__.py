@@ -1,1 +1,1 @@
-"""The ground floor: dtypes, errors, names, units, command-line parsing, atomic writes. It knows nothing of the rooms above."""
+"""The lowest layer: dtypes, errors, names, units, command-line parsing, atomic writes. It imports no other room."""

@@ -1,4 +1,4 @@
-"""How torch's allocator on NVIDIA GPUs reserves memory; decided before torch reads it, which it does once in a process."""
+"""Settings of torch's CUDA allocator. torch reads them once per process, so they are set before its import."""
 
 from __future__ import annotations
 
@@ -11,23 +11,18 @@ from itertools import pairwise
 from pathlib import Path
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch (2.10 to 2.14) looks; the first is its name for all accelerators."""
+"""Variables that torch 2.10 to 2.14 reads; the first one is for all accelerators."""
 
 EXPANDABLE = "expandable_segments:True"
 
 
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
-    """Let reserved memory grow in place, where batches of changing length would leave gaps in blocks of fixed size.
+    """Turn on expandable segments, so that batches of changing length leave no gaps; return the value set,
+    None if none.
 
-    Call it before torch is imported. Nothing is changed where the user has set one of `VARIABLES`, where this torch has no such
-    segments (builds for ROCm and Windows warn and ignore them, `expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h) and
-    no GPU of NVIDIA's to reserve memory on, and where vLLM is to run in the process (`--use_vllm`): its own pool of memory refuses them.
-
-    Args:
-        arguments: of the command.
-
-    Returns:
-        What is in force, as the value of the variable; None where isotype has set nothing.
+    Call it before importing torch. Changes nothing if the user has set one of `VARIABLES`, if torch was built
+    for ROCm or Windows (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or with `--use_vllm`
+    among `arguments`: vLLM's memory pool rejects them.
     """
     if any(name in os.environ for name in VARIABLES) or sys.platform == "win32" or _uses_vllm(arguments):
         return None
@@ -38,12 +33,12 @@ def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
 
 
 def allocator_setting() -> str | None:
-    """`NAME=value` of what torch's allocator is set to in this process; None where nothing is set."""
+    """Return the allocator setting of this process as `NAME=value`; None if there is none."""
     return next((f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ), None)
 
 
 def built_for(toolkit: str) -> str | None:
-    """The version of a toolkit (`cuda`, `hip`) that the installed torch was built for, read without importing torch."""
+    """Return the version of a toolkit (`cuda`, `hip`) that torch was built for, without importing torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""A command line's parser whose complaints are ours: all of them at once, each with what was meant."""
+"""Command-line parser that reports all problems at once and suggests the argument that was meant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     )
     for other in others.split()
 }
-"""Names of arguments in other libraries, or short ones -> ours."""
+"""Short names, and names of other libraries -> isotype's names."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -50,44 +50,40 @@ _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
 class Parser(ValueParser):
-    """argparse, but values that an argument does not take are kept as `problems` and parsing goes on. Names are whole ones.
+    """argparse that collects invalid values in `problems` and goes on. Names cannot be abbreviated.
 
-    `parse_args` raises them, with the names that nobody knows, as one error; who calls `parse_known_args` judges
-    `problems` by itself.
+    `parse_args` raises all problems and unknown names as one error; callers of `parse_known_args` handle
+    `problems`.
     """
 
     problems: list[Problem]
     _own: tuple[str, ...] = ()
-    """The whole command line, where no other parser reads the rest of it."""
+    """The whole command line, if no other parser reads a part of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # A name that is cut short by mistake would be another argument's: --learning_rat 3 trained at a rate of 3.
+        # argparse's abbreviations turn a typo into another argument: --learning_rat 3 trained at a rate of 3.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; sets `problems`."""
+        """Parse as argparse does, and set `problems`."""
         self.problems = []
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse.
-
-        Raises:
-            UsageError: with every argument that is unknown, lacks its value or has a wrong one.
-        """
+        """Raise one UsageError that lists every argument that is unknown, lacks its value or has an invalid one."""
         self._own = tuple(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])
         return parsed
 
     def refuse(self, problems: Sequence[Problem]) -> None:
-        """Raise a UsageError of the problems, if there are any."""
+        """Raise one UsageError for the problems, if there are any."""
         if problems:
             hint = f"{self.prog} --help lists the arguments"
             raise UsageError("arguments that cannot work", problems, hint)
 
     def error(self, message: str) -> NoReturn:
-        """What argparse cannot go on after: a missing value or argument."""
+        """Report an error that argparse cannot continue after: a missing value or argument."""
         known = {name for action in actions_of(self) for name in action.option_strings}
         flags = (token for token in self._own if token.startswith("--"))
         unknown = [token for token in flags if token.partition("=")[0] not in known]
@@ -99,7 +95,7 @@ class Parser(ValueParser):
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
-        """Of what was left unparsed: unknown names with the nearest known ones, and words of no argument."""
+        """Return the problems of unparsed tokens: unknown names with the nearest known ones, and stray values."""
         flags = [token for token in tokens if re.match(r"--?[A-Za-z]", token)]
         # The words after an unknown name are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
@@ -108,11 +104,11 @@ class Parser(ValueParser):
         return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
 
     def dests(self) -> list[str]:
-        """The names under which values are kept."""
+        """Return the names under which values are stored."""
         return [action.dest for action in actions_of(self)]
 
     def known_names(self) -> list[str]:
-        """The long names, one a meaning."""
+        """Return the long name of each argument."""
         named = [action.option_strings for action in actions_of(self) if action.option_strings]
         return [next((name for name in names if name.startswith("--")), names[0]) for names in named]
 
@@ -144,7 +140,7 @@ class Parser(ValueParser):
 
 
 class _Wrong:
-    """Stands for a value that could not be read."""
+    """Placeholder for a value that could not be read."""
 
 
 def _wrong_value(action: argparse.Action, value: Any, kind: str) -> Problem:
@@ -164,7 +160,7 @@ _EXAMPLES = {
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
-    """A value that is none of the choices, with the nearest of them."""
+    """Return the problem of a value that is none of the choices, with the nearest choices."""
     known = list(choices)
     lower = {each.lower(): each for each in known}
     meant = [lower[each] for each in difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)]
@@ -173,7 +169,7 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
 
 
 def closest(name: str, known: Sequence[str]) -> list[str]:
-    """The known names that `name` may stand for, the likeliest first: it may be the beginning of one; dashes count as underscores."""
+    """Return the known names that `name` may mean, best first: aliases, completions, similar names."""
     bare = {each.lstrip("-").replace("-", "_"): each for each in known}
     wanted = name.lstrip("-").replace("-", "_").lower()
     meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ("",))[0]

@@ -1,4 +1,4 @@
-"""A progress bar that comes when something takes long, on a terminal."""
+"""A progress bar for slow work in a terminal."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from isotype.core.console import TerminalConsole
 
 _AFTER = 3.0
-"""Seconds without a bar."""
+"""Seconds before the bar appears."""
 
 
 class Bar:
-    """Counts to `total`; shown on standard error from the third second on, where that is a terminal.
-
-    Args:
-        text: what is going on.
-        shown: False never shows it.
-
-    Attributes:
-        total: how many times `advance` will be called.
-    """
+    """Progress bar of `total` steps on standard error, shown after three seconds if that is a terminal."""
 
     def __init__(self, text: str, shown: bool = True) -> None:
         self._console = TerminalConsole(stderr=True)
@@ -31,7 +23,7 @@ class Bar:
         self._progress: Progress | None = None
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one finished item."""
         self._done += 1
         if not self._shown:
             return
@@ -49,6 +41,6 @@ class Bar:
             self._progress.update(self._progress.task_ids[0], completed=self._done)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._progress is not None:
             self._progress.stop()

@@ -1,4 +1,4 @@
-"""Where isotype keeps what it can make again, and what happens where nothing can be kept."""
+"""The cache folder for files that can be rebuilt, and the temporary folder used if it is not writable."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from pathlib import Path
 logger = logging.getLogger("isotype")
 
 LIBRARIES = "libraries"
-"""Folder in the cache that compiled libraries are kept in."""
+"""Subfolder of the cache for compiled libraries."""
 
 
 def default_cache_dir() -> Path:
-    """Where isotype keeps what it can make again: `$ISOTYPE_CACHE`, `$XDG_CACHE_HOME/isotype` or `~/.cache/isotype`.
+    """Return the cache folder: `$ISOTYPE_CACHE`, `$XDG_CACHE_HOME/isotype` or `~/.cache/isotype`.
 
-    Where nothing can be written there, a temporary folder of this process and of those that it starts, and one line says so.
+    If it is not writable, a warning is logged and a temporary folder of this process and its children is
+    returned.
     """
     folder, why = _folder("ISOTYPE_CACHE", "isotype")
     if not why:
@@ -31,15 +32,15 @@ def default_cache_dir() -> Path:
         f"nothing can be kept in {folder} ({why}): {instead} is used until this process ends; "
         "set ISOTYPE_CACHE to a folder that can be written"
     )
-    os.environ["ISOTYPE_CACHE"] = str(instead)  # for the processes that this one starts
+    os.environ["ISOTYPE_CACHE"] = str(instead)  # for child processes
     return instead
 
 
 def prepare_library_caches() -> None:
-    """Let Hugging Face's libraries keep their files where they can; call it before they are imported.
+    """Point Hugging Face's libraries to a writable folder; call it before they are imported.
 
-    They fail in the midst of a command where their folder cannot be made. One that is there and can only be read goes on to be
-    read: models are found in it, and only data sets are kept elsewhere.
+    Otherwise they fail in the middle of a command. A folder that is readable but not writable is still read:
+    models are found in it, and only data sets are stored elsewhere.
     """
     folder, why = _folder("HF_HOME", "huggingface")
     if not why:
@@ -60,7 +61,7 @@ def prepare_library_caches() -> None:
 
 
 def why_unusable(folder: Path) -> str:
-    """Why nothing can be written to a folder, or to where it would be made, as a clause; "" where it can. Leaves nothing behind."""
+    """Return why a folder (or its first existing parent) is not writable, as a clause; "" if it is."""
     try:
         there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         with tempfile.TemporaryDirectory(prefix=".isotype-", dir=there):
@@ -70,7 +71,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """(the folder that a variable names, else the one of this name in the user's cache; why nothing can be kept there, "" if it can)."""
+    """Return (folder named by the variable or `name` in the user's cache; why it is unusable, "" if usable)."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:
@@ -81,13 +82,13 @@ def _folder(variable: str, name: str) -> tuple[Path, str]:
 
 
 def _keep_libraries(folder: Path) -> None:
-    """Link the compiled libraries of a temporary folder to one that all processes of this user share: to compile them takes 18 s."""
+    """Link compiled libraries to a temporary folder shared by all processes of this user: compiling takes 18 s."""
     if not hasattr(os, "geteuid"):
         return
     kept = folder.with_name(f"isotype-libraries-{os.geteuid()}")
     with suppress(FileExistsError):
         kept.mkdir(mode=0o700)
-    about = kept.lstat()  # of itself: whoever owns a link can change where it leads
+    about = kept.lstat()  # of the link itself: its owner can change its target
     if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
         (folder / LIBRARIES).symlink_to(kept)
 

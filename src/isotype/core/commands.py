@@ -1,4 +1,4 @@
-"""Commands as they are printed: what is pasted into a shell is what was printed."""
+"""Shell-quoted commands for printing."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from collections.abc import Iterator, Sequence
 from isotype.core.terminal import as_typed
 
 _INDENT = 4
-"""Columns by which the second line of a command stands further in than its first."""
+"""Columns by which continuation lines of a command are indented."""
 
 
 def printed_command(tokens: Sequence[str], width: int | None = None, indent: int = 0) -> str:
-    """A command quoted for a shell, on lines of its own.
-
-    Args:
-        tokens: the program and its arguments, unquoted.
-        width: columns that a line may take; a longer command goes on after ` \\` at the end of a line, and only an argument
-            that is longer by itself takes more. None: one line, as for a file or a pipe.
-        indent: columns that stay free on the left.
-    """
+    """Return a command quoted for a shell; lines longer than `width` columns continue after ` \\`."""
     words = [as_typed(shlex.quote(token)) for token in tokens]
     line = " " * indent + " ".join(words)
     if width is None or len(line) <= width:
@@ -35,7 +28,7 @@ def printed_command(tokens: Sequence[str], width: int | None = None, indent: int
 
 
 def _parts(words: Sequence[str], room: int) -> Iterator[str]:
-    """The arguments, each flag with its values where they are no longer than `room`."""
+    """Yield the arguments; a flag and its values stay together if they fit into `room`."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not groups:

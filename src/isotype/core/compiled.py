@@ -1,10 +1,11 @@
-"""C++ that comes with isotype, compiled once on each machine that has a compiler.
+"""Compilation of isotype's C++ sources, once per machine that has a compiler.
 
-Nothing rests on it: what is computed there is computed by torch's operators elsewhere, and with `ISOTYPE_COMPILE=0`.
+Optional: without a compiler, and with `ISOTYPE_COMPILE=0`, torch's operators compute the same.
 
-A library is code that this process runs, so only what this user compiled is loaded: the folder and the file belong to the user and
-nobody else may write them. Its name holds a checksum of its bytes, which is compared before the loader maps them: reading past the
-end of a mapped file that was cut short ends a process by SIGBUS.
+A library is code that this process runs, so only libraries compiled by this user are loaded: the folder and
+the file belong to the user and are not writable by others. The file name holds a checksum of its bytes, which
+is compared before the loader maps the file: reading past the end of a truncated mapped file ends the process
+by SIGBUS.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from isotype.core.files import bring_to_disk
 from isotype.core.lock import wait_for_turn
 
 SWITCH = "ISOTYPE_COMPILE"
-"""Environment variable: with 0 nothing is compiled and no library is loaded."""
+"""Environment variable; 0 disables compiling and loading of libraries."""
 
 logger = logging.getLogger("isotype")
 
 LOCK = "turn.lock"
-"""File in that folder that whoever compiles holds locked; it stays."""
+"""Lock file in that folder, held while compiling; it is not removed."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -44,38 +45,34 @@ _OPTIONS = (
     "-O3",
     "-fPIC",
     "-shared",
-    # By OpenMP's threads, which are torch's own where both name the same library.
+    # OpenMP threads are shared with torch if both link the same library.
     "-fopenmp",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    # Values are copied as bytes and read as lanes.
+    # Values are copied as bytes and read as vector lanes.
     "-fno-strict-aliasing",
 )
 _LIMIT = 300.0
-"""Seconds after which a compiler is not waited for. It takes about five."""
+"""Timeout of a compiler in seconds; it takes about five."""
 
 
 class NotCompiledError(Exception):
-    """Why a source could not be compiled or loaded, as a clause."""
+    """A source could not be compiled or loaded; the message is a clause."""
 
 
 class RefusedError(NotCompiledError):
-    """Somebody else could have written what would be loaded."""
+    """The library could have been written by another user."""
 
 
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
-    """The library of a C++ source: from the cache folder, or compiled now and kept there.
+    """Load the library of a C++ source from the cache folder; compile it first if it is not there.
 
-    The compiler is `$CXX`, or the first of c++, g++ and clang++ on the path that can.
-
-    Args:
-        source: one file.
-        options: what the compiler is told of this CPU, say. Libraries of other options are kept beside this one.
-        headers: what the source includes of isotype's own.
+    The compiler is `$CXX`, or the first of c++, g++ and clang++ on the path that succeeds. `headers` are
+    isotype's own.
 
     Raises:
-        NotCompiledError: no compiler, or all failed; the cache folder cannot be written, or belongs to somebody else; or compiling is
-            switched off.
+        NotCompiledError: no compiler, or all failed; the cache folder is not writable or not this user's;
+            or compiling is disabled.
     """
     reasons = []
     for compiler in find_compilers():
@@ -85,17 +82,13 @@ def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] 
             raise
         except NotCompiledError as error:
             reasons.append(str(error))
-        except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home to keep a cache in
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory for a cache
             reasons.append(f"{source.name} could not be compiled or loaded: {error}")
     raise NotCompiledError("; ".join(reasons))
 
 
 def find_compilers() -> list[list[str]]:
-    """The commands of the compilers on this machine, at least one.
-
-    Raises:
-        NotCompiledError: there is none, or they are not to be used.
-    """
+    """Return the commands of this machine's compilers, at least one; raises NotCompiledError if there is none."""
     switch = os.environ.get(SWITCH, "").strip()
     if switch not in ("", "0", "1"):
         raise NotCompiledError(f"${SWITCH} is {switch!r}: 0 switches compiling off, 1 is the default")
@@ -114,7 +107,7 @@ def find_compilers() -> list[list[str]]:
 
 
 def check_folder() -> None:
-    """Raise `RefusedError` where there is a folder of libraries that nothing is loaded from."""
+    """Raise `RefusedError` if the folder of libraries exists but is not safe to load from."""
     folder = default_cache_dir() / LIBRARIES
     if folder.exists():
         _refuse_others(folder)
@@ -142,7 +135,7 @@ def _name(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) 
 
 
 def _kept(folder: Path, name: str) -> Path | None:
-    """The library of a name whose bytes are those that were compiled; others of that name are removed."""
+    """Return the cached library whose bytes match its checksum; delete others of that name."""
     for file in sorted(folder.glob(f"{name}-*.so")):
         _refuse_others(file)
         if file.stem == f"{name}-{_checksum(file)}":
@@ -156,10 +149,10 @@ def _checksum(file: Path) -> str:
 
 
 def _refuse_others(path: Path) -> None:
-    """Raise `RefusedError` if somebody else could have written what is loaded from here."""
+    """Raise `RefusedError` if another user could have written this file or folder."""
     if not hasattr(os, "geteuid"):
-        return  # Windows: a user's folders are closed to others by inheritance, and modes say nothing
-    about, user = path.stat(), os.geteuid()  # of what a link leads to, which is what the loader opens
+        return  # Windows: user folders are private by inheritance, and modes carry no information
+    about, user = path.stat(), os.geteuid()  # of a link's target, which is what the loader opens
     if about.st_uid != user:
         _refuse(f"{path} belongs to user {about.st_uid}, and this is user {user}")
     if about.st_mode & _OTHERS_WRITE:
@@ -173,13 +166,13 @@ def _refuse(why: str) -> NoReturn:
 
 @cache
 def _warn(message: str) -> None:
-    """Once in a process: each source meets the same folder."""
+    """Log a warning once per process."""
     logger.warning(message)
 
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """Be the only process that compiles into a folder; what former ones left that were killed is removed."""
+    """Lock a folder for compiling, and remove what killed processes left in it."""
     with wait_for_turn(folder / LOCK) as alone:
         if alone:
             for left in folder.glob(".making-*"):
@@ -188,13 +181,13 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], target: Path) -> Path:
-    """Compile a source and move the library into place; returns its path, which is `target` with its checksum."""
+    """Compile a source and move the library into place; return its path, `target` with its checksum."""
     source, *headers = sources
     includes = sorted({f"-I{header.parent}" for header in headers})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:
         built = Path(folder) / "library.so"
         command = [*compiler, *_OPTIONS, *options, *includes, str(source), "-o", str(built)]
-        # What the compiler writes on its way lies in that folder too: a killed one leaves it.
+        # The compiler's temporary files go there too: a killed compiler leaves them behind.
         surroundings = {**os.environ, "TMPDIR": folder}
         try:
             done = subprocess.run(
@@ -207,7 +200,7 @@ def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200]
             )
             raise NotCompiledError(f"{compiler[0]} failed: {said}")
-        built.chmod(0o700)  # whatever the umask: only this user writes what this user loads
+        built.chmod(0o700)  # independent of the umask: only this user writes what this user loads
         bring_to_disk(built)
         library = target.with_name(f"{target.name}-{_checksum(built)}.so")
         built.replace(library)

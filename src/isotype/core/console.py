@@ -1,4 +1,4 @@
-"""The one door to the terminal: what files name is shown as text, and neither moves the cursor nor chooses colours."""
+"""Terminal output: text is printed literally, control characters in file contents are escaped."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from isotype.core.terminal import shown
 
 
 class TerminalConsole(Console):
-    """A console that reads no markup and no emoji out of text, and shows control characters as `\\x1b`."""
+    """A console without markup and emoji, which shows control characters as `\\x1b`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does, each piece of text with its control characters shown."""
+        """Render with control characters in text escaped."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else shown(text), style, control)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As rich does: the cells of a table are measured by it."""
+        """Render a string with control characters escaped; rich measures table cells with it."""
         return super().render_str(shown(text), **options)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
-        """As rich does; of a text it would read markup."""
+        """Show a status whose text is not parsed as markup."""
         return super().status(Text(status) if isinstance(status, str) else status, **options)
 
 
@@ -43,7 +43,7 @@ class _Record(logging.LogRecord):
 
 @contextmanager
 def libraries_shown() -> Iterator[None]:
-    """Within it what libraries log and warn of has its control characters shown, too."""
+    """Context manager that escapes control characters in logs and warnings of libraries."""
     record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = lambda *args, **options: shown(format_warning(*args, **options))

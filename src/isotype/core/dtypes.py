@@ -1,4 +1,4 @@
-"""Names of dtypes: the one place where text becomes a `torch.dtype` and back."""
+"""Conversion between dtype names and `torch.dtype`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ALIASES: dict[str, torch.dtype] = {
 _WORDS = {name: word for word, name in STORED.items()}
 
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes a matmul of a training step may run in."""
+"""Dtypes in which the matmuls of a training step may run."""
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""Types of GGUF in blocks of 32 codes and a float16 scale (`_1`: and a float16 minimum), which the `gguf` library can write."""
+"""GGUF block types of 32 codes and a float16 scale (`_1`: and a float16 minimum) that the `gguf` library writes."""
 
 LLAMA_CPP_TYPES: tuple[str, ...] = (
     "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
 )  # fmt: skip
-"""Mixtures of types of GGUF that llama.cpp's own `llama-quantize` alone writes."""
+"""GGUF mixtures that only llama.cpp's `llama-quantize` writes."""
 
 GGUF_TYPES: dict[str, torch.dtype] = {
     "f32": torch.float32,
@@ -33,24 +33,23 @@ GGUF_TYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     **dict.fromkeys((*GGUF_BLOCKS, *LLAMA_CPP_TYPES), torch.float32),
 }
-"""Types of GGUF that a merged model is exported in, and the dtype that its weights are rounded to before: blocks are rounded
-from float32 itself."""
+"""GGUF types of exported models -> dtype to which weights are rounded first; blocks are rounded from float32."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `"bfloat16"`."""
+    """Return `"bfloat16"` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on a device type just now; None where it is off, and on the meta device, where nothing runs."""
-    if device == "meta":  # torch refuses to be asked
+    """Return autocast's current dtype on a device type; None if it is off, and for the meta device."""
+    if device == "meta":  # torch raises for the meta device
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class NoAutocast:
-    """Autocast off on a device type within a `with` block: `torch.autocast(device, enabled=False)` for what is called often."""
+    """Context manager that disables autocast, cheaper than `torch.autocast(device, enabled=False)`."""
 
     __slots__ = ("_device", "_was")
 
@@ -67,7 +66,8 @@ class NoAutocast:
 
 
 def parse_dtype(value: str | torch.dtype) -> torch.dtype:
-    """A torch dtype from itself or from its name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`).
+    """Return a torch dtype by its name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`); a dtype is returned as
+    it is.
 
     Raises:
         PrecisionError: the name is not that of a float dtype.
@@ -82,11 +82,11 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
 
 
 def from_safetensors_name(name: str) -> torch.dtype | None:
-    """`"BF16"` -> `torch.bfloat16`; None for a format torch has no dtype for."""
+    """Return `torch.bfloat16` for `"BF16"`; None for a format without a torch dtype."""
     known = STORED.get(name)
     return None if known is None else getattr(torch, known)
 
 
 def to_safetensors_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `"BF16"`; the name itself of a dtype that safetensors has no word for."""
+    """Return `"BF16"` for `torch.bfloat16`; the torch name of a dtype unknown to safetensors."""
     return _WORDS.get(dtype_name(dtype), dtype_name(dtype))

@@ -1,6 +1,6 @@
-"""Every error that isotype raises on purpose: what was given, what was expected, what to do.
+"""Errors that isotype raises on purpose: what was given, what was expected, how to fix it.
 
-An error carries all problems found at once, so that nobody fixes a set-up one message at a time.
+An error lists all problems at once, so that a setup is not fixed one message at a time.
 """
 
 from __future__ import annotations
@@ -12,13 +12,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        given: what was found, in the user's own words (flag, path, column, dtype).
-        expected: what would have been right.
-        fix: what to do about it.
-    """
+    """A problem: the value in the user's terms (flag, path, column, dtype), the expected one, and the fix."""
 
     given: str
     expected: str
@@ -33,9 +27,8 @@ class IsotypeError(Exception):
 
     Attributes:
         headline: one line that states the fact.
-        problems: everything that is wrong, found in one go.
-        hint: what would work instead, or None.
-        exit_code: exit status of the command line.
+        problems: all problems found.
+        hint: an alternative that works, or None.
     """
 
     exit_code = 2
@@ -48,7 +41,7 @@ class IsotypeError(Exception):
 
     @classmethod
     def of(cls, headline: str, given: str, expected: str, fix: str, *, hint: str | None = None) -> Self:
-        """The error of a single problem, see `Problem`."""
+        """Return the error of a single problem, see `Problem`."""
         return cls(headline, [Problem(given, expected, fix)], hint)
 
     def __str__(self) -> str:
@@ -60,7 +53,7 @@ class IsotypeError(Exception):
 
 
 class PrecisionError(IsotypeError):
-    """Dtypes that cannot work together, or that the device or the libraries cannot run."""
+    """Dtypes that are incompatible with one another, the device or the libraries."""
 
 
 class CheckpointError(IsotypeError):
@@ -68,30 +61,30 @@ class CheckpointError(IsotypeError):
 
 
 class DataError(IsotypeError):
-    """A data set that is missing, empty, malformed or lacks a column."""
+    """A data set that is missing, empty or malformed, or that lacks a column."""
 
 
 class UsageError(IsotypeError):
-    """Arguments that do not fit together."""
+    """Incompatible arguments."""
 
 
 class TrainingError(IsotypeError):
-    """A training that cannot go on: its loss or its weights are not finite, or a reward function failed."""
+    """Training failed: its loss or weights are not finite, or a reward function raised."""
 
     exit_code = 1
 
 
 class SaveError(IsotypeError):
-    """Something could not be written; what was there before is untouched."""
+    """A file could not be written; existing files are unchanged."""
 
     exit_code = 1
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its class where it has none."""
+    """Return the first line of an error's message; its class name if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
-    """All of an error's message, in one line; its class where it has none."""
+    """Return an error's message on one line; its class name if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__

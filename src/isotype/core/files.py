@@ -1,12 +1,12 @@
-"""Files that are whole or not there, after a power cut too: built aside, brought to the disk, renamed into place.
+"""Atomic writes, also across power cuts: files are built aside, synced to disk, renamed into place.
 
-A text by `write_whole`. Of a directory every instant between two of these steps leaves the new files or the old ones; `recover` finishes or
-undoes what a killed process left. The names that a directory may hold in between:
+`write_whole` writes one text. For a directory, an interrupt between any two steps leaves the new files or the
+old ones; `recover` finishes or undoes the rest. Names in a directory in between:
 
-- `.isotype-saving/`: what is being built; worth nothing until it is published.
-- `.NAME.isotype-old/`: the whole former NAME, set aside while the new one takes its place.
-- `.NAME.isotype-deleted/`: being deleted; worth nothing.
-- `.isotype-publishing/`: whole files on their way into the directory itself.
+- `.isotype-saving/`: files being built; discarded unless published.
+- `.NAME.isotype-old/`: the complete former NAME while the new one takes its place.
+- `.NAME.isotype-deleted/`: being deleted.
+- `.isotype-publishing/`: complete files being moved into the directory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 from isotype.core.terminal import as_typed
 
 STAGING = ".isotype-saving"
-"""Folder inside the output directory in which files are built before they are renamed into place."""
+"""Subfolder of the output directory in which files are built before they are renamed."""
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""errno of a full disk and of a used-up quota."""
+"""errno of a full disk and of an exhausted quota."""
 
 _PARTLY = re.compile(r"\d+ requested and \d+ written")
 _PUBLISHING = ".isotype-publishing"
@@ -34,7 +34,7 @@ _DELETED = ".isotype-deleted"
 
 
 def fsync_tree(directory: Path) -> None:
-    """Bring every file below `directory`, and the names themselves, to the disk."""
+    """Sync every file and every name below `directory` to disk."""
     for root, _, files in os.walk(directory):
         for name in files:
             bring_to_disk(Path(root) / name)
@@ -42,10 +42,9 @@ def fsync_tree(directory: Path) -> None:
 
 
 def publish_directory(built: Path, final: Path) -> None:
-    """Rename `built` to `final`, in place of an older `final`.
+    """Rename `built` to `final`, replacing an older `final`.
 
-    Where it cannot be brought to the disk, all is as before. What an interrupt finds renamed stays: it is whole, and somebody
-    may have read it already.
+    If syncing fails, the rename is undone. If it is interrupted, the complete new directory stays.
     """
     old = final.with_name(f".{final.name}{_OLD}")
     published = False
@@ -68,7 +67,7 @@ def publish_directory(built: Path, final: Path) -> None:
 
 
 def publish_file(built: Path, final: Path) -> None:
-    """Rename the file `built` to `final`, where nothing is; where it cannot be brought to the disk, nothing is there again."""
+    """Rename the file `built` to `final`, which does not exist; undo it if syncing fails."""
     built.rename(final)
     try:
         bring_to_disk(final.parent)
@@ -78,9 +77,9 @@ def publish_file(built: Path, final: Path) -> None:
 
 
 def publish_files(built: Path, final: Path) -> None:
-    """Rename every file below `built` over the one of the same name below the directory `final`.
+    """Move every file below `built` to the same name below the directory `final`.
 
-    Files cannot be renamed all at once. Once the first one may have been, `recover(final)` renames the rest.
+    Files cannot be renamed all at once; after an interrupt `recover(final)` moves the rest.
     """
     ready = final / _PUBLISHING
     if ready.exists():
@@ -95,17 +94,17 @@ def publish_files(built: Path, final: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory so that it is whole or gone under its name, even if the process is killed meanwhile."""
+    """Delete a directory under its name atomically, even if the process is killed meanwhile."""
     deleted = directory.with_name(f".{directory.name.removeprefix('.')}{_DELETED}")
     if deleted.exists():
         shutil.rmtree(deleted)
     directory.rename(deleted)
-    # A file that somebody still reads may stay (NFS); `recover` deletes it later.
+    # A file that is still open may stay (NFS); `recover` deletes it later.
     shutil.rmtree(deleted, ignore_errors=True)
 
 
 def recover(directory: Path) -> None:
-    """Finish or undo what a killed process left in `directory`; no other process may be writing there."""
+    """Finish or undo what a killed process left in `directory`; no other process may write there."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -123,18 +122,14 @@ def recover(directory: Path) -> None:
 
 
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
-    """Why a file below `directory` could not be written, or None where `error` is not about that.
+    """Return (errno or None, the system's message) if `error` says that a file below `directory` was not
+    written; else None.
 
-    Args:
-        error: raised while files were being written, by Python, by safetensors or by `torch.save`.
-        directory: where; it still exists and is as full as it was.
-
-    Returns:
-        (errno, the system's own words); errno is None where nothing names one.
+    `error` was raised by Python, safetensors or `torch.save`; `directory` is as full as at that time.
     """
     for each in _chain(error):
         number = getattr(each, "errno", None) if isinstance(each, OSError) else None
-        # safetensors and tokenizers keep Rust's text of the error; the latter raises Exception.
+        # safetensors and tokenizers carry Rust's text of the error; tokenizers raises a bare Exception.
         said = re.search(r"\(os error (\d+)\)", str(each))
         if said and type(each).__name__ in ("SafetensorError", "Exception"):
             number = int(said[1])
@@ -143,7 +138,7 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
     # `ndarray.tofile`: "4096 requested and 512 written".
     by_numpy = (isinstance(e, OSError) and _PARTLY.fullmatch(str(e)) for e in _chain(error))
     if any(by_numpy) or any(map(_raised_by_torch_save, _chain(error))):
-        # torch's C++ stream and C's buffered files lose errno: ask the file system itself.
+        # torch's C++ stream and C's buffered files lose errno: ask the file system.
         try:
             _probe(directory)
         except OSError as refused:
@@ -180,7 +175,7 @@ def _raised_by_torch_save(error: BaseException) -> bool:
 
 
 def _probe(directory: Path) -> None:
-    """Write a MiB and delete it again; raises the OSError that says why not."""
+    """Write and delete one MiB; raises the OSError if it fails."""
     path = directory / ".probe"
     try:
         with path.open("wb") as file:
@@ -191,11 +186,7 @@ def _probe(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text under a temporary name, then move it into place: a reader sees the former file or the new one.
-
-    Raises:
-        OSError: it cannot be written; a former file is untouched.
-    """
+    """Write a text to a temporary file and rename it, so that readers see the former file or the new one."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -212,9 +203,9 @@ def write_whole(path: Path, text: str) -> Path:
 
 
 def bring_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Sync a file, or the names in a directory, to disk."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows has no handle on a directory to bring to the disk
+        return  # Windows cannot sync a directory
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -223,6 +214,6 @@ def bring_to_disk(path: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """The path, or where something lies there the first of `NAME-2`, `NAME-3`, … beside it that nothing has."""
+    """Return the path, or the first unused one of `NAME-2`, `NAME-3`, … if it exists."""
     names = chain((path,), (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
     return next(each for each in names if not each.exists())

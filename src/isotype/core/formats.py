@@ -1,4 +1,4 @@
-"""Quantization formats that a frozen weight can be stored in, one record each. bitsandbytes has the code books of all but mxfp4."""
+"""Quantization formats of frozen weights. bitsandbytes has the code books of all but mxfp4."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format.
+    """A quantization format.
 
     Attributes:
-        name: as `--quantization` and a policy's layers name it.
-        code: bitsandbytes' name of its code book (`quant_type`), which files name it by as well.
-        bits: of one weight, without its constants.
-        block: weights that share a constant; 0 where those of a row do.
-        whole: whether a model can be stored in it as a whole; else only layers of a mixed base can.
+        name: as in `--quantization` and in a policy's layers.
+        code: bitsandbytes' name of its code book (`quant_type`), also used in files.
+        bits: per weight, without constants.
+        block: weights that share a constant; 0 if the weights of a row do.
+        whole: whether a whole model can be stored in it; else only layers of a mixed base.
         fitted: whether its constants are fitted to the layer's inputs (`isotype.model.fitted`).
         measured: whether `isotype quality` measures layers in it.
     """
@@ -29,7 +29,8 @@ class Format:
     measured: bool = True
 
 
-# transformers' `BitsAndBytesConfig` has no word for the size of blocks, nor for constants: those are for layers of a mixed base.
+# transformers' `BitsAndBytesConfig` has no block sizes and no constants: those formats are for layers of a
+# mixed base.
 _RECORDS = (
     Format("nf4", "nf4", 4, block=64),
     Format("nf4-32", "nf4", 4, block=32, whole=False, measured=False),
@@ -40,22 +41,22 @@ _RECORDS = (
     Format("mxfp4", "mxfp4", 4, block=32, whole=False, measured=False),
 )
 FORMATS: Mapping[str, Format] = {each.name: each for each in _RECORDS}
-"""Every format by its name."""
+"""All formats by name."""
 
 QUANTIZATIONS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole)
-"""Formats of a whole model: what `--quantization` takes, beside `mixed`."""
+"""Formats of a whole model: values of `--quantization`, besides `mixed`."""
 
 FOUR_BITS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole and each.bits == 4)
-"""Those in blocks of 4-bit codes: their constants can be quantized, too, and their codes can lie under another dtype."""
+"""Formats in blocks of 4-bit codes, which support double quantization and a `quant_storage` dtype."""
 
 FITTED: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
 
 MXFP4 = "mxfp4"
-"""The format of experts in a checkpoint that stores them in it (gpt-oss): OCP's blocks of 32 E2M1 codes with an exponent of two."""
+"""Format of gpt-oss' experts: OCP blocks of 32 E2M1 codes with a power-of-two exponent."""
 
 MIXED = "mixed"
-"""The quantization of a base each of whose layers has a format of its own, by what it does to the model's output."""
+"""Quantization of a base with one format per layer, chosen by the damage to the model's output."""
 
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
-"""The formats that a base can be stored in, beside `mixed`."""
+"""Formats in which a base can be stored, besides `mixed`."""

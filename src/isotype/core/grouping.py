@@ -1,4 +1,4 @@
-"""Things by what they have in common."""
+"""Grouping by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 def grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
-    """The items by their keys, both in the order in which they come first."""
+    """Group the items by key, in order of first appearance."""
     groups: dict[K, list[V]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

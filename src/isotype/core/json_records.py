@@ -1,4 +1,4 @@
-"""Frozen records as JSON, and back. `python -m tools.schemas` writes the schema of that JSON from the records, too."""
+"""Frozen records as JSON, and back. `python -m tools.schemas` writes their JSON Schemas."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from operator import attrgetter
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
-"""Of a whole. What is annotated to a type are keywords of JSON Schema; an `int` without them is no less than 0."""
+"""A share of a whole. Type annotations are JSON Schema keywords; an `int` without them has minimum 0."""
 Signed = Annotated[int, ("type", "integer")]
 
 Names = Mapping[type, str]
-"""Of a record that is not written field by field, the keys of its object: each the name of an attribute, or `key=attribute` where they
-differ. A dot in a key, as in `launches.count`, makes an object inside; one in an attribute reaches into a record."""
+"""Per record type, the keys of its object: `name` or `key=attribute`. A dot in a key nests objects."""
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 NONFINITE = tuple(_NUMBERS)
-"""What is written in the place of floats that JSON has no numbers for."""
+"""Strings written for floats that JSON cannot represent."""
 
 Record = TypeVar("Record")
 
 
 def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
-    """Key -> attribute of a record's object, in the order that they are written in."""
+    """Return key -> attribute of a record's object, in the order in which they are written."""
     if kind not in names:
         return {field.name: field.name for field in fields(kind)}
     pairs = (name.partition("=") for name in names[kind].split())
@@ -35,13 +34,13 @@ def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
 
 
 def text_of(record: Any, version: int, names: Names | None = None) -> str:
-    """A record as strict JSON (RFC 8259): an object with `schema_version` and the record's keys."""
+    """Return a record as strict JSON (RFC 8259): an object with `schema_version` and the record's keys."""
     content = {"schema_version": version, **encoded(record, names or {})}
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def encoded(value: Any, names: Names) -> Any:
-    """A value of a record as JSON has it: records and mappings are objects, tuples are arrays, dtypes their names."""
+    """Return a value for JSON: records and mappings as objects, tuples as arrays, dtypes as names."""
     if is_dataclass(value):
         content: dict[str, Any] = {}
         for key, attribute in keys_of(type(value), names).items():
@@ -55,9 +54,7 @@ def encoded(value: Any, names: Names) -> Any:
         return {encoded(key, names): encoded(each, names) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
         return [encoded(item, names) for item in value]
-    if (
-        type(value).__module__ == "torch"
-    ):  # a dtype; records without one are written where torch is not imported
+    if type(value).__module__ == "torch":  # a dtype; records without one are written without importing torch
         return str(value).removeprefix("torch.")
     if isinstance(value, float) and not math.isfinite(value):
         return next(word for word, number in _NUMBERS.items() if str(number) == str(value))
@@ -70,11 +67,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def record_of(text: str, kind: type[Record], version: int) -> Record:
-    """The record that `text_of` wrote field by field.
-
-    Raises:
-        ValueError: it is not JSON, of another version, or of another kind of record.
-    """
+    """Return the record that `text_of` wrote; raises ValueError for other text, versions or record types."""
     try:
         content = json.loads(text)
     except RecursionError as error:
@@ -90,11 +83,7 @@ def record_of(text: str, kind: type[Record], version: int) -> Record:
 
 
 def decoded(value: Any, kind: Any) -> Any:
-    """`value` of parsed JSON as the type that an annotation of a record names.
-
-    Raises:
-        KeyError, TypeError, AttributeError: it is none.
-    """
+    """Convert a value of parsed JSON to an annotated type; raises KeyError, TypeError or AttributeError."""
     arguments = get_args(kind)
     if is_dataclass(kind):
         hints = _hints(kind)  # type: ignore[arg-type]

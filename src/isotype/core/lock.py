@@ -1,4 +1,4 @@
-"""One folder has one writer: a lock that ends with the process that holds it, however that ends."""
+"""Locks that give a folder one writer; they end with the process that holds them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,22 @@ from pathlib import Path
 from isotype.core.errors import SaveError, UsageError
 
 LOCK_FILE = ".isotype-lock"
-"""File in a folder that is being written; it is gone when nobody writes there."""
+"""Lock file in a folder that is being written; removed when the writer ends."""
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 @contextmanager
 def only_writer(directory: Path, command: str) -> Iterator[str | None]:
-    """Be the only process that writes below `directory`; others that ask are refused.
+    """Lock `directory` for writing by this process.
 
-    The lock is `flock`'s: the kernel gives it back when the process ends, by SIGKILL too. On NFS it holds between hosts.
-
-    Args:
-        directory: exists.
-        command: what others are told that this process is.
-
-    Yields:
-        None, or a sentence that says why there is no lock: a file system or a system without them.
+    The lock is `flock`: the kernel releases it when the process ends, also by SIGKILL. On NFS it holds
+    between hosts. Yields None, or a sentence saying why locks are not supported. `command` describes this
+    process to others.
 
     Raises:
         UsageError: another process writes there; it is named.
-        SaveError: nothing can be written there.
+        SaveError: the directory is not writable.
     """
     path = directory / LOCK_FILE
     descriptor = _locked_file(path)
@@ -51,22 +46,17 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
             os.pwrite(descriptor, json.dumps(who).encode(), 0)
         yield None
     finally:
-        path.unlink(missing_ok=True)  # before the lock is given back: whoever waits for it then asks again
+        path.unlink(
+            missing_ok=True
+        )  # before releasing the lock: a process that waits for it then opens a new file
         os.close(descriptor)
 
 
 @contextmanager
 def wait_for_turn(path: Path) -> Iterator[bool]:
-    """Be the only process within, after all others that came before; a process that ends, however, gives its turn back.
+    """Wait for an exclusive lock on the file `path` (created if missing), and hold it.
 
-    Args:
-        path: a file in a folder that exists; it is made, and stays.
-
-    Yields:
-        False where the system or the file system has no locks: others may be within as well.
-
-    Raises:
-        OSError: the file cannot be opened.
+    Yields False if locks are not supported: other processes may run at the same time.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -77,7 +67,7 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Hold a directory that is being built: `remove_abandoned` leaves it alone until this process ends, or leaves here."""
+    """Hold a directory that is being built, so that `remove_abandoned` skips it."""
     descriptor = _hold(directory)
     try:
         yield
@@ -87,7 +77,7 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def remove_abandoned(directories: Iterable[Path]) -> None:
-    """Remove those of the directories that no living process has `held`; none where the system has no locks."""
+    """Remove the directories that no living process has `held`; none if locks are not supported."""
     for each in directories:
         descriptor = _hold(each)
         if descriptor is not None:
@@ -96,7 +86,7 @@ def remove_abandoned(directories: Iterable[Path]) -> None:
 
 
 def _hold(directory: Path) -> int | None:
-    """The descriptor of the locked directory; None if another process holds it, or without locks."""
+    """Return the descriptor of the locked directory; None if another process holds it, or without locks."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -112,7 +102,7 @@ def _hold(directory: Path) -> int | None:
 
 
 def _locked_file(path: Path) -> int | str:
-    """The locked file's descriptor, or why there are no locks."""
+    """Return the locked file's descriptor, or why there are no locks."""
     while True:
         with _refusals(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -130,14 +120,13 @@ def _locked_file(path: Path) -> int | str:
         if why is not None:
             path.unlink(missing_ok=True)
             return why
-        # Its holder ended, and took the file away, between the two calls.
+        # Its holder ended and removed the file between the two calls.
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> str | None:
-    """Lock an open file or directory; returns why there are no locks, None if it is locked.
+    """Lock an open file or directory; return why locks are not supported, None if it is locked.
 
-    Raises:
-        BlockingIOError: another process has it, and `wait` is false.
+    Raises BlockingIOError if another process holds it and `wait` is false.
     """
     if sys.platform == "win32":
         return "Windows has no flock"
@@ -177,6 +166,6 @@ def _taken(path: Path, holder: bytes) -> UsageError:
         who = f"process {said['pid']} on {said['host']} since {said['since']}: {said['command']}"
         stop = f"wait for it, or stop it (kill {said['pid']} on {said['host']}; it saves a checkpoint)"
     except (ValueError, KeyError, TypeError):
-        pass  # it has the lock but has not written yet who it is
+        pass  # it holds the lock but has not yet written its name
     what, fix = f"{path.parent} is written by {who}", f"{stop}, or give another one"
     return UsageError.of("another run writes into the output directory", what, "one run in a folder", fix)

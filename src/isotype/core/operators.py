@@ -1,4 +1,4 @@
-"""Operators of torch by name, their schemas, and the tensors among their arguments."""
+"""torch's operators by name, their schemas, and their tensor arguments."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 
 from isotype.compat.torch import UNNAMED_VIEW, operator_schema
 
-# Of experts. torch 2.13's kernels for the meta device and for fakes take bfloat16 only (`_meta_grouped_mm_common` in
-# torch/_meta_registrations.py); the CPU's and CUDA's take float32 and float16 too. tests/trace/test_recorder.py says when this can go.
+# Experts: the meta and fake kernels of torch 2.13 take bfloat16 only (`_meta_grouped_mm_common` in
+# torch/_meta_registrations.py); CPU and CUDA kernels take float32 and float16 too.
+# tests/trace/test_recorder.py fails once this can go.
 BFLOAT16_WITHOUT_MEMORY = frozenset({"aten._grouped_mm.default"})
-"""Names of operators that take bfloat16 only of tensors without memory."""
+"""Operators that take only bfloat16 on meta and fake tensors."""
 
 ATTENTION_KERNELS = (
     "scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn",
 )  # fmt: skip
-"""Parts of the names of attention's kernels, torch's and flash-attn's."""
+"""Substrings of the names of attention kernels of torch and flash-attn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Arguments of an operator by name, and which of them it writes to."""
+    """Argument names of an operator, and the arguments it writes to."""
 
     roles: tuple[str, ...]
     mutates: bool
@@ -33,13 +34,13 @@ class Schema:
 
 @cache
 def operator_name(func: Any) -> str:
-    """`aten.mm.default`; torch puts it together again each time."""
+    """Return `aten.mm.default`, cached: torch builds the string on each call."""
     return str(func)
 
 
 @cache
 def schema_of(func: Any) -> Schema:
-    """Of an operator (`OpOverload`)."""
+    """Return the schema of an `OpOverload`."""
     arguments = operator_schema(func).arguments
     first = arguments[0] if arguments else None
     mutates = first is not None and first.alias_info is not None and first.alias_info.is_write
@@ -48,7 +49,7 @@ def schema_of(func: Any) -> Schema:
 
 
 def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors among an operator's arguments, by the names of its schema: `self`, `tensors[0]`."""
+    """Return an operator's tensor arguments by schema name: `self`, `tensors[0]`."""
     tensors: list[tuple[str, torch.Tensor]] = []
     roles = schema_of(func).roles
     for position, value in enumerate(args):
@@ -59,7 +60,7 @@ def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tenso
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """The Python floats among an operator's arguments, by the names of its schema: `(("eps", 1e-12),)`."""
+    """Return an operator's Python float arguments by schema name: `(("eps", 1e-12),)`."""
     floats = [(position, value) for position, value in enumerate(args) if type(value) is float]
     if not floats and not kwargs:
         return ()
@@ -78,7 +79,7 @@ def _add(tensors: list[tuple[str, torch.Tensor]], role: str, value: Any) -> None
 
 
 def leaves(result: Any) -> Iterator[Any]:
-    """What lies in nested lists and tuples."""
+    """Yield the leaves of nested lists and tuples."""
     if isinstance(result, (list, tuple)):
         for item in result:
             yield from leaves(item)
@@ -87,13 +88,13 @@ def leaves(result: Any) -> Iterator[Any]:
 
 
 def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors among a function's arguments, lists gone through, numbered by where they stand."""
+    """Return the tensors among a function's arguments, in nested lists too, numbered by position."""
     arguments = enumerate(leaves((args, tuple(kwargs.values()))))
     return [(f"[{i}]", leaf) for i, leaf in arguments if isinstance(leaf, torch.Tensor)]
 
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether an operator computes nothing: its result is the operand's own memory."""
+    """Return whether an operator's result is a view of its operand."""
     aliases = (each.alias_info for each in operator_schema(func).returns)
     return func is UNNAMED_VIEW or any(alias is not None and not alias.is_write for alias in aliases)

@@ -1,4 +1,4 @@
-"""What the parts of an optimizer's name, as `--optim` takes it, say of it: one record each."""
+"""Facts about optimizers by parts of their `--optim` names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NamePart:
-    """A part of names, as in `galore_adamw_8bit`.
+    """A part of optimizer names, such as `galore` in `galore_adamw_8bit`.
 
     Attributes:
         text: the part.
-        package: that the optimizer is in, by its import name; "" where it is torch's or transformers' own.
-        state: dtype of what it keeps, `{}` for the masters'; "" where the part says nothing of it.
-        why: what it keeps.
-        own_kernels: whether it updates in kernels of its own, which take every float dtype.
+        package: import name of the package that has the optimizer; "" for torch and transformers.
+        state: dtype of its state, `{}` for the masters' dtype; "" if this part does not decide it.
+        why: description of the state.
+        own_kernels: whether its update kernels take every float dtype.
     """
 
     text: str
@@ -52,19 +52,19 @@ NAME_PARTS: tuple[NamePart, ...] = (
     NamePart("stable_adamw", own_kernels=True),
     NamePart("sgd", state="none", why="no moments without momentum"),
 )
-"""Of several parts that say the same of a name, the first holds: `galore_adamw_8bit` is galore's, and keeps 8 bits."""
+"""The first matching part decides: `galore_adamw_8bit` is in galore's package and has 8-bit state."""
 
 
 def package_of(name: str) -> str | None:
-    """The package that an optimizer is in, by its import name; None for torch's and transformers' own."""
+    """Return the import name of the package that has an optimizer; None for torch and transformers."""
     return next((part.package for part in NAME_PARTS if part.package and part.text in name), None)
 
 
 def state_of(name: str) -> tuple[str, str] | None:
-    """(dtype of an optimizer's state, `{}` for the masters'; what it keeps); None where it is Adam's, in the masters' dtype."""
+    """Return (dtype of an optimizer's state or `{}` for the masters', description); None for Adam's."""
     return next(((part.state, part.why) for part in NAME_PARTS if part.state and part.text in name), None)
 
 
 def has_own_kernels(name: str) -> bool:
-    """Whether an optimizer updates in kernels of its own, which take every float dtype."""
+    """Return whether an optimizer has update kernels that take every float dtype."""
     return any(part.own_kernels and part.text in name for part in NAME_PARTS)

@@ -1,4 +1,4 @@
-"""Functions that compute by compiled code as operators of torch's: traces and profilers see them."""
+"""Compiled functions registered as torch operators, so that traces and profilers see them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ _LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-
 def operator(
     schema: str, keys: Sequence[str] = ("CPU",), fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
-    """Let a function be the operator `isotype::…` of a schema; it has no derivatives.
+    """Register a function as operator `isotype::…` without derivatives; `fake` is its implementation for fake
+    tensors.
 
-    Where nobody watches operators, the function itself is called: the way through torch takes longer than some loops.
-
-    Args:
-        schema: name, arguments and results.
-        keys: dispatch keys of the devices that it computes on.
-        fake: what it returns of fake tensors, which have shapes and dtypes alone.
+    Outside of dispatch modes the function is called directly: dispatch takes longer than some kernels.
     """
 
     def defined(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:

@@ -1,4 +1,4 @@
-"""This package: its version, and where it lies on disk (its own frames are left out of what a user is shown)."""
+"""The package's version and its folder, whose frames are left out of messages."""
 
 from __future__ import annotations
 

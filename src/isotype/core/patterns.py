@@ -1,4 +1,4 @@
-"""Regular expressions from files and flags, tried before a library matches every module's name by them."""
+"""Validation of regular expressions from files and flags, before a library matches module names with them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.gate_up_proj",
 def pattern_problems(
     patterns: Mapping[str, Iterable[str]], names: Collection[str] = _NAMES
 ) -> Iterator[Problem]:
-    """Problems of regular expressions: those that are none, and those that do not end on names like a model's.
+    """Yield the problems of regular expressions (place -> expressions): invalid syntax, matching without end.
 
-    Args:
-        patterns: where they stand, as a problem is to name it -> the expressions.
-        names: of modules. Their beginnings, and they with one letter more, are tried, too: what does not match takes longest.
+    Beginnings of `names` and names with one more letter are matched too, since failing matches are slowest.
     """
     slow: dict[str, str] = {}
     for place, each in patterns.items():
         for pattern in each:
             try:
                 re.compile(pattern)
-                if place.endswith("_pattern"):  # PEFT puts it between others
+                if place.endswith("_pattern"):  # PEFT embeds it in this one
                     re.compile(rf"(.*\.)?({pattern})$")
             except (re.error, RecursionError, OverflowError) as error:
                 yield Problem(f"{place} {pattern!r:.80}: {error}", "a regular expression", "correct it")
@@ -45,7 +43,7 @@ def pattern_problems(
                 slow[pattern] = place
     parts = {name[: dot.start()] for name in names for dot in re.finditer(r"\.|$", name)}
     tried = [text for part in sorted(parts)[:400] for text in (part, f"{part}!")]
-    command = [sys.executable, "-I", "-S", "-c", _TRY]  # only another process can be ended while it matches
+    command = [sys.executable, "-I", "-S", "-c", _TRY]  # only another process can be stopped during a match
     try:
         if slow:
             subprocess.run(

@@ -1,4 +1,4 @@
-"""The one door to `from_pretrained`: code that comes with a checkpoint is not run, whoever asks for it."""
+"""The only calls of `from_pretrained`: code in a checkpoint is never run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER_FILES = (
 
 
 def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
-    """`kind.from_pretrained(source, …)`; where the files name code of their own, by transformers' own class.
+    """Call `kind.from_pretrained(source, …)`; if the files name custom code, use transformers' class instead.
 
     Args:
         kind: a class of transformers or PEFT.
@@ -27,9 +27,9 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
         **arguments: of `from_pretrained`.
 
     Raises:
-        CheckpointError: nothing but code of the checkpoint can read it; it names the file and the key.
-        UsageError: `trust_remote_code` is asked for.
-        OSError, ValueError: as `from_pretrained`.
+        CheckpointError: only code of the checkpoint can read it; names the file and the key.
+        UsageError: `trust_remote_code` is requested.
+        OSError, ValueError: from `from_pretrained`.
     """
     if arguments.pop("trust_remote_code", False):
         expected = "a model and a tokenizer whose classes transformers has"
@@ -55,7 +55,7 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
 def code_named(
     source: Path | str, revision: str | None, files: tuple[str, ...] = TOKENIZER_FILES
 ) -> Iterator[tuple[Path, str, str]]:
-    """(file, key, class) for each class that the files of a checkpoint want to be imported from beside them."""
+    """Yield (file, key, class) for each class that a checkpoint's files import from custom code."""
     for name in files:
         path = _local(source, name, revision)
         if path is None:
@@ -63,7 +63,7 @@ def code_named(
         try:
             content = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            continue  # its own reader says so
+            continue  # reported when the file is loaded
         entries = content.get("auto_map") if isinstance(content, dict) else None
         if isinstance(entries, dict):
             keys = ("AutoConfig",) if name == "config.json" else tuple(entries)

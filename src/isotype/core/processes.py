@@ -1,4 +1,4 @@
-"""One of several processes that a launcher has started."""
+"""Processes of a distributed launch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 
 def check_surroundings() -> None:
-    """Refuse a working directory that is gone, and variables of a launcher that are no numbers or do not fit each other.
-
-    Raises:
-        UsageError: with every problem.
-    """
+    """Raise UsageError if the working directory is gone or a launcher's variables are invalid."""
     problems = list(_problems())
     if problems:
         raise UsageError("nothing can be run in these surroundings", problems)
@@ -45,9 +41,9 @@ def _problems() -> Iterator[Problem]:
 
 
 def first_to_fail() -> bool:
-    """Whether this process is the first of its run to ask: one speaks of a failure, which soon ends the others too.
+    """Return whether this rank is the first to report a failure; the others soon fail too.
 
-    torchrun and accelerate keep a store that outlives their processes; of a process without one, yes.
+    Uses the store of torchrun and accelerate, which outlives their processes; True without one.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
@@ -65,5 +61,5 @@ def first_to_fail() -> bool:
         )
         key = f"isotype/failed/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return bool(store.add(key, 1) == 1)
-    except (KeyError, ValueError, RuntimeError):  # the launcher has gone: better twice than not at all
+    except (KeyError, ValueError, RuntimeError):  # the launcher is gone: twice is better than never
         return True

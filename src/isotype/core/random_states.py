@@ -1,4 +1,4 @@
-"""The random states of Python, NumPy and torch's CPU, kept as they are; of a device too, where one is named."""
+"""Saving and restoring the random states of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """The states at one moment, as calls that set them; to take them waits for no device."""
+    """Random states at one moment, as calls that restore them; saving does not synchronize with a device."""
 
     setters: tuple[Callable[[], object], ...]
 
     @classmethod
     def taken(cls, *devices: torch.device) -> RandomStates:
-        """The states now, of the libraries that are loaded; of accelerators, those of `devices`."""
+        """Return the current states of the loaded libraries and of `devices`."""
         setters = [partial(random.setstate, random.getstate())]
         if "numpy" in sys.modules:
             import numpy
@@ -39,20 +39,17 @@ class RandomStates:
         return cls(tuple(setters))
 
     def put_back(self) -> None:
-        """Draw on from here."""
+        """Restore the states."""
         for each in self.setters:
             each()
 
 
 @contextmanager
 def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
-    """What draws within it moves nothing that is drawn afterwards: by Python, NumPy or torch, on the CPU and on devices in use.
+    """Restore the random states of Python, NumPy and torch (CPU and devices in use) on exit.
 
-    Imports draw as well. A library that is not loaded yet has no state that anybody has set. Other than `torch.random.fork_rng()`
-    this starts no device: of a GPU that this process leaves to others nothing is asked, and no context of theirs is made.
-
-    Args:
-        device: one that is about to be used, and may be started for it; None where only those that are in use matter.
+    Imports draw random numbers as well. Unlike `torch.random.fork_rng()` this initializes no device, so no
+    context is created on a GPU that this process does not use; `device` is an accelerator about to be used.
     """
     states = RandomStates.taken(*(_in_use(device) if "torch" in sys.modules else ()))
     try:
@@ -62,11 +59,12 @@ def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
 
 
 def _in_use(device: torch.device | None) -> list[torch.device]:
-    """Accelerators whose state may have been set: `device`, and all of a kind that is running already."""
+    """Return accelerators whose state may have been set: `device`, and all of an initialized kind."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)
-    # To ask a device that nobody uses for its state would start it; of a kind that runs, states lie in the CPU's memory.
+    # Reading the state of an unused device would initialize it; states of initialized devices are in CPU
+    # memory.
     if kind is None or not getattr(_backend(kind), "is_initialized", lambda: True)():
         return [] if device is None else [device]
     return [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]

@@ -1,6 +1,7 @@
-"""Arguments that transformers and TRL had, and what became of them.
+"""Arguments that transformers and TRL renamed or removed.
 
-From their changelogs and deprecations: transformers 4.0 to 5.23 (`training_args.py`), TRL 0.7 to 1.16 (its configs).
+From their changelogs and deprecations: transformers 4.0 to 5.23 (`training_args.py`), TRL 0.7 to 1.16 (its
+configs).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ RENAMED: Mapping[str, tuple[str, str]] = {
     "vllm_guided_decoding_regex": ("vllm_structured_outputs_regex", ""),
     "wandb_log_unique_prompts": ("log_unique_prompts", "True"),
 }
-"""The name that it had -> (the name that it has, the value that says the same; "" for the value that it had)."""
+"""Former name -> (current name, equivalent value; "" for the same value)."""
 
 REMOVED: Mapping[str, str] = {
     "overwrite_output_dir": "leave it out: a run into the folder of a finished one says what it writes over",
@@ -81,11 +82,11 @@ REMOVED: Mapping[str, str] = {
     "rpo_alpha": "--loss_type sigmoid sft --loss_weights 1.0 ALPHA",
     "vllm_device": "leave it out, or --vllm_mode colocate",
 }
-"""The name that it had -> what to type in its place."""
+"""Former name -> the replacement to type."""
 
 
 def renamed(flag: str, names: Collection[str]) -> Problem | None:
-    """The problem of an argument (`--no-cuda`) that has another name among `names` now, or none; None for one that never was."""
+    """Return the problem of a renamed or removed argument (`--no-cuda`); None for any other."""
     old = flag.lstrip("-").replace("-", "_").lower()
     new, value = RENAMED.get(old, ("", ""))
     if new in names and old not in names:

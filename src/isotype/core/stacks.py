@@ -1,4 +1,4 @@
-"""Which stacked weights are stored in a quantization format, and what is said of the others."""
+"""Stacked weights that are not stored in a quantization format, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isotype.core.names import EXPERT
 
 
 def why_dense(shape: Iterable[int], storage: str) -> str | None:
-    """Why a stacked weight `[experts, d1, d2]` is not stored in a quantization format; None where it is."""
+    """Return why a stacked weight `[experts, d1, d2]` is not quantized; None if it is."""
     _, *matrix = shape
     block, values = FORMATS[storage].block, math.prod(matrix)
     if block and values % block:
@@ -19,12 +19,7 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
 
 
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
-    """In words, why 3-D weights of a quantized model are in a float dtype.
-
-    Args:
-        weights: (name, shape) of each.
-        storage: the format of the others; several joined by "and".
-    """
+    """Return why 3-D weights of a quantized model are in a float dtype; `storage` may name several formats."""
     form = storage if storage in FORMATS else "int8"
     reasons = {why_dense(shape, form) if EXPERT.search(name) else _OTHER for name, shape in weights}
     (reason,) = reasons if len(reasons) == 1 else (None,)

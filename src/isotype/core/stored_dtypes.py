@@ -1,4 +1,4 @@
-"""What files of weights call dtypes, without torch: whose import takes longer than reading a thousand headers."""
+"""Dtype names in weight files, without importing torch, which takes longer than reading a thousand headers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STORED: Mapping[str, str] = {
     "U64": "uint64",
     "BOOL": "bool",
 }
-"""The word for a dtype in headers of safetensors and GGUF files -> the name of torch's dtype."""
+"""Dtype name in safetensors and GGUF headers -> name of torch's dtype."""
 
 
 def is_float(stored: str) -> bool:
-    """Whether the word is that of a float dtype that torch has."""
+    """Return whether a stored name is that of a float dtype of torch."""
     return "float" in STORED.get(stored, "")

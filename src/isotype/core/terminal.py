@@ -1,4 +1,4 @@
-"""Terminals and log files: those that take ASCII only get the nearest ASCII, those that take nothing more get nothing more."""
+"""Output for terminals and log files with limited encodings, and output that can be lost."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _NEAREST = {
     "×": "x", "…": "...", "→": "->", "←": "<-", "·": "*", "−": "-", "–": "-", "—": "-", "∞": "inf", "✓": "ok", "✕": "x",
     "≤": "<=", "≥": ">=", "≈": "~", "±": "+-", "’": "'", "“": '"', "”": '"', "│": "|", "↵": "\\n", "•": "*", "µ": "u", "─": "-", "▏": "|", "█": "#",
 }  # fmt: skip
-# C0 and C1 but for tabs and ends of lines; separators of lines, marks and overrides of direction.
+# C0 and C1 except tabs and newlines; line separators, and bidirectional marks and overrides.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _HANDLER = "isotype.nearest"
 
 
 class _Lasting:
-    """Standard output or error of this process, silent once it can no longer be written: a full disk, a reader or terminal that has gone.
+    """Standard output or error that stops writing after a failure: a full disk, a closed pipe or terminal.
 
     Attributes:
-        raises: the first failure is raised: a command whose result is its output has failed by it.
-        lost: why nothing is written any more; None while it is.
+        raises: whether the first failure is raised, for commands whose result is their output.
+        lost: why writing stopped; None if it did not.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -45,9 +45,9 @@ class _Lasting:
         try:
             call(*arguments)
         except BlockingIOError:
-            pass  # a terminal in non-blocking mode that is busy: this text is lost, the next may not be
+            pass  # a busy terminal in non-blocking mode: this text is lost, the next may not be
         except OSError as error:
-            # What else writes there (children, code in C), and what is still in the stream's buffer, goes nowhere, too.
+            # Other writers (children, C code) and the stream's buffer are redirected to nowhere too.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -57,12 +57,10 @@ class _Lasting:
 
 
 def outlive_output(raises: bool) -> None:
-    """Let standard output and error of this process go silent where they can no longer be written.
+    """Keep the process running if standard output or error can no longer be written; `raises`: raise the
+    first failure.
 
-    Streams that something else has put in their place (a notebook, a test) stay as they are.
-
-    Args:
-        raises: the first failure is raised all the same.
+    Streams that were replaced (by a notebook or a test) are unchanged.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -74,35 +72,35 @@ def outlive_output(raises: bool) -> None:
 
 
 def lost_output() -> tuple[str, ...]:
-    """A sentence for each of standard output and error that could not be written to its end."""
+    """Return a sentence for each of standard output and error that lost text."""
     streams = {"standard output": sys.stdout, "standard error": sys.stderr}
     lost = {title: getattr(stream, "lost", None) for title, stream in streams.items()}
     return tuple(f"{title} could not be written: {why}" for title, why in lost.items() if why)
 
 
 def print_the_nearest() -> None:
-    """Let standard output and error print what their encoding lacks as the nearest that it has, else as `?`.
+    """Print characters that the encoding lacks as the nearest ones available, else `?`.
 
-    UTF-8 lacks the bytes of file names that are not UTF-8. Standard input keeps bytes that are not in its encoding, for
-    `as_typed` to read.
+    UTF-8 lacks the bytes of non-UTF-8 file names. Standard input keeps undecodable bytes, which `as_typed`
+    decodes.
     """
     codecs.register_error(_HANDLER, _nearest)
     for stream, errors in ((sys.stdout, _HANDLER), (sys.stderr, _HANDLER), (sys.stdin, "surrogateescape")):
-        # A stream that somebody has put in its place (a notebook, a test) prints as it likes.
+        # A replaced stream (a notebook, a test) keeps its settings.
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors=errors)
 
 
 def shown(text: str) -> str:
-    """Text whose control characters are written out, `\\x1b`: of names in files, a terminal would obey them."""
+    """Escape control characters (`\\x1b`): in names from files they would control the terminal."""
     if text.isprintable():
         return text
     return _CONTROL.sub(lambda each: each[0].encode("unicode_escape").decode(), text)
 
 
 def as_typed(text: str) -> str:
-    """Text that may hold an argument or a line of standard input which the locale could not decode: it is UTF-8."""
+    """Decode the undecoded bytes of an argument or a line of standard input as UTF-8."""
     if not _UNDECODED.search(text):
         return text
     return text.encode(sys.getfilesystemencoding(), "surrogateescape").decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Amounts of memory: as a person reads them, the same in every finding and report, and what is free."""
+"""Amounts of memory as text, and free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def format_bytes(amount: float) -> str:
-    """`512 B`, `1.50 KiB`, `34.5 MiB`, `1.84 GiB`."""
+    """Return an amount as `512 B`, `1.50 KiB`, `34.5 MiB` or `1.84 GiB`."""
     value, unit = float(amount), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
@@ -27,7 +27,7 @@ def format_bytes(amount: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of `20GiB` and `20G` (binary, as cards are named), `20GB`, `8e9`; None where it is no amount above 0."""
+    """Return the bytes of `20GiB` and `20G` (both binary), `20GB`, `8e9`; None if it is no amount above 0."""
     parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if parts is None:
         return None
@@ -37,7 +37,7 @@ def parse_size(text: str) -> int | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free bytes of a device; None where nobody knows."""
+    """Return the free bytes of a device; None if unknown."""
     if device.type == "cuda":
         import torch
 

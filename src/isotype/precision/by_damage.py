@@ -49,7 +49,8 @@ class Choice:
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> Choice | None:
-    """The options, one a layer, of least damage within `room` bytes; None where even the smallest do not fit.
+    """Return the options, one a layer, of least damage within `room` bytes; None if even the smallest do not
+    fit.
 
     Args:
         layers: the options of each layer.
@@ -106,7 +107,8 @@ def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], r
 def _relaxed(
     layers: Sequence[Sequence[Option]], extra: Sequence[Sequence[int]], spare: int
 ) -> tuple[float, list[int]]:
-    """The least damage where a layer may be stored by parts in two formats, and the choice in which the last one is not.
+    """Return the least damage where a layer may be stored by parts in two formats, and the choice in which
+    the last one is not.
 
     Steps between neighbours on the lower convex hull of each layer's options, the steepest first.
     """
@@ -172,7 +174,7 @@ class Mixture:
     reason: str
 
     def applied(self, request: PrecisionRequest) -> PrecisionRequest:
-        """The request for this base."""
+        """Return the request for this base."""
         return replace(
             request,
             quantization=self.storage if self.storage in QUANTIZATIONS else None,
@@ -191,7 +193,7 @@ def first_request(request: PrecisionRequest) -> PrecisionRequest:
 
 
 def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
-    """The request for the base that a policy has, mixed or not."""
+    """Return the request for the base that a policy has, mixed or not."""
     return replace(
         request,
         quantization=policy.quantization,
@@ -212,13 +214,15 @@ def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) ->
 
 
 def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int | None = None) -> Mixture:
-    """The format of each layer of least damage: nf4 in blocks of 64 or 32 with fitted constants, int8, or unquantized.
+    """Return the format of each layer of least damage: nf4 in blocks of 64 or 32 with fitted constants, int8,
+    or unquantized.
 
     Args:
         damages: measured of the model.
         policy: in which all layers are nf4.
         parameters: number of the model's parameters, those of layers included.
-        memory: bytes that the base's weights take at most; None: a tenth more for the layers than nf4 takes.
+        memory: bytes that the base's weights take at most; None: a tenth more for the layers than nf4
+            takes.
 
     Raises:
         PrecisionError: the smallest formats take more.

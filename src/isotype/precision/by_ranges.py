@@ -132,7 +132,7 @@ def _reached(ranges: Ranges, worst: tuple[str, float]) -> str:
 
 
 def number(value: float) -> str:
-    """A magnitude as messages write it: `104,000`, `3.2`, `4e-09`."""
+    """Return a magnitude as messages write it: `104,000`, `3.2`, `4e-09`."""
     if not math.isfinite(value):
         return "infinity" if value > 0 else "NaN"
     return f"{float(f'{value:.3g}'):,.0f}" if 1000 <= value < 1e9 else f"{value:.3g}"
@@ -175,7 +175,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 
 
 def _largest(ranges: Ranges) -> tuple[str, float] | None:
-    """(module, value) of the largest magnitude that float16 throughout would round."""
+    """Return (module, value) of the largest magnitude that float16 throughout would round."""
     found = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),

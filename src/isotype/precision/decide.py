@@ -53,14 +53,14 @@ def decide(
     obstacles: Sequence[Problem] = (),
     ranges: Ranges | None = None,
 ) -> PrecisionPolicy:
-    """The policy for a model, a device and the user's request.
+    """Return the policy for a model, a device and the user's request.
 
     Args:
         facts: what the checkpoint's headers and config say.
         profile: what the device can do.
         request: what was asked for explicitly.
         obstacles: problems found elsewhere (library versions) to be reported together with ours.
-        ranges: measured magnitudes of this model's values, None where nobody has measured them.
+        ranges: measured magnitudes of this model's values, None if nobody has measured them.
 
     Raises:
         PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
@@ -131,7 +131,7 @@ class _Draft:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def roles(self) -> tuple[torch.dtype, torch.dtype, str]:
-        """(compute dtype, master dtype, storage), of no meaning where there are problems."""
+        """Return (compute dtype, master dtype, storage), of no meaning where there are problems."""
         storage_format = self._storage_format()
         compute = self._compute(storage_format)
         master = self._master(compute)
@@ -141,7 +141,7 @@ class _Draft:
         self.problems.append(Problem(given, expected, fix))
 
     def _storage_format(self) -> str | None:
-        """The quantization format of the frozen weights, or None for a float dtype."""
+        """Return the quantization format of the frozen weights, or None for a float dtype."""
         requested = self.request.quantization
         saved = self.facts.quantization.format if self.facts.quantization else None
         if self.request.trainable not in TRAINABLE:
@@ -285,7 +285,7 @@ class _Draft:
         compute: torch.dtype,
         master: torch.dtype,
     ) -> str:
-        """The float dtype that was asked for the frozen weights, and what it costs."""
+        """Return the float dtype that was asked for the frozen weights, and what it costs."""
         if requested in QUANTIZATIONS:
             self._refuse(
                 f"storage {requested}",
@@ -335,7 +335,7 @@ def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
 def _auto_compute(
     facts: ModelFacts, profile: DeviceProfile, storage_format: str | None
 ) -> tuple[torch.dtype, str]:
-    """The compute dtype that nobody asked for, and its reason."""
+    """Return the compute dtype that nobody asked for, and its reason."""
     trained, best = facts.trained_dtype, profile.best_dtype()
     if trained is None or trained not in COMPUTE_DTYPES:
         return best, f"the best that {profile.title} runs natively; the checkpoint names no dtype"
@@ -391,7 +391,7 @@ def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """The first policy that works among request that give up ever more, described in one line."""
+    """Return the first policy that works among request that give up ever more, described in one line."""
     if obstacles:
         return None
     given_up: tuple[Mapping[str, Any], ...] = (

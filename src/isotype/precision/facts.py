@@ -20,7 +20,7 @@ class QuantizationFacts:
         method: the library or scheme: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
         format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for other methods their name and bits, `"gptq-4bit"`.
         compute_dtype: dtype that the weights are dequantized to; None if nothing says it.
-        double_quant: whether the quantization constants are quantized too; None where that has no meaning.
+        double_quant: whether the quantization constants are quantized too; None if that has no meaning.
         quant_storage: dtype of the packed bytes; None if nothing says it.
         skip_modules: modules that are left unquantized.
         experts: the format of stacked experts, if they can stay in it and it is not that of linear layers: `"mxfp4"`; else empty.
@@ -38,7 +38,7 @@ class QuantizationFacts:
 
     @property
     def dequantized(self) -> bool:
-        """Whether loading makes dense weights of these."""
+        """True if loading makes dense weights of these."""
         return self.method in _DEQUANTIZED and (self.method == "mxfp4" or not self.in_memory)
 
 

@@ -30,7 +30,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The measurement that `to_json` wrote.
+        """Return the measurement that `to_json` wrote.
 
         Raises:
             ValueError: it is no measurement, or one of another layout.
@@ -56,7 +56,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The measurement in the file `path`.
+        """Return the measurement in the file `path`.
 
         Raises:
             CheckpointError: the file is not one.

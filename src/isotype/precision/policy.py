@@ -129,12 +129,12 @@ class PrecisionPolicy:
 
     @property
     def quantized(self) -> bool:
-        """Whether linear layers of the base are stored in a quantization format."""
+        """True if linear layers of the base are stored in a quantization format."""
         return self.storage in QUANTIZATIONS
 
     @property
     def quantization(self) -> str | None:
-        """What has to be asked for to get this storage, layers of their own aside; None where no quantization has."""
+        """What has to be asked for to get this storage, layers of their own aside; None if no quantization has."""
         return self.storage if self.quantized else self.experts or None
 
     @property
@@ -178,7 +178,7 @@ class PrecisionPolicy:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Dtype for `torch.autocast`, or None where float32 compute needs none."""
+        """Dtype for `torch.autocast`, or None if float32 compute needs none."""
         return None if self.compute == torch.float32 else self.compute
 
     @property
@@ -187,7 +187,7 @@ class PrecisionPolicy:
         return torch.float32 if self.wide_residual else self.plain
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """(role, dtype, reason) for every role, in reading order."""
+        """Return (role, dtype, reason) for every role, in reading order."""
         dtypes = {
             "storage": self.storage_words(),
             "compute": dtype_name(self.compute) + self._exceptions_in_words(),
@@ -268,7 +268,7 @@ class PrecisionPolicy:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
-        """The policy that `to_dict` described."""
+        """Return the policy that `to_dict` described."""
         dtypes = {k: getattr(torch, values[k]) for k in ("compute", "master", "reduce", "quant_storage")}
         moments = values.get("moments", {})
         layers = values.get("layers", {}).items()
@@ -289,7 +289,7 @@ class PrecisionPolicy:
 
     @classmethod
     def read(cls, directory: str | Path) -> PrecisionPolicy | None:
-        """The policy saved in `directory`, or None where there is none.
+        """Return the policy saved in `directory`, or None if there is none.
 
         Raises:
             CheckpointError: the file is there but is not a policy.
@@ -332,7 +332,7 @@ _PRIOR = 8
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:
-    """The moments as text, the largest as `_`.
+    """Return the moments as text, the largest as `_`.
 
     Args:
         squares: `[in]`, sums over tokens of the channels' squares, in any unit.

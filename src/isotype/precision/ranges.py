@@ -43,7 +43,7 @@ def is_attention(op: str) -> bool:
 
 
 def is_fill(value: float) -> bool:
-    """Whether a measured magnitude is that of a mask's fill value."""
+    """Return whether a measured magnitude is that of a mask's fill value."""
     return _FILL < value < math.inf
 
 
@@ -90,7 +90,7 @@ class OperatorRange:
 
     @property
     def matmul(self) -> bool:
-        """Whether autocast runs it in 16 bits."""
+        """True if autocast runs it in 16 bits."""
         return self.op.removeprefix("aten.").startswith(MATMULS)
 
 
@@ -169,5 +169,5 @@ class Ranges(Measurement):
 
     @property
     def residual(self) -> ModuleRange | None:
-        """The module of the residual stream with the largest output; None where no stream was found."""
+        """The module of the residual stream with the largest output; None if no stream was found."""
         return max(self.stream_modules, key=lambda module: module.output, default=None)

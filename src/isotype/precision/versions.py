@@ -81,7 +81,7 @@ def _version(package: str) -> str | None:
 
 
 def installed() -> dict[str, str | None]:
-    """The installed version of each of `PACKAGES`, None where it is missing; nothing is imported."""
+    """Return the installed version of each of `PACKAGES`, None if it is missing; nothing is imported."""
     return {package: _version(package) for package in PACKAGES}
 
 
@@ -105,7 +105,7 @@ def _required(package: str) -> tuple[str, ...]:
 
 
 def _applies(requirement: Requirement, package: str) -> bool:
-    """Whether the markers hold here, with the extras of `package` that isotype uses."""
+    """Return whether the markers hold here, with the extras of `package` that isotype uses."""
     marker = requirement.marker
     return marker is None or any(
         marker.evaluate({"extra": extra}) for extra in ("", *_EXTRAS.get(package, ()))
@@ -113,7 +113,7 @@ def _applies(requirement: Requirement, package: str) -> bool:
 
 
 def tightest(specifier: SpecifierSet) -> SpecifierSet:
-    """The same set of versions with only the highest `>=` and the lowest `<` of each kind left."""
+    """Return the same set of versions with only the highest `>=` and the lowest `<` of each kind left."""
     bounds = {">=": max, "<": min}
     kept = [str(part) for part in specifier if part.operator not in bounds]
     for operator, pick in bounds.items():
@@ -168,7 +168,7 @@ def incompatibilities(
     """Everything in a set of versions that does not fit together; empty when all is well.
 
     Args:
-        versions: package -> version, None where it is not installed (as `installed()` returns).
+        versions: package -> version, None if it is not installed (as `installed()` returns).
         requires: package -> requirement strings that it declares; by default those of the installed packages.
 
     Returns:
@@ -197,7 +197,7 @@ def incompatibilities(
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is installed, whatever its version."""
+    """Return whether a package is installed, whatever its version."""
     return _version(package) is not None
 
 
@@ -210,7 +210,7 @@ def incompatible_here() -> tuple[Incompatibility, ...]:
 def missing(
     versions: Mapping[str, str | None], extra: str = "train", requires: Sequence[str] | None = None
 ) -> list[str]:
-    """The requirements of an extra of isotype whose package is not installed, as pip requirements.
+    """Return the requirements of an extra of isotype whose package is not installed, as pip requirements.
 
     Args:
         versions: package -> version or None; a package not in it counts as not installed.

@@ -1,1 +1,1 @@
-"""MEASURE: the values of a step: their largest magnitudes, and the first that is no number."""
+"""Measured values of a step: largest magnitudes, and the first non-finite value."""

@@ -1,4 +1,4 @@
-"""What is run through a model whose ranges are measured: a batch that is given, text of this package, or what is drawn."""
+"""Batches for measuring ranges: the user's, text of this package, or random inputs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ from isotype.core.names import plural
 from isotype.ranges.pictures import by_config, pictures_of
 
 LENGTH = 64
-"""Tokens of one text."""
+"""Tokens per text."""
 
 _SEED = 0
-_FIRST = 5  # past the special tokens that most vocabularies begin with
+_FIRST = 5  # after the special tokens that begin most vocabularies
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts that models are compared on.
-
-    Attributes:
-        texts: the token ids of each, and its labels, -100 where no loss is computed.
-        source: what they are of a training's data, in words; None for texts that come with isotype.
-    """
+    """Texts for comparing models: (token ids, labels) of each, and their source; None for isotype's own texts."""
 
     texts: tuple[tuple[Sequence[int], Sequence[int]], ...]
     source: str | None = None
@@ -37,14 +32,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Batches:
-    """What is run.
+    """The batches to run.
 
     Attributes:
-        batches: arguments by name of each forward.
-        rows: how many texts lie in a batch one below the other and are told apart; 0 where a batch is one.
-        said: what it is, in words.
-        tokens: number of tokens in all.
-        notes: what it leaves out.
+        batches: keyword arguments of each forward.
+        rows: number of texts per batch that are recorded separately; 0 to record a batch as one.
+        said: description of the batches.
+        tokens: total number of tokens.
+        notes: what is left out.
     """
 
     batches: tuple[Mapping[str, Any], ...]
@@ -55,11 +50,7 @@ class Batches:
 
 
 def given_batches(batch: Any) -> Batches:
-    """A batch of the user's own, or several.
-
-    Raises:
-        UsageError: neither a mapping of tensors nor several of them.
-    """
+    """Return the user's batch or batches; raises UsageError unless they are mappings of tensors."""
     batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
     if not batches or not all(isinstance(each, Mapping) for each in batches):
         kind = f"a {type(batch).__name__}"
@@ -75,7 +66,7 @@ _PICTURES = re.compile(r"vision|visual|image|patch")
 
 
 def positions(model: nn.Module) -> int | None:
-    """Tokens of the longest text that a model has positions for; None where its config sets no bound."""
+    """Return the number of positions of a model; None if its config sets no limit."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
@@ -84,7 +75,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Rows of the tables of positions: OPT's count from 2 on, RoBERTa's from the one after the padding token's."""
+    """Return the rows of learned position tables: OPT counts from 2, RoBERTa from the padding index + 1."""
     tables = [
         module
         for name, module in model.named_modules()
@@ -98,11 +89,7 @@ def _learned(model: nn.Module) -> list[int]:
 
 
 def require_positions(model: nn.Module, batches: Batches) -> Batches:
-    """The batches, where a model with a table of positions has one for each of their tokens.
-
-    Raises:
-        UsageError: a row is longer.
-    """
+    """Return the batches; raises UsageError if a row is longer than the model's position table."""
     room = min(_learned(model), default=None)
     ids = [
         batch["input_ids"] for batch in batches.batches if isinstance(batch.get("input_ids"), torch.Tensor)
@@ -123,25 +110,23 @@ def _tokens_in(batch: Mapping[str, Any]) -> int:
     counted = named or [each for each in tensors if not each.is_floating_point()]
     if counted:
         return int(counted[0].numel())
-    # Of vectors: how many there are.
+    # Of vectors: their number.
     return int(tensors[0].numel() // max(1, tensors[0].shape[-1])) if tensors and tensors[0].ndim else 0
 
 
 def passages() -> tuple[str, ...]:
-    """The texts that come with this package."""
+    """Return the texts of this package."""
     path = resources.files("isotype.data") / "passages" / "passages.txt"
     return tuple(path.read_text(encoding="utf-8").strip().split("\n\f\n"))
 
 
 def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
-    """Texts of this package through the tokenizer, or token ids that are drawn, and whatever else the model takes.
-
-    The texts are of 64 tokens each (of all of `tokens` where these are fewer) and make one batch.
+    """Return one batch of texts of this package (or random token ids), and other inputs that the model needs.
 
     Args:
-        model: a transformers model, PEFT or not; it may lie on the meta device.
+        model: a transformers model, PEFT or not, on any device including meta.
         tokenizer: the checkpoint's tokenizer or processor; None draws token ids.
-        tokens: how many in all, rounded up to whole texts.
+        tokens: total number, rounded up to whole texts of 64 tokens (fewer if `tokens` is less).
 
     Raises:
         UsageError: the model takes no token ids.
@@ -169,12 +154,12 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
 
 
 def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
-    """Token ids, int64 `[rows, length]`, and a clause about where they come from.
+    """Return token ids, int64 `[rows, length]`, and a clause about their source.
 
-    Row r begins with isotype's passage r and goes on with the next ones. Without a tokenizer, or with one that makes no token of any
-    passage, ids of the vocabulary are drawn by a fixed seed.
+    Row r begins with isotype's passage r and continues with the next ones. Without a tokenizer, or with one
+    that knows none of the passages, ids are drawn with a fixed seed.
     """
-    # The special tokens that a text begins with come once a row.
+    # Special tokens at the start come once per row.
     pieces = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in passages()]
     if not any(pieces):
         generator = torch.Generator().manual_seed(_SEED)
@@ -193,7 +178,7 @@ def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -
 
 
 _PICTURE = (336, 252)
-"""Pixels of a picture where a model takes any size."""
+"""Size of a picture in pixels if a model takes any size."""
 
 
 def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
@@ -202,7 +187,7 @@ def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
         return torch.zeros(ids.shape[0], dtype=torch.long)
     if name.endswith("ForTokenClassification"):
         return torch.zeros_like(ids)
-    # Nothing is learned from the tokens that stand for a picture.
+    # Picture tokens are not learned.
     labels = ids.clone()
     labels[:, 1 : 1 + pictures] = -100  # torch's `ignore_index`
     return labels
@@ -211,7 +196,7 @@ def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
 def _add_pictures(
     batch: dict[str, torch.Tensor], base: Any, processor: Any | None, size: int
 ) -> tuple[int, tuple[str, ...]]:
-    """One picture a row, drawn, for a model that takes them: its tokens, and what there is to say."""
+    """Add one random picture per row if the model takes pictures; return its tokens and notes."""
     if getattr(base.config, "vision_config", None) is None:
         return 0, ()
     pictures = pictures_of(base.config, processor, [_PICTURE]) or by_config(base.config)
@@ -227,7 +212,7 @@ def _add_pictures(
     batch["input_ids"], batch["attention_mask"] = ids, torch.ones_like(ids)
     generator = torch.Generator().manual_seed(_SEED)
     for name, value in pictures.batch(ids.shape[0]).items():
-        # What processors return has about mean 0 and variance 1.
+        # Processors return values of about mean 0 and variance 1.
         drawn = value.is_floating_point()
         batch[name] = torch.randn(value.shape, generator=generator) if drawn else value
     batch |= pictures.marks(ids, 1, base)

@@ -1,4 +1,4 @@
-"""Magnitudes of tensors: measured once and remembered on the tensor while it lives unchanged."""
+"""Magnitudes of tensors, cached on the tensor until it is written to."""
 
 from __future__ import annotations
 
@@ -16,22 +16,19 @@ from isotype.precision.ranges import FLOAT16_FLUSHED
 _SCALED = FLOAT16_FLUSHED / DEFAULT_LOSS_SCALE
 _KNOWN = "_isotype_magnitude"
 FILL = 1e38
-"""What lies above is a fill value, infinity or the largest number of float32 or bfloat16, unless an operator made it."""
+"""Larger values are fill values, infinity or the largest float32 or bfloat16, unless an operator produced them."""
 
 
 _SAMPLE = 1 << 15
-"""What is counted on a sample is counted to a fraction of a percent; torch uses no threads for so few."""
+"""Sample size: shares are accurate to a fraction of a percent, and torch uses one thread."""
 
 _SHARED_OUT = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The largest magnitude of a tensor.
-
-    Attributes:
-        value: of its values that are no fill values; infinity or NaN where an operator made such.
-        filled: whether it holds fill values, as attention masks do.
+    """The largest magnitude of a tensor, without fill values such as attention masks have; `filled` if there
+    are some.
     """
 
     value: float
@@ -39,7 +36,7 @@ class Magnitude:
 
 
 def magnitude(tensor: torch.Tensor) -> Magnitude:
-    """The largest magnitude of a float tensor; values above 1e38 in it are taken as fill values."""
+    """Return the largest magnitude of a float tensor; values above 1e38 in it are taken as fill values."""
     known = getattr(tensor, _KNOWN, None)
     if known is not None and known[0] == version_of(tensor):
         result: Magnitude = known[1]
@@ -48,7 +45,7 @@ def magnitude(tensor: torch.Tensor) -> Magnitude:
 
 
 def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
-    """Keep what is known of `tensor` on it, until it is written to; nothing of one that does not tell."""
+    """Cache the magnitude of `tensor` until it is written to; inference tensors are not cached."""
     version = version_of(tensor)
     if version is not None:
         setattr(tensor, _KNOWN, (version, measured))
@@ -56,7 +53,7 @@ def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
 
 
 def pass_on(source: torch.Tensor, copy: torch.Tensor) -> None:
-    """Take over the cached magnitude of `source` for `copy`, which has the same values."""
+    """Copy the cached magnitude of `source` to `copy`, which has the same values."""
     known = getattr(source, _KNOWN, None)
     if known is not None and known[0] == version_of(source):
         remember(copy, known[1])
@@ -76,7 +73,7 @@ def _measured(tensor: torch.Tensor) -> Magnitude:
 
 
 def largest_rows(tensor: torch.Tensor) -> list[float]:
-    """The largest magnitude of each row, the first dimension of a float tensor."""
+    """Return the largest magnitude of each row, the first dimension of a float tensor."""
     with _few_threads(tensor):
         low, high = torch.aminmax(tensor.detach().reshape(tensor.shape[0], -1), dim=1)
     return [float(each) for each in torch.maximum(-low, high)]
@@ -84,10 +81,9 @@ def largest_rows(tensor: torch.Tensor) -> list[float]:
 
 @contextmanager
 def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
-    """Within it torch uses one thread for a tensor that it passes over in a millisecond.
+    """Use one thread for a tensor that takes about a millisecond.
 
-    To share so little out takes a hundred times as long where other processes keep the cores busy: threads wait for
-    each other.
+    On busy cores, threads that wait for one another take a hundred times as long.
     """
     before = torch.get_num_threads()
     few = before > 1 and tensor.numel() <= _SHARED_OUT and tensor.device.type == "cpu"
@@ -101,9 +97,10 @@ def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
-    """Shares of the nonzero values of a float tensor that float16 rounds to zero, as they are and times 65536.
+    """Return the shares of nonzero values that float16 rounds to zero: unscaled, and at a loss scale of
+    65536.
 
-    Of an even sample where the tensor is large.
+    Large tensors are sampled evenly.
     """
     values = sampled(tensor).abs()
     nonzero = int(torch.count_nonzero(values))
@@ -115,17 +112,17 @@ def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def median(tensor: torch.Tensor) -> float:
-    """Median magnitude of the nonzero values of a float tensor, of an even sample where it is large."""
+    """Return the median magnitude of the nonzero values of a float tensor; large ones are sampled evenly."""
     values = sampled(tensor).float().abs()
     nonzero = values[values > 0]
     return float(nonzero.median()) if nonzero.numel() else 0.0
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """At most 2^15 values of a tensor, evenly apart in memory; all of a smaller one."""
-    # In the order of memory, or a transposed matrix would be copied.
+    """Return at most 2^15 values of a tensor, evenly spaced in memory; all of a smaller one."""
+    # In memory order: a transposed matrix would be copied.
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.detach().permute(order).reshape(-1)
-    # An odd step meets every column of a matrix, whose widths are even.
+    # An odd step covers every column of a matrix with even width.
     step = max(1, -(-flat.numel() // _SAMPLE))
     return flat[:: step if step == 1 else step | 1]

@@ -1,4 +1,4 @@
-"""The largest values of a module, in one forward and backward in float32."""
+"""Measurement of a module's largest values in one forward and backward in float32."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from isotype.ranges.twin import Read, Twin, twin_of, unwrapped
 from isotype.ranges.weights import Weights
 
 _ROOM = 1.5
-"""Memory of a measurement over that of the largest block's weights."""
+"""Memory of a measurement relative to the largest block's weights."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured.
+    """The module to measure.
 
     Attributes:
-        model: the module; on the meta device where its weights stay on disk.
-        source: what it is, in words.
-        device: where it is.
-        read: how a parameter's values are had; None where they are the parameter's own.
-        notes: what there is to say about it.
+        model: on the meta device if its weights stay on disk.
+        source: description of the model.
+        device: its device.
+        read: reads a parameter's values; None if the parameter holds them.
+        notes: for the result.
     """
 
     model: nn.Module
@@ -49,14 +49,14 @@ class Measured:
     notes: tuple[str, ...] = ()
 
     def fitting_dtype(self, device: torch.device) -> torch.dtype:
-        """float32, or bfloat16 where the largest block does not fit into the free memory of `device` in float32."""
+        """Return float32, or bfloat16 if the largest block does not fit into the device's memory in float32."""
         free = free_memory(device)
         needed = _ROOM * 4 * max(parts(self.model), default=0)
         return torch.bfloat16 if free is not None and needed > free else torch.float32
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Numbers of weights that are there at the same time: of a block, or of a module outside of blocks."""
+    """Return the weight counts of the units held in memory together: blocks, and modules outside of blocks."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(each.numel() for each in block.parameters()) for block in blocks]
@@ -64,16 +64,12 @@ def parts(model: nn.Module) -> list[int]:
     return parts + [
         sum(each.numel() for each in module.parameters(recurse=False))
         for module in outside
-        if kind_of(module) != "embedding"  # of which only the rows that are looked up are made
+        if kind_of(module) != "embedding"  # its rows are read on lookup
     ]
 
 
 def of_module(model: nn.Module) -> Measured:
-    """A model in memory.
-
-    Raises:
-        UsageError: its weights have no values here.
-    """
+    """Return a model in memory; raises UsageError if its weights have no values here."""
     model = unwrapped(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "full_tensor"):
@@ -89,7 +85,7 @@ def of_module(model: nn.Module) -> Measured:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model under PEFT's adapters; one without any itself."""
+    """Return the base model of a PEFT model; other models unchanged."""
     base: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     return base
 
@@ -102,21 +98,23 @@ def measure(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> Ranges:
-    """Run a forward and a backward of the mean loss and write down the largest magnitude of every value.
+    """Run forward and backward of the mean loss and record the largest magnitude of every value.
 
-    It is computed in float32 from the weights as they are, in evaluation mode, without autocast and without a policy's
-    boundaries. One block at a time is there in float32: blocks are computed again in the backward. The model is not changed, nor
-    its gradients, hooks, modes or random states.
+    It runs in float32 in evaluation mode, without autocast and the policy's boundaries. Only one block is in
+    float32 at a time: blocks are recomputed in the backward. The model, its gradients, hooks, modes and
+    random states stay unchanged.
 
     Args:
         measured: the model.
-        run: what it is called with.
-        device: where it is computed; by default where the model is.
-        dtype: dtype that it is computed in; by default float32, bfloat16 where that does not fit into free memory.
-        progress: whether a bar is shown on a terminal when it takes longer than three seconds.
+        run: its batches.
+        device: device of the computation; by default the model's.
+        dtype: dtype of the computation; by default float32, or bfloat16 if that does not fit into free
+            memory.
+        progress: whether to show a progress bar on a terminal after three seconds.
 
     Returns:
-        The measurement, without a key. Where even float32 overflows it holds infinity or NaN, and a note names the first operator.
+        The measurement, without a key. If float32 overflows, it has infinity or NaN, and a note names the
+            first operator.
     """
     where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
@@ -138,7 +136,7 @@ def measure(
 
 
 def _ranges(recorder: RangeRecorder, twin: Twin, run: Batches) -> Ranges:
-    """What was recorded, of a model that has no name yet."""
+    """Return the recorded ranges, without source and key."""
     return Ranges(
         source="",
         key="",
@@ -157,7 +155,7 @@ def _ranges(recorder: RangeRecorder, twin: Twin, run: Batches) -> Ranges:
 def _run(
     twin: Twin, recorder: RangeRecorder, run: Batches, device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """Forward and backward of every batch: their losses, and what there is to say."""
+    """Run forward and backward of every batch; return the losses and notes."""
     losses, notes = [], dict[str, None]()
     with undisturbed(device):
         for batch in run.batches:
@@ -170,7 +168,7 @@ def _run(
                     ] = None
                 loss = loss_of(output)
                 loss = loss if not loss.ndim else loss.float().mean()
-                del output  # logits are larger than a block of a small model
+                del output  # logits can be larger than a block of a small model
                 recorder.phase = "backward"
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -185,7 +183,7 @@ def _run(
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Whatever the caller has switched on is off, what is drawn is put back."""
+    """Disable the caller's autocast and inference modes, and restore the random states on exit."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(random_states_kept(device))
         stack.enter_context(torch.inference_mode(False))
@@ -195,21 +193,21 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """A batch's tensors on a device: floats in `dtype`, copied, with a gradient."""
+    """Return a batch's tensors on a device; floats are copied in `dtype` and require gradients."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if not value.is_floating_point():
             return value.to(device)
-        # Gradients reach what only images or embeddings lead to.
+        # So that modules fed only by images or embeddings get gradients.
         return value.detach().to(device, dtype, copy=True).requires_grad_()
 
     return {name: tree_map(moved, value) for name, value in batch.items()}
 
 
 def _stream(recorder: RangeRecorder, twin: Twin) -> tuple[str, ...]:
-    """The embedding before each list of blocks, and its blocks."""
+    """Return the embedding before each list of blocks, and the blocks."""
     order = recorder.order()
     stream: list[str] = []
     start = 0

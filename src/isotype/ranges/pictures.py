@@ -1,7 +1,7 @@
-"""What the pictures of a row are to a model: token ids in the text, and the tensors of the picture inputs.
+"""Picture inputs of a row: token ids in the text, and tensors such as `pixel_values`.
 
-The processor of the model says it, which is asked for blank pictures of the sizes. Without one it is counted from the config, by the rules
-of the families whose configs hold what that takes.
+The model's processor is run on blank pictures of the sizes. Without one they are computed from the config,
+for families whose config has the necessary values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from isotype.compat.templates import render_chat
 
 Size = tuple[int, int]
-"""Width and height in pixels."""
+"""(width, height) in pixels."""
 
 FILL = 5
-"""A token of text: past the special tokens that most vocabularies begin with."""
+"""A text token, after the special tokens that begin most vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Pictures:
     """The pictures of one row.
 
     Attributes:
-        sizes: of the pictures, in their order.
-        ids: int64 `[tokens]`, what stands in the text for them and around them.
-        kinds: bool `[tokens]`, which of these stand for a part of a picture.
-        inputs: name of an argument -> tensor of one row's pictures, whose rows follow one another in a batch.
-        source: who said so, as a clause.
+        sizes: of the pictures, in order.
+        ids: int64 `[tokens]`, their tokens in the text with surrounding ones.
+        kinds: bool `[tokens]`, True for tokens that represent a part of a picture.
+        inputs: argument name -> tensor of one row's pictures; rows are concatenated in a batch.
+        source: of this information, as a clause.
     """
 
     sizes: tuple[Size, ...]
@@ -43,16 +43,16 @@ class Pictures:
 
     @property
     def tokens(self) -> int:
-        """In the text, with those around them."""
+        """Number of tokens in the text, including surrounding ones."""
         return len(self.ids)
 
     @property
     def values(self) -> int:
-        """Numbers in the picture inputs."""
+        """Number of elements of the picture inputs."""
         return sum(value.numel() for value in self.inputs.values())
 
     def words(self) -> str:
-        """`2 pictures of 1024x768 in each row: 1,540 tokens, by the processor`."""
+        """Return `2 pictures of 1024x768 in each row: 1,540 tokens, by the processor`."""
         if not self.sizes:
             return "no row has a picture"
         shown = sorted({f"{width}x{height}" for width, height in self.sizes})
@@ -61,11 +61,13 @@ class Pictures:
         return f"{len(self.sizes)} {noun} of {of} in each row: {self.tokens:,} tokens, {self.source}"
 
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
-        """The picture inputs of `rows` such rows."""
+        """Return the picture inputs of `rows` such rows."""
         return {name: torch.cat([value] * rows) for name, value in self.inputs.items()}
 
     def marks(self, ids: torch.Tensor, start: int, model: Any) -> dict[str, torch.Tensor]:
-        """`token_type_ids` or `mm_token_type_ids` for `[rows, length]` ids whose pictures begin at `start`, if the model takes them."""
+        """Return the `(mm_)token_type_ids` that the model takes for `[rows, length]` ids with pictures from
+        `start` on.
+        """
         takes = inspect.signature(model.forward).parameters
         kinds = torch.zeros_like(ids)
         kinds[:, start : start + self.tokens] = self.kinds.long()
@@ -73,17 +75,11 @@ class Pictures:
 
 
 NONE = Pictures((), torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.bool))
-"""Of rows without pictures."""
+"""Rows without pictures."""
 
 
 def pictures_of(config: Any, processor: Any | None, sizes: Sequence[Size]) -> Pictures | None:
-    """The pictures of a row, by the model's processor if it is one, else by its config; None where neither says it.
-
-    Args:
-        config: of the model.
-        processor: the model's processor; its tokenizer alone says nothing.
-        sizes: of the pictures of a row.
-    """
+    """Return a row's pictures by the model's processor, else by its config; None if neither suffices."""
     if processor is not None and hasattr(processor, "image_processor"):
         return _by_processor(processor, sizes)
     return by_config(config, sizes)
@@ -109,7 +105,7 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """What the chat template writes for one picture, cut out of a turn that has two."""
+    """Return the chat template's text for one picture, cut out of a turn with two pictures."""
     texts = [
         str(
             render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)
@@ -118,7 +114,8 @@ def picture_place(processor: Any) -> str:
     ]
     longer = len(texts[1]) - len(texts[0])
     same = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[0]))
-    # What stands beside it may begin or end as it does ("<image><|im_end|>"): of the cuts that are possible, one through no token.
+    # Its neighbours may begin or end alike ("<image><|im_end|>"): of the possible cuts, take one that splits
+    # no token.
     one, two = texts
     starts = [
         at
@@ -137,11 +134,9 @@ def picture_place(processor: Any) -> str:
 
 
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
-    """The pictures of a row by the config; None where it does not say what that takes.
+    """Return a row's pictures by the config; None if it lacks the necessary values.
 
-    Args:
-        config: of the model.
-        sizes: None for one picture of the size that the tower takes, if it takes one alone.
+    `sizes` None: one picture of the tower's size, if the tower takes only one size.
     """
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
@@ -157,7 +152,7 @@ def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | No
     try:
         counted = rule(config, vision, sizes)
     except (AttributeError, TypeError):
-        return None  # a field that the rule reads is not there
+        return None  # a field that the rule reads is missing
     if counted is None:
         return None
     tokens, inputs = counted
@@ -166,11 +161,11 @@ def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | No
 
 
 Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
-"""(of each token in the text whether it stands for a picture, the inputs)."""
+"""(whether each token represents a picture, the inputs)."""
 
 
 def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
-    """One square of the tower's size a picture: Gemma 3, PaliGemma."""
+    """Gemma 3, PaliGemma: one square of the tower's size per picture."""
     tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
     side = vision.image_size
     if not isinstance(tokens, int) or not isinstance(side, int):
@@ -185,7 +180,7 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """The whole picture and its tiles, without the padding around it, a token at the end of each line of patches."""
+    """LLaVA-NeXT: the whole picture and its tiles without padding, a token after each row of patches."""
     side, marks, tiles = vision.image_size, [], []
     patches = side // vision.patch_size
     for width, height in sizes:
@@ -204,14 +199,14 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """(minus the pixels that are kept, pixels without any) of a picture that is scaled into a rectangle."""
+    """Return (minus the kept pixels, pixels of padding) of a picture scaled into a rectangle."""
     scale = min(into[0] / size[0], into[1] / size[1])
     kept = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -kept, into[0] * into[1] - kept
 
 
 def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Qwen-VL: both sides a multiple of the merged patches, the pixels within the bounds of the family's processor."""
+    """Qwen-VL: sides are multiples of merged patches, the pixel count is within the processor's limits."""
     patch, merge = vision.patch_size, vision.spatial_merge_size
     least, most = _PIXELS.get(config.model_type, _PIXELS["qwen3_vl"])
     factor, grids = patch * merge, []
@@ -234,7 +229,7 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Idefics 3 and SmolVLM: four tiles along the longer side, and the whole picture in one."""
+    """Idefics 3 and SmolVLM: four tiles along the longer side, and the whole picture as one."""
     side = vision.image_size
     each = (side // vision.patch_size) ** 2 // config.scale_factor**2
     marks: list[bool] = []
@@ -255,7 +250,7 @@ def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Pixtral and Mistral 3: as large as it is, within the tower's size, a token at the end of each line of merged patches."""
+    """Pixtral and Mistral 3: original size up to the tower's, a token after each row of merged patches."""
     patch = vision.patch_size * config.spatial_merge_size
     marks: list[bool] = []
     shapes = []
@@ -280,9 +275,9 @@ _RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), _tiles),
     "mistral3": _lines,
 }
-"""Model type -> how its pictures are counted; of any other one, whose config says how many tokens a picture takes, `_fixed`."""
+"""Model type -> rule; `_fixed` for other types whose config has the number of tokens per picture."""
 _ONE_SIZE = (_fixed, _llava)
-"""Rules of towers that take one size alone."""
+"""Rules for towers that take one size only."""
 _OLDER = (56 * 56, 28 * 28 * 1280)
 _PIXELS = {"qwen2_vl": _OLDER, "qwen2_5_vl": _OLDER, "qwen3_vl": (256 * 256, 4096 * 4096)}
-"""Model type -> fewest and most pixels of a picture: of transformers' processor, and of the checkpoints of Qwen3-VL."""
+"""Model type -> (minimum, maximum) pixels of a picture: from transformers' processor and Qwen3-VL's checkpoints."""

@@ -1,4 +1,4 @@
-"""What a step's values are: a dispatch mode for operators, hooks for modules and gradients."""
+"""Recorder of magnitudes: a dispatch mode for operators, hooks for modules and gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from isotype.ranges.magnitude import (
 )
 from isotype.ranges.weights import WeightRange, attached, rows_of, whole
 
-# They move values or make them from nothing: none is rounded.
+# Operators that move or create values without rounding.
 _MOVES = frozenset(
     f"aten.{name}"
     for name in (
@@ -66,7 +66,7 @@ class _Operator:
 
 @dataclass(slots=True)
 class _Module:
-    """Magnitudes of one module; `each`: of its output, of every text or batch."""
+    """Magnitudes of one module; `each`: of its output for each text or batch."""
 
     kind: str
     input: float = 0.0
@@ -76,11 +76,11 @@ class _Module:
 
 
 class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Writes down the magnitudes of a running step.
+    """Records the magnitudes of a running step.
 
     Attributes:
-        phase: of the operators that run now.
-        first: the first operator whose result is not finite where its operands are; "" while there is none.
+        phase: of the current operators.
+        first: the first operator with finite operands and a non-finite result; "" if there is none.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """A forward and backward; `rows` texts lie in it one below the other, 0 where it is one batch."""
+        """Record a forward and backward of `rows` texts; 0 records the batch as one."""
         self._rows, self.phase = rows, "forward"
         self._frames.clear()
         self._places.clear()
@@ -111,7 +111,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """What runs inside has been seen in the forward, where it belongs to a backward: it is computed again."""
+        """Skip operators inside that a backward recomputes: they were recorded in the forward."""
         before, self._paused = self._paused, in_backward() or self._paused
         try:
             yield
@@ -119,19 +119,15 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
-        """Follow the modules of `model` by hooks.
+        """Add hooks to the modules of `model`; `names` are their plain names by id, `inside` the ids of those
+        in blocks.
 
-        Outputs of embeddings get a gradient, so that gradients reach whatever they reach in some training, whichever
-        weights are frozen here; not inside of blocks, where a table of positions may decide which kernel runs.
-
-        Args:
-            model: its module tree.
-            names: plain names of its modules, by id.
-            inside: ids of the modules inside of blocks.
+        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules even if
+        these weights are frozen; inside, a position table may decide which kernel runs.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it takes no hooks: what it runs is its caller's
+                continue  # it takes no hooks; its operators belong to the caller
             kind = {"linear4bit": "linear", "linear8bit": "linear"}.get(kind_of(module), kind_of(module))
             module.register_forward_pre_hook(
                 self._entering(names[id(module)], kind), with_kwargs=True, prepend=True
@@ -147,7 +143,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 return
             known = self._modules.setdefault(name, _Module(kind))
             if known.kind == "other":
-                known.kind = kind  # PEFT's wrapper came first, the layer in it has the same name
+                known.kind = kind  # PEFT's wrapper came first; the layer in it has the same name
             for tensor in _floats((args, kwargs)):
                 known.input = _larger(known.input, self._seen(tensor).value)
 
@@ -165,7 +161,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 tensor.register_hook(self._gradient(known))  # type: ignore[no-untyped-call]
 
     def _note_each(self, known: _Module, tensor: torch.Tensor) -> None:
-        """Keep the largest output of every text apart."""
+        """Record the largest output of each text."""
         if not self._rows:
             values = [self._seen(tensor).value]
         elif tensor.ndim and tensor.shape[0] == self._rows and tensor.numel():
@@ -209,7 +205,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if not outputs:
             return
         if is_attention(short):
-            outputs = outputs[:1]  # the others are statistics
+            outputs = outputs[:1]  # other outputs are statistics
         sources = [each for _, each in tensors_in(func, args, kwargs) if _is_float(each)]
         if short in _SAME_VALUES or (is_view(func) and sources and sources[0].numel() <= outputs[0].numel()):
             if len(sources) == len(outputs) == 1 and _width(outputs[0]) >= _width(sources[0]):
@@ -241,7 +237,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """The magnitude of a result; infinite where the operator overflowed, not where it was given infinity."""
+        """Return the magnitude of a result; infinite if the operator overflowed, not for infinite operands."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))
@@ -256,7 +252,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return size
 
     def _place(self) -> tuple[str, Any]:
-        """(module, line) of the operator that runs now; in a backward those of the forward call it belongs to."""
+        """Return (module, line) of the current operator; in a backward, of its forward call."""
         node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
             return self._places.get(node_number(node), ("", None))
@@ -268,7 +264,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------------------- result
 
     def operators(self) -> tuple[OperatorRange, ...]:
-        """Every operator that was seen, in the order of the first call."""
+        """Return the recorded operators, in the order of their first call."""
         return tuple(
             OperatorRange(
                 module,
@@ -285,15 +281,15 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         )
 
     def order(self) -> dict[str, int]:
-        """Names of the modules that were called, with their positions in the order of the first call."""
+        """Return the positions of the called modules in the order of their first call, by name."""
         return {name: position for position, name in enumerate(self._modules)}
 
     def kind(self, name: str) -> str:
-        """The kind of a module that was called."""
+        """Return the kind of a called module."""
         return self._modules[name].kind
 
     def modules(self, weights: Mapping[str, WeightRange]) -> tuple[ModuleRange, ...]:
-        """Every module that was called, in the order of the first call; `weights`: what is known of its own ones."""
+        """Return the called modules in the order of their first call; `weights`: ranges of their parameters."""
         none = WeightRange()
         return tuple(
             ModuleRange(
@@ -310,7 +306,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         )
 
     def spread(self) -> float:
-        """The largest ratio between a module's output in one text or batch and in another; 1 where there is one."""
+        """Return the largest ratio of a module's outputs between two texts or batches; 1 for a single one."""
         ratios = [
             max(seen.each.values()) / min(seen.each.values())
             for seen in self._modules.values()
@@ -320,7 +316,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
 
 def _larger(one: float, other: float) -> float:
-    """The larger of two magnitudes; NaN where one is NaN."""
+    """Return the larger of two magnitudes; NaN if one is NaN."""
     return other if other > one or math.isnan(other) else one
 
 
@@ -348,11 +344,11 @@ def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
 
 @cache
 def _short(func: Any) -> str:
-    """`aten.mm` of `aten.mm.default`."""
+    """Return `aten.mm` for `aten.mm.default`."""
     return operator_name(func).rpartition(".")[0]
 
 
 def _is_fill(short: str, args: Any, kwargs: Any) -> bool:
-    """Whether what is infinite in a result was asked for: by a number among the arguments, or as log(0)."""
+    """Return whether infinity in a result was intended: by a number among the arguments, or as log(0)."""
     numbers = (each for each in (*args, *kwargs.values()) if type(each) is float)
     return short == "aten.log" or any(abs(number) >= FILL for number in numbers)

@@ -1,4 +1,4 @@
-"""The model that is measured: a copy of a model's modules that shares its weights and makes them when they are asked for."""
+"""The measured model: a copy that shares the original's weights and converts them on demand."""
 
 from __future__ import annotations
 
@@ -35,29 +35,22 @@ _QUANTIZED = ("linear4bit", "linear8bit")
 _HALVES = (torch.float16, torch.bfloat16)
 
 Read = Callable[[nn.Module, str, torch.Tensor], Weight]
-"""The weight of a parameter: of which module, its own name in it, and the parameter."""
+"""Reads the weight of (module, name in it, parameter)."""
 
 
 class Watcher(Protocol):
-    """What follows the modules of a copy."""
+    """Recorder that hooks the modules of a copy."""
 
     def again(self) -> AbstractContextManager[Any]:
-        """Around each run of a block's forward, the second one of the backward included."""
+        """Context of each run of a block's forward, including recomputation."""
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
-        """Set hooks on the modules, of which `names` has the plain names by id; those in `inside` are in blocks."""
+        """Add hooks to the modules; `names`: plain names by id, `inside`: ids of modules in blocks."""
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A model that is measured.
-
-    Attributes:
-        model: the copy; what it holds is its own, apart from the values of parameters.
-        names: the plain name of each of its modules, by id.
-        blocks: plain names of the blocks of every list of blocks, list by list.
-        weights: makes its weights.
-    """
+    """A measured copy of a model: plain names of its modules by id, and of the blocks of every list."""
 
     model: nn.Module
     names: dict[int, str]
@@ -65,7 +58,7 @@ class Twin:
     weights: Weights
 
     def weight_ranges(self) -> dict[str, WeightRange]:
-        """What is known of the weights of every module that holds some, by plain name."""
+        """Return the weight ranges of every module with parameters, by plain name."""
         return {
             self.names[id(module)]: self.weights.range_of(_own(module).own)
             for module in self.model.modules()
@@ -78,7 +71,7 @@ def _own(module: nn.Module) -> Any:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DDP and `torch.compile`."""
+    """Return the model inside DDP and `torch.compile` wrappers."""
     while type(model).__module__.startswith(("torch.nn.parallel", COMPILER)):
         model = next(
             getattr(model, name) for name in _WRAPPED if name in {**vars(model), **own_modules(model)}
@@ -93,14 +86,10 @@ def twin_of(
     done: Callable[[], None],
     read: Read | None = None,
 ) -> Twin:
-    """A copy of `model` to be measured, in evaluation mode and without the boundaries that a policy has set.
+    """Return a copy of `model` to measure, in evaluation mode and without the policy's boundaries.
 
-    Args:
-        model: any module; it is not changed.
-        weights: makes the copy's weights.
-        recorder: follows the copy's modules.
-        done: called whenever a block has run.
-        read: how a parameter's values are had; by default they are the parameter's.
+    `recorder` hooks its modules, `done` is called after each run of a block, `read` reads a parameter's
+    values.
     """
     memo = _Memo(model, weights)
     for module in model.modules():
@@ -118,7 +107,7 @@ def twin_of(
     blocks, inside = [], set[int]()
     for _, layers in lists_of_blocks(twin, fewest=1):
         if id(layers) in inside:
-            continue  # a list within a block
+            continue  # a list inside a block
         blocks.append(tuple(names[id(block)] for block in layers.children()))
         for block in layers.children():
             inside |= {id(module) for module in block.modules()}
@@ -131,7 +120,7 @@ def twin_of(
 
 
 class _Memo(dict[int, Any]):
-    """For copies: a parameter that a module holds as a plain attribute (a flat list of a recurrent layer) is cast."""
+    """Memo of deepcopy that casts parameters held as plain attributes (flat weights of recurrent layers)."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         super().__init__()
@@ -139,7 +128,7 @@ class _Memo(dict[int, Any]):
         self._weights = weights
 
     def get(self, key: int, default: Any = None) -> Any:
-        """What stands for the object of that id."""
+        """Return the copy of the object with that id."""
         if key not in self and key in self._parameters:
             self[key] = self._parameters[key].detach().to(self._weights.device, self._weights.dtype)
         return super().get(key, default)
@@ -169,7 +158,7 @@ def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
 
 
 def _dequantized_8bit(parameter: torch.Tensor, scales: Any) -> torch.Tensor:
-    """Code x row scale / 127, LLM.int8, https://arxiv.org/abs/2208.07339."""
+    """Return code x row scale / 127, LLM.int8, https://arxiv.org/abs/2208.07339."""
     values: torch.Tensor = parameter.detach().float() * scales.float().to(parameter.device)[:, None] / 127
     return values
 
@@ -182,7 +171,7 @@ def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
 
 
 def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
-    """Take off what belongs to a run, not to the function: boundaries, accelerate's hooks, compilation, modes."""
+    """Remove what belongs to a run: boundaries, accelerate's hooks, compilation, modes."""
     set_boundary(module, None)
     own = vars(module)
     if HOOK in own:
@@ -196,7 +185,7 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
         own["gradient_checkpointing"] = False
     config: Any = own.get("config")
     if getattr(config, "use_cache", None):
-        config.use_cache = False  # a block that is computed again would fill the cache twice
+        config.use_cache = False  # a recomputed block would fill the cache twice
     for holder in (own, own_buffers(module)):
         for name, value in list(holder.items()):
             if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
@@ -206,7 +195,7 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
 def _checkpointed(
     forward: Callable[..., Any], weights: Weights, recorder: Watcher, done: Callable[[], None]
 ) -> Callable[..., Any]:
-    """The forward of a block, computed again in the backward: its weights are there while it runs."""
+    """Return a block's forward with recomputation in the backward, which holds its weights while it runs."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with recorder.again(), weights.kept():
@@ -223,7 +212,7 @@ def _checkpointed(
 
 
 def _keep_while_it_runs(module: nn.Module, weights: Weights, inside: bool) -> None:
-    """Outside of blocks, a module's own weights are there while it runs; of an embedding only the rows it looks up."""
+    """Hold a module's weights while it runs if it is outside of blocks; an embedding reads only looked-up rows."""
     looks_up = kind_of(module) == "embedding"
 
     def enter(*_: Any) -> None:

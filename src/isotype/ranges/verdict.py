@@ -1,4 +1,4 @@
-"""Whether a training whose loss or gradient is not finite may go on."""
+"""Decision whether to continue a training with a non-finite loss or gradient."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import math
 from collections.abc import Callable
 
 _SKIPS = 10
-"""Steps that a GradScaler skips in a row, down to a scale of 1, before a run is stopped: nothing is left to lower."""
+"""Consecutive skipped steps, down to a loss scale of 1, after which a run is stopped."""
 
 
 class Verdict:
-    """Judges the steps of one training, one after the other."""
+    """Judges the steps of one training in order."""
 
     def __init__(self) -> None:
         self._skips = 0
 
     def of(self, loss: float, norm: float | None, scale: Callable[[], float] | None) -> str | None:
-        """What ends the training; None while it may go on.
+        """Return why the training has to end; None if it may continue.
 
-        A gradient that is not finite is ordinary under a GradScaler, which skips its step and lowers the scale, until
-        nothing is left to lower; a loss never is.
-
-        Args:
-            loss: of the step.
-            norm: of its gradients, None where it was not measured.
-            scale: reads the loss scale; None without a GradScaler.
+        A non-finite gradient is normal under a GradScaler, which skips the step and lowers the scale, until
+        the scale cannot be lowered. A non-finite loss always ends the training. `scale` reads the loss scale;
+        None without a GradScaler.
         """
         if not math.isfinite(loss):
             return "the loss is not finite"

@@ -1,4 +1,4 @@
-"""Weights that are made in float32 when a module asks for them and dropped when its block has run."""
+"""Weights in float32 that are created on access and dropped after their block has run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """One parameter of the model that is measured.
-
-    Attributes:
-        key: the same of tied parameters.
-        shape: its shape.
-        read: gives its values, in whatever dtype they are stored.
-        trainable: whether its gradient is wanted.
-    """
+    """A parameter of the measured model: `key` is equal for tied parameters, `read` returns the stored values."""
 
     key: Hashable
     shape: torch.Size
@@ -44,12 +37,7 @@ class WeightRange:
 
 @dataclass
 class Weights:
-    """Makes the weights of a model in the dtype and on the device of a measurement.
-
-    Attributes:
-        dtype: that of the measurement.
-        device: that of the measurement.
-    """
+    """Creates the weights of a model in the dtype and on the device of a measurement."""
 
     dtype: torch.dtype
     device: torch.device
@@ -61,7 +49,7 @@ class Weights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What is made inside is kept until the end of it."""
+        """Keep weights created inside until exit."""
         self._open.append({})
         try:
             yield
@@ -69,15 +57,15 @@ class Weights:
             self._open.pop()
 
     def open(self) -> None:
-        """As `kept`, until `close`."""
+        """Keep created weights until `close`."""
         self._open.append({})
 
     def close(self) -> None:
-        """Drop what was made since `open`."""
+        """Drop the weights created since `open`."""
         self._open.pop()
 
     def make(self, weight: Weight) -> torch.Tensor:
-        """The values of `weight`."""
+        """Return the values of `weight`."""
         for weights in reversed(self._open):
             if weight.key in weights:
                 return weights[weight.key]
@@ -103,7 +91,7 @@ class Weights:
         return value
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of `weight` that `indices` name, each once, and the indices into them."""
+        """Return the rows of `weight` named by `indices`, without duplicates, and the indices into them."""
         with without_dispatch(), torch.no_grad():
             stored = weight.read().detach()
             if weight.key not in self._seen:
@@ -115,7 +103,7 @@ class Weights:
         return value, inverse
 
     def stand_in(self, weight: Weight) -> torch.Tensor:
-        """A tensor of the shape and dtype that takes no memory."""
+        """Return a tensor of that shape and dtype that takes no memory."""
         with without_dispatch():
             return torch.zeros((), dtype=self.dtype, device=self.device).expand(weight.shape)
 
@@ -125,14 +113,14 @@ class Weights:
             self._gradients[key] = gradient.detach().clone() if known is None else known.add_(gradient)
 
     def end_step(self) -> None:
-        """A backward is over: the gradients are whole."""
+        """Record the gradients after a backward."""
         for key, gradient in self._gradients.items():
             largest = magnitude(gradient).value
             self._largest_gradient[key] = max(self._largest_gradient.get(key, 0.0), largest)
         self._gradients.clear()
 
     def range_of(self, own: Mapping[str, Weight]) -> WeightRange:
-        """Of the parameters of one module together."""
+        """Return the range of all parameters of one module."""
         seen = [
             (weight.shape.numel(), *self._seen[weight.key])
             for weight in own.values()
@@ -156,15 +144,15 @@ class OnDemand(dict[str, Any]):
         return None if weight is None else self._weights.make(weight)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As `[]`, or `default`."""
-        return self[name] if name in self else default  # noqa: SIM401 - it is what `get` is
+        """Return `[name]`, or `default`."""
+        return self[name] if name in self else default  # noqa: SIM401 - this implements `get`
 
     def items(self) -> Any:
-        """Names with stand-ins."""
+        """Return names with placeholders."""
         return [(name, self._stand_in(weight)) for name, weight in super().items()]
 
     def values(self) -> Any:
-        """Stand-ins."""
+        """Return placeholders."""
         return [value for _, value in self.items()]
 
     @property
@@ -177,17 +165,17 @@ class OnDemand(dict[str, Any]):
 
 
 def rows_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an embedding, of a weight that is not made only the rows that are asked for."""
+    """Return the arguments of an embedding; of a placeholder weight, only the looked-up rows are read."""
     later = getattr(args[0], _LATER, None)
     if later is None:
         return args
     weights, weight = later
     value, indices = weights.rows(weight, args[1])
-    return (value, indices)  # the rest concerns the gradient of the weight, and nobody wants it
+    return (value, indices)  # the other arguments concern the weight's gradient, which is not needed
 
 
 def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of any other operator: a weight that is not made is made."""
+    """Return an operator's arguments with placeholder weights replaced by their values."""
 
     def restored(value: Any) -> Any:
         later = getattr(value, _LATER, None) if isinstance(value, torch.Tensor) else None
@@ -199,7 +187,7 @@ def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
 
 
 def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
-    """The same values, with a gradient that `sink` is told (and nobody else) when a backward reaches it."""
+    """Return the same values, requiring a gradient that is passed only to `sink`."""
     anchor = torch.empty(0, requires_grad=True)
     tensor: torch.Tensor = _Attached.apply(anchor, value, sink)  # type: ignore[no-untyped-call]
     return tensor
@@ -210,7 +198,7 @@ class _Attached(torch.autograd.Function):
     def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, sink: Any) -> torch.Tensor:
         ctx.sink = sink
         with without_dispatch():
-            # An output that is an input could not be written to in place, which models do to embeddings.
+            # Models write to embeddings in place, which autograd forbids for an input returned as output.
             return value.clone() if sink is None else value.detach()
 
     @staticmethod

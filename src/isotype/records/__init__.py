@@ -1,1 +1,1 @@
-"""Frozen data that both wings share: what a step is asked for, what was traced of it, what was found."""
+"""Frozen data shared by all rooms: step requests, traces, findings."""

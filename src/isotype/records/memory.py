@@ -1,4 +1,4 @@
-"""Phases of a step, and the memory that it takes by phase and kind."""
+"""Phases of a step, and its memory by phase and kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MemoryKind = Literal[
     "optimizer",
     "activations",
     "inputs",
-    "gathered",  # weights of all processes, whole while a block of a sharded model computes, with the buffers that they come in
+    "gathered",  # gathered weights while a block of a sharded model computes, with their communication buffers
     "buckets",  # buffers in which gradients are summed over processes
 ]
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
@@ -26,7 +26,7 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bytes of tensors alive at one moment, by kind."""
+    """Bytes of live tensors at one moment, by kind."""
 
     phase: Phase
     kinds: Mapping[MemoryKind, int]
@@ -39,13 +39,11 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of tensors alive at the worst moment of each phase.
+    """Bytes of live tensors at the peak of each phase.
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: moments of the step in order, at most about five hundred: of each stretch between two of them
-            the highest.
-        peak_phase: the phase with the highest sum.
+        timeline: at most about 500 moments of the step in order: the highest of each interval.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]

@@ -1,4 +1,4 @@
-"""The first value of a step that is no number, as data: where it was made, of what, and why."""
+"""The first non-finite value of a step: operator, operands and cause."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from isotype.records.memory import Phase
 Cause = Literal[
     "weight",  # a parameter, a buffer or a quantization state holds it; `culprit` names it
     "input",  # the batch holds it; `culprit` names the argument
-    "outside",  # a tensor that no operator of the step has made, or that a kernel of its own has written
-    "range",  # the exact result is a number, and the dtype of the result ends before it
-    "inside",  # the exact result fits the dtype of the result: what the operator computes on its way does not
+    "outside",  # a tensor that no traced operator wrote: a custom kernel or code outside of the step
+    "range",  # the exact result is finite but exceeds the range of the result's dtype
+    "inside",  # the exact result fits its dtype, but an intermediate value of the operator does not
     "row",  # softmax of a row in which every entry is -inf
-    "labels",  # a mean over labels of which none counts
-    "empty",  # a mean or a spread of nothing
+    "labels",  # a mean over labels that are all masked
+    "empty",  # a mean or a standard deviation of no values
     "domain",  # 0 / 0, log(0), sqrt(-1): no number in any dtype; `entries` are the operands' values
-    "constant",  # the code itself wrote it, and it reached the loss
+    "constant",  # the code wrote it, and it reached the loss
     "unknown",
 ]
 
@@ -30,13 +30,13 @@ class Value:
     """A float tensor of the operator.
 
     Attributes:
-        role: the operator's own name of the argument; `"result"`.
+        role: the operator's name of the argument; `"result"`.
         dtype: its dtype.
         shape: its shape.
-        largest: largest magnitude of its finite elements, 0 where there are none.
-        nan: elements that are NaN.
-        infinite: elements that are infinite.
-        name: of the weight, buffer or input that it is, "" for what the step computed.
+        largest: largest magnitude of its finite elements; 0 if there are none.
+        nan: number of NaN elements.
+        infinite: number of infinite elements.
+        name: of the weight, buffer or input; "" for a computed value.
     """
 
     role: str
@@ -49,7 +49,7 @@ class Value:
 
     @property
     def finite(self) -> bool:
-        """Whether all elements are numbers."""
+        """True if all elements are finite."""
         return not (self.nan or self.infinite)
 
     @property
@@ -60,25 +60,26 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first operator of a step whose result is not finite though its operands are, or that meets one that is not.
+    """The first operator whose result is not finite: its operands are finite, or one came non-finite into the
+    step.
 
     Attributes:
         op: `aten.mm.default`.
-        module: fully qualified name of the innermost module it runs in; in the backward, the module of the forward
-            call; "" is the model itself or the loss.
-        phase: forward, backward, or unscale for the norm of the gradients.
-        source: `file:line` that called it, "" where there is none.
+        module: fully qualified name of the innermost module; in the backward, of the forward call. "" is
+            the model itself or the loss.
+        phase: forward, backward, or unscale for the gradient norm.
+        source: `file:line` of the call; "" if unknown.
         operands: its float operands, before it ran.
         result: its result.
         cause: why.
-        culprit: the operand that was not finite already; None where all were.
-        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64); None where
-            it is not finite there either, or where the operator does not run in it.
-        entries: the operands' values at the first element that is no number, where the operator works by elements;
-            for cause `"row"` empty.
-        rows: rows of the batch that hold such elements, as far as the result has rows of the batch.
-        batch: rows of the batch, 0 where that is not known.
-        scale: the loss scale of the backward, None without one.
+        culprit: the operand that was already not finite; None if all were finite.
+        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else
+            float64); None if that is not finite or the operator does not run in it.
+        entries: the operands' values at the first non-finite element of an element-wise operator; empty
+            for cause `"row"`.
+        rows: rows of the batch with such elements, if the result has rows of the batch.
+        batch: rows of the batch; 0 if unknown.
+        scale: the loss scale of the backward; None without one.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""Which inputs of a step reach which outputs: what was measured on a small copy of the model, as data."""
+"""Dependence of a step's outputs on its inputs, measured on a small copy of the model."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ Source = Literal[
     "other row",  # the tokens of another row of the batch
     "padding",  # the tokens that the attention mask leaves out
     "padding position",  # the number of padding tokens before a row
-    "later token",  # a token behind the one whose next token is predicted
-    "own label",  # the label that is predicted, as an input of the model
+    "later token",  # a token after the predicted one
+    "own label",  # the predicted label, as an input of the model
 ]
-"""What reaches a prediction that must not depend on it."""
+"""Inputs that must not change a prediction."""
 
 Unused = Literal["input", "picture", "adapter", "weight", "count"]
-"""What reaches no prediction, although it is there to."""
+"""Inputs and parameters that should change predictions but do not."""
 
 
 @dataclass(frozen=True)
 class Leak:
-    """Predictions that depend on what they must not depend on.
+    """Predictions that depend on inputs that they must not depend on.
 
     Attributes:
-        source: what was changed.
-        row, column: of the first prediction that changed.
-        changed: how many predictions changed.
-        of: how many were compared.
+        source: the changed input.
+        row, column: of the first changed prediction.
+        changed: number of changed predictions.
+        of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
-        module, kind: name and class of the first module whose inputs agree where its outputs change; "" if none is seen.
-        without: the input without which nothing changes any more, on the same copy; "" if none was tried or helps.
+        module, kind: name and class of the first module with equal inputs and changed outputs; "" if none
+            is seen.
+        without: the input without which nothing changes on the same copy; "" if none was tried or helps.
     """
 
     source: Source
@@ -46,12 +47,12 @@ class Leak:
 
 @dataclass(frozen=True)
 class NoReach:
-    """Something that is there to change the predictions and changes none.
+    """An input or parameter that changes no prediction.
 
     Attributes:
-        kind: what it is.
-        name: of the input, or of the parameters (with `*` for the numbers of layers).
-        why: in words, where that is known; else "".
+        kind: its kind.
+        name: of the input, or of the parameters (with `*` for layer numbers).
+        why: the reason in words; "" if unknown.
     """
 
     kind: Unused
@@ -61,14 +62,14 @@ class NoReach:
 
 @dataclass(frozen=True)
 class Labels:
-    """Which labels are learned.
+    """The learned labels.
 
     Attributes:
-        learned: predictions that the loss depends on.
-        shift: how many tokens a label is ahead of the prediction that it is compared with, of labels that repeat the
-            inputs: 1 in a causal model; None where labels are something else.
+        learned: number of predictions that the loss depends on.
+        shift: tokens by which labels are ahead of their predictions, if they repeat the inputs: 1 in a
+            causal model; else None.
         at_padding: labels of tokens that the attention mask leaves out.
-        at_pictures: labels of tokens that stand for pictures.
+        at_pictures: labels of picture tokens.
     """
 
     learned: int
@@ -79,11 +80,11 @@ class Labels:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Which tokens of a row reach which of its predictions.
+    """The tokens of a row that reach its predictions.
 
     Attributes:
         row: of the batch.
-        sequences: the sequence that each token belongs to, -1 of padding.
+        sequences: the sequence of each token, -1 for padding.
         reached: (column of a prediction, columns of the tokens that reach it).
     """
 
@@ -92,22 +93,22 @@ class Matrix:
     reached: tuple[tuple[int, tuple[int, ...]], ...]
 
     def meant(self, column: int, token: int) -> bool:
-        """Whether the token may reach the prediction at `column` of a causal model."""
+        """Return whether the token may reach the prediction at `column` of a causal model."""
         return token <= column and self.sequences[token] == self.sequences[column]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What was measured of one batch.
+    """Reach measured on one batch.
 
     Attributes:
-        copy: the copy of the model that it was measured on, in words.
+        copy: the copy of the model that was measured, in words.
         rows, tokens: of the batch as it was measured.
-        labels: which are learned; None where the model returns no logits.
-        leaks: predictions that depend on what they must not depend on.
-        unused: what changes no prediction.
-        undecided: what could not be measured, and why, a clause each.
-        matrix: the tokens that reach some predictions of one row; None where that was not measured.
+        labels: the learned labels; None if the model returns no logits.
+        leaks: predictions that depend on inputs that they must not depend on.
+        unused: inputs and parameters that change no prediction.
+        undecided: unmeasured dependences, with the reason, a clause each.
+        matrix: the tokens that reach some predictions of one row; None if that was not measured.
     """
 
     copy: str
@@ -120,5 +121,5 @@ class Reach:
     matrix: Matrix | None = None
 
     def leak(self, *sources: Source) -> Leak | None:
-        """The first leak from one of `sources`."""
+        """Return the first leak from one of `sources`."""
         return next((leak for leak in self.leaks if leak.source in sources), None)

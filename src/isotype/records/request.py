@@ -1,4 +1,4 @@
-"""One training step to check as one value: whoever asks builds it, one function runs it (`preflight.run`)."""
+"""A request for one training step; `preflight.run` executes it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 
 @dataclass(frozen=True)
 class LossOf:
-    """A loss over inputs that are faked with the model.
-
-    Attributes:
-        function: (model, inputs) -> loss.
-        inputs: tensors by name.
-    """
+    """A loss function (model, inputs) -> loss, and its input tensors by name, which are faked with the model."""
 
     function: Callable[[nn.Module, Any], torch.Tensor]
     inputs: Mapping[str, Any]
@@ -32,13 +27,13 @@ class LossOf:
 
 @dataclass(frozen=True, eq=False)
 class StepRequest:
-    """A training step: everything that decides what happens in it.
+    """A training step to check, with all its settings.
 
     Attributes:
         model: any `nn.Module`, real or on the meta device.
-        inputs: the keyword arguments the model is called with (labels included), a callable model -> loss, or a
-            `LossOf`.
-        policy: the policy the model is meant to follow; None: the one it carries, if any.
+        inputs: the keyword arguments the model is called with (labels included), a callable model ->
+            loss, or a `LossOf`.
+        policy: the model's intended policy; None: the one attached to it, if any.
         device: a device profile (`"t4"`) or a real device; None: the policy's, else the best one here.
         autocast: dtype of autocast around forward and loss; None: the policy's, else off; False: off.
         scaler: whether a GradScaler is used; None: with float16 autocast.
@@ -46,23 +41,24 @@ class StepRequest:
         phases: of the step, in any order; `"generate"` adds a forward without labels and gradients.
         learning_rate: of the optimizer; None: the optimizer's own where it is one.
         fsdp: 0, or the version of FSDP that the run is sharded by.
-        devices: how many devices train together, a process each: the memory is that of one of them. Without `fsdp` each holds
-            all weights (DDP).
+        devices: number of devices that train together; the memory is that of one. Without `fsdp` each
+            holds all weights (DDP).
         reshard: whether FSDP frees a block's gathered weights after its forward.
-        shard_integers: whether FSDP shards frozen weights that are stored as integers, as isotype does and accelerate does not.
-        gradient_checkpointing: switch it on for the step: True, or the arguments of the model's
-            `gradient_checkpointing_enable`; None or False leaves it as the model has it.
-        generate: what the phase `"generate"` runs, given the model.
+        shard_integers: whether FSDP shards frozen weights that are stored as integers, as isotype does
+            and accelerate does not.
+        gradient_checkpointing: enables it for the step: True, or the arguments of the model's
+            `gradient_checkpointing_enable`; None or False keeps the model's setting.
+        generate: function of the model that the phase `"generate"` runs.
         autocast_eval: whether autocast is on in the phase `"generate"` too.
-        fold: trace layers that are equal but for their values once; what is found in one is said of all.
-        evaluation: the inputs of a batch that is evaluated between steps, as `inputs`; None: nothing is evaluated.
-        reference: of what a frozen copy is there too, which the loss compares with: `weights` or `adapters`; None: of nothing.
+        fold: trace equal layers once; a finding in one applies to all.
+        evaluation: inputs of an evaluation batch between steps, as `inputs`; None: no evaluation.
+        reference: the loss's frozen reference copy, of `weights` or `adapters`; None: there is none.
         accumulates: whether an optimizer step takes several micro-batches of these inputs.
-        room: what the step may take of the device's memory; None: its share of all of it.
-        wiring: whether it is measured which inputs reach which predictions, on a small copy of the model; or the inputs that it
-            is measured with, where a forward that is put before the model's own passes on others.
-        ranges: what was measured of the model's values; None: `run` measures a float16 step whose weights are at hand,
-            where that takes little time.
+        room: device memory available to the step; None: its share of all of it.
+        wiring: whether to measure on a small copy which inputs reach which predictions; or the inputs to
+            measure with, if a wrapped forward passes on other inputs than it gets.
+        ranges: measured value ranges; None: `run` measures them for a float16 step with available
+            weights, if that takes little time.
     """
 
     model: nn.Module
@@ -91,7 +87,7 @@ class StepRequest:
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:
-    """The tensors among the inputs of a step, by name; none where a callable brings its own."""
+    """Return the tensors among a step's inputs, by name; none for a callable with its own inputs."""
     tensors: Mapping[str, Any] = (
         inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
     )

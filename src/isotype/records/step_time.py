@@ -1,4 +1,4 @@
-"""The least time of a step on a device, as data."""
+"""The minimum time of a step on a device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class Products:
     """The matmul-like operators of one dtype.
 
     Attributes:
-        flops: FLOPs of a step, of attention half.
+        flops: FLOPs of a step; half of attention's.
         flops_per_second: the device's dense peak rate.
-        emulated_in: the dtype whose rate that is, where the device has no units for their own and converts their operands; else None.
+        emulated_in: the dtype of that rate if the device has no units for this dtype and converts its
+            operands; else None.
     """
 
     flops: float
@@ -25,23 +26,25 @@ class Products:
 
     @property
     def seconds(self) -> float:
-        """Least seconds of a step."""
+        """Minimum seconds of a step."""
         return self.flops / self.flops_per_second
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The least time of one step.
+    """The minimum time of one step.
 
     Attributes:
-        seconds: sum of the seconds of the products, by what bounds each: no fusion of the rest is faster.
-        traced_seconds: the same sum over all operators as they were traced, fused and launched as `DeviceProfile.steps` says, if it does.
-        products: by the dtype they run in.
-        bytes: that all operators read and write.
+        seconds: minimum seconds of the products, each bound by compute or traffic; fusing other operators cannot
+            be faster.
+        traced_seconds: minimum of all traced operators, fused and launched as in `DeviceProfile.steps`,
+            if known.
+        products: by dtype.
+        bytes: read and written by all operators.
         bytes_per_second: the device's memory bandwidth.
-        launches: operators that run on the device, each one kernel at least.
-        tokens: of the step's batch on one device, None where it has none.
-        host_seconds: of the launches of kernels; 0 where nobody knows what one takes.
+        launches: operators that run on the device, at least one kernel each.
+        tokens: of the step's batch on one device; None if it has none.
+        host_seconds: host time of the kernel launches; 0 if unknown.
     """
 
     seconds: float
@@ -55,27 +58,27 @@ class StepTime:
 
     @property
     def products_seconds(self) -> float:
-        """Least seconds of all products."""
+        """Minimum seconds of all products."""
         return sum(each.seconds for each in self.products.values())
 
     @property
     def traffic_seconds(self) -> float:
-        """Least seconds of all reads and writes."""
+        """Minimum seconds of all reads and writes."""
         return self.bytes / self.bytes_per_second
 
     @property
     def bound(self) -> Literal["products", "memory traffic", "launches"]:
-        """What most of the traced step goes to."""
+        """The largest part of the traced step."""
         if self.host_seconds >= self.traced_seconds:
             return "launches"
         return "products" if self.products_seconds > self.traced_seconds / 2 else "memory traffic"
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The most tokens a second on one device."""
+        """Maximum tokens per second on one device."""
         return self.tokens / self.seconds if self.tokens is not None else None
 
     @property
     def launch_seconds(self) -> float:
-        """What the host may take for one launch, in seconds, before a device that reached `traced_seconds` would wait for it."""
+        """Maximum host seconds per launch at which a device that reaches `traced_seconds` does not wait."""
         return self.traced_seconds / self.launches

@@ -1,4 +1,4 @@
-"""What a trace is: frozen data, no behaviour beyond sums. Rules read it, reports render it."""
+"""Frozen data of a trace. Rules read it, reports render it."""
 
 from __future__ import annotations
 
@@ -30,49 +30,49 @@ FLOATS = frozenset(
         torch.float8_e5m2,
     }
 )
-"""The float dtypes that a step may meet."""
+"""Float dtypes of a step."""
 
 CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert_element_type.default"})
-"""What `.to(dtype)` and its kind come to."""
+"""Operators of `.to(dtype)` and similar calls."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
     "buffer",  # likewise
     "input",  # `name` is the argument's name
     "state",  # a tensor of a quantization state; `name` is the layer's
-    "outside",  # a tensor that the code keeps outside of the model: a scratch buffer, a table
-    "scratch",  # unset memory that the module `name` allocated, and another one wrote into
-    "attribute",  # a plain tensor that a module holds, neither parameter nor buffer; `name` is its name
-    "data",  # a tensor that the loss's own code brings with it
-    "constant",  # made by the model's code from no other tensor (`torch.zeros`, `arange`)
+    "outside",  # a tensor that the code stores outside of the model: a scratch buffer, a table
+    "scratch",  # uninitialized memory that the module `name` allocated and another one wrote
+    "attribute",  # a tensor attribute of a module, neither parameter nor buffer; `name` is its name
+    "data",  # a tensor that the loss's code brings
+    "constant",  # created by the model's code from no other tensor (`torch.zeros`, `arange`)
     "cast",  # `.to()`, `.float()`, written at `source`
     "autocast",  # a cast that autocast made
     "promotion",  # operands of two dtypes; `before` is the operand that won
-    "operator",  # an operator whose result has a dtype of its own (`dequantize_4bit`, a comparison)
+    "operator",  # an operator that sets its result's dtype (`dequantize_4bit`, a comparison)
     "gradient",  # made by autograd
-    "conversion",  # by the recorder after a breach, as the policy would
+    "conversion",  # a conversion by the recorder after a breach, as the policy would
 ]
 
 SHARED = ("outside", "scratch")
 """Kinds of origins of tensors that a model shares with other code."""
 
 UNSAFE = "is unsafe to autocast"
-"""What a breach says where a function is refused for autocast's sake."""
+"""Part of a breach's message if a function is refused because of autocast."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Who made the dtype of a value.
+    """The origin of a value's dtype.
 
     Attributes:
         kind: see `OriginKind`.
-        dtype: the dtype it made.
+        dtype: the dtype it set.
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module it happened in ("" is the model itself).
-        source: `file:line` of the code that asked for it, "" where there is none.
-        before: what it was made from: a cast's operand, the operand that won a promotion.
-        like: of a cast, or a tensor made from no other: who made the dtype that it takes, where the code names another
-            tensor's (`y.to(x.dtype)`); None where the code chose the dtype itself.
+        source: `file:line` of the code; "" if there is none.
+        before: the origin of its operand: the operand of a cast, or the one that won a promotion.
+        like: of a cast, or of a tensor created from no other: the origin of the dtype if the code names
+            another tensor's (`y.to(x.dtype)`); None if the code names the dtype itself.
     """
 
     kind: OriginKind
@@ -84,7 +84,7 @@ class Origin:
     like: Origin | None = None
 
     def path(self) -> tuple[Origin, ...]:
-        """From this origin back to the first."""
+        """Return this origin and all earlier ones, back to the first."""
         steps: list[Origin] = [self]
         while (earlier := steps[-1].like or steps[-1].before) is not None:
             steps.append(earlier)
@@ -94,8 +94,8 @@ class Origin:
     def cause(self) -> Origin:
         """The origin to blame for the dtype: the first one on the path back that chose it.
 
-        A promotion passes the blame on to the operand that won, a cast to another tensor's dtype to that tensor; a
-        cast to a dtype that the code writes out, a parameter or an input chose.
+        A promotion passes the blame to the operand that won, a cast to another tensor's dtype to that tensor.
+        A cast to an explicit dtype, a parameter or an input is to blame itself.
         """
         blamed = self
         while True:
@@ -108,13 +108,13 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that an operator was given.
+    """A tensor operand.
 
     Attributes:
         role: name of the operator's argument (`self`, `mat2`, `weight`); `tensors[1]` inside a list.
         dtype: its dtype.
         shape: its shape.
-        origin: who made its dtype.
+        origin: the origin of its dtype.
     """
 
     role: str
@@ -128,10 +128,11 @@ class Breach:
     """A contract that a call broke.
 
     Attributes:
-        message: what the real device says.
-        assumed: whether the contract is a family's rule and was not measured on that device.
-        converted: the dtype the recorder converted the operands to in order to go on; None where it could not.
-        consequence: whether it is the backward of a call that broke a contract in the forward: the same cause.
+        message: the real device's error.
+        assumed: whether the contract is a family's rule instead of a measurement on that device.
+        converted: the dtype to which the recorder converted the operands to continue; None if it could
+            not.
+        consequence: whether the same call already broke a contract in the forward: the same cause.
     """
 
     message: str
@@ -142,26 +143,27 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator of the step.
+    """An operator call of the step.
 
     Attributes:
-        op: `aten.mm.default`, or `GradScaler.unscale_` and the like for what is no operator of torch's.
-        phase: where in the step.
-        module: fully qualified name of the module it runs in; in the backward, the module of the forward call.
+        op: `aten.mm.default`, or `GradScaler.unscale_` and similar calls that are no torch operators.
+        phase: phase of the step.
+        module: fully qualified name of the module it runs in; in the backward, the module of the forward
+            call.
         source: `file:line` in the model's (or the user's) code.
         operands: its tensor arguments, all dtypes, before any conversion.
         results: (dtype, shape) of each tensor it returns.
-        flops: multiply-adds counted twice, of matmul-like operators; 0 for others.
-        repeats: how many calls of the real step it stands for (more than 1 inside a folded layer).
+        flops: two per multiply-add, of matmul-like operators; 0 for others.
+        repeats: number of calls of the real step (more than 1 inside a folded layer).
         breach: the contract it broke, or None.
         recomputed: whether it is a forward call that gradient checkpointing runs again in the backward.
-        autocast: the autocast dtype it ran under, None where autocast was off.
-        off: of a sine or cosine, by how many radians its argument is off because something was rounded to 16 bit on
-            the way from the inputs; 0 where that is not known.
-        rounded_at: `file:line` that did that, or the name of the input that came in 16 bit.
-        emptied: of a cast, how many rows of finite numbers it made minus infinity from end to end; 0 where values are not
-            known.
-        numbers: the Python floats among its arguments, by the names of the operator's schema: `(("min", 1e-12),)`.
+        autocast: the autocast dtype it ran under, None if autocast was off.
+        off: error in radians of a sine's or cosine's argument from rounding to 16 bits since the inputs;
+            0 if unknown.
+        rounded_at: `file:line` of that rounding, or the name of a 16-bit input.
+        emptied: of a cast, the number of finite rows that it turned entirely into minus infinity; 0 if
+            values are unknown.
+        numbers: its Python float arguments by schema name: `(("min", 1e-12),)`.
     """
 
     op: str
@@ -182,7 +184,7 @@ class Call:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it brings one float tensor into another float dtype."""
+        """True if it converts a float tensor to another float dtype."""
         before = {each.dtype for each in self.operands[-1:]} & FLOATS
         return self.op in CASTS and bool(before) and not before & {dtype for dtype, _ in self.results}
 
@@ -192,15 +194,15 @@ class Quantization:
     """The quantization state of a layer.
 
     Attributes:
-        format: `nf4`, `fp4`, `int8`, or the method's own name.
-        compute: the layer's compute dtype, None where unset.
-        state: dtype its quantization state dequantizes to; None where the state is missing.
+        format: `nf4`, `fp4`, `int8`, or the method's name.
+        compute: the layer's compute dtype, None if unset.
+        state: dtype its quantization state dequantizes to; None if the state is missing.
         present: whether the layer still has its state.
         absmax: dtype of its scales.
-        packed: dtype of the packed bytes now.
-        storage: dtype of the packed bytes as they were packed.
-        repacking: what an evaluation on a CPU that repacks 4-bit weights raises for it, "" where it is repacked; None
-            where its layout is kept or never changes.
+        packed: current dtype of the packed bytes.
+        storage: dtype of the packed bytes when they were packed.
+        repacking: error of an evaluation on a CPU that repacks 4-bit weights, "" if it is repacked; None
+            if its layout stays.
     """
 
     format: str
@@ -230,12 +232,12 @@ class Weight:
         pinned: whether the model's author keeps it in float32.
         quantization: the state of the quantized layer it is the weight of.
         tied: other names of the same tensor.
-        repeats: how many weights it stands for in a folded model.
-        largest: largest absolute value; None where the values are not known.
-        median_magnitude: median absolute value of the nonzero values; None where they are not known.
-        exact_in: a 16-bit dtype in which every value of a float32 weight is exact; None where there is none, or where
-            the values are not known.
-        was: its dtype before the step, where the step's own code has cast it; else None.
+        repeats: number of weights it represents in a folded model.
+        largest: largest absolute value; None if the values are not known.
+        median_magnitude: median absolute value of the nonzero values; None if they are not known.
+        exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or
+            the values are unknown.
+        was: its dtype before the step, if the step's code has cast it; else None.
     """
 
     name: str
@@ -267,35 +269,40 @@ class Weight:
 
 @dataclass(frozen=True)
 class Setup:
-    """How the step is run.
+    """Settings of the step.
 
     Attributes:
-        profile: the device it is judged for.
+        profile: the device.
         autocast: autocast dtype around forward and loss, or None.
         scaler: whether gradients are unscaled by a GradScaler.
         optimizer: name of the optimizer.
-        learning_rate: of the optimizer, None where unknown.
-        phases: what was asked for, in order.
-        policy: the policy the model is meant to follow, None where it was read off the model.
-        compute: dtype that breached operands are converted to: the policy's, autocast's, or that of most modules, where no part
-            of the model decides otherwise.
+        learning_rate: of the optimizer, None if unknown.
+        phases: the requested phases, in order.
+        policy: the intended policy; None if it was derived from the model.
+        compute: dtype to which breached operands are converted unless a part of the model decides
+            otherwise: the policy's, autocast's, or that of most modules.
         fsdp: whether the run is sharded by FSDP: 0 no, else the version (1 or 2).
-        devices: how many devices train together, a process each: sharded over them (`fsdp`), or each with all weights (DDP).
+        devices: number of devices that train together, sharded (`fsdp`) or each with all weights (DDP).
         reshard: whether FSDP frees a block's gathered weights after its forward.
-        shard_integers: whether frozen weights that are stored as integers are sharded; else every process holds them all.
-        gradient_checkpointing: arguments for the model's `gradient_checkpointing_enable`; None leaves it as it is.
+        shard_integers: whether frozen integer weights are sharded; else every process holds them all.
+        gradient_checkpointing: arguments for the model's `gradient_checkpointing_enable`; None keeps it
+            as it is.
         autocast_eval: whether autocast is on in evaluation and generation too.
-        checkpoint_dtype: dtype that the model's config names as its checkpoint's; None where it names none.
-        attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None where unknown.
-        accumulates: whether an optimizer step takes several micro-batches: gradients are there from the second one's beginning.
-        room: what the step may take of the device's memory, and why; None: its share of all of it, see `limit`.
+        checkpoint_dtype: dtype that the model's config names as its checkpoint's; None if it names none.
+        attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None
+            if unknown.
+        accumulates: whether an optimizer step takes several micro-batches: gradients exist from the
+            second one on.
+        room: device memory available to the step, and why; None: its share of all of it, see `limit`.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
-        towers: names of the parts of the model that only pictures or sound go through.
-        data: what is known about the rows of the data set in words, "" where none was opened.
-        incompatible: what of the installed libraries does not fit together; nothing where the device is elsewhere.
-        ranges: what was measured of the model's values; None where nobody measured them.
-        family_ranges: what is publicly known of the values of the model's family, with the source; "" where nothing is.
+        towers: names of the parts of the model that process only pictures or sound.
+        data: known facts about the data set's rows in words; "" if none was opened.
+        incompatible: incompatible versions of installed libraries; empty if the device is not in this
+            machine.
+        ranges: measured value ranges; None if they were not measured.
+        family_ranges: published facts about the values of the model's family, with the source; "" if
+            there are none.
     """
 
     profile: DeviceProfile
@@ -326,21 +333,21 @@ class Setup:
 
     @property
     def limit(self) -> Room:
-        """The device's memory that the step may take."""
+        """Device memory available to the step."""
         return self.room or room_of(self.profile, all_free=True)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a step could not be traced to its end: an error that no dtype explains.
+    """The error that ended a trace early and that no dtype explains.
 
     Attributes:
         phase, module, source: where.
         error: class name and message.
         dtype_related: whether operands of different dtypes were involved.
-        operands: float tensors that the code which raised had at hand, by the names of its variables.
-        recomputed: whether gradient checkpointing was running the forward again.
-        condition: the code that decided to raise, where it is an `assert` or stands right above a `raise`; else "".
+        operands: float tensors among the local variables of the raising code, by name.
+        recomputed: whether gradient checkpointing was recomputing the forward.
+        condition: the code that decided to raise: an `assert`, or the line above a `raise`; else "".
     """
 
     phase: Phase
@@ -354,22 +361,22 @@ class Failure:
 
 
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
-"""What raises where no gradient arrives: calls of these names have broken no contract about dtypes."""
+"""Calls that raise if no gradient arrives, independent of dtypes."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
-"""What they say."""
+"""Their messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A trainable parameter that the forward uses, and that gets no gradient.
+    """A trainable parameter that the forward uses but that gets no gradient.
 
     Attributes:
         weight: its name.
         module, source: where it is used first.
-        function: the `torch.autograd.Function` whose forward that is in, "" outside of any.
-        behind: modules that had returned before it where gradients were on, in order.
-        ignored: whether it is used with gradients on: the loss depends on nothing that is made of it.
+        function: the `torch.autograd.Function` whose forward uses it; "" outside of any.
+        behind: modules that had returned before it with gradients on, in order.
+        ignored: whether it is used with gradients on, but the loss does not depend on the result.
     """
 
     weight: str
@@ -382,25 +389,26 @@ class Unreached:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One training step.
+    """The trace of a training step.
 
     Attributes:
-        setup: how it was run.
+        setup: its settings.
         calls: every operator in order of execution.
         weights: every parameter and buffer.
         modules: fully qualified name -> class name.
         memory: peaks.
-        failure: where it ended early, or None.
-        notes: what was not traced, and why; what else is to be known of the step, such as what a setting decided.
-        left: what the trace could not put back as it was, a sentence each.
+        failure: the error that ended it early, or None.
+        notes: untraced parts with the reason, and other facts, such as the effect of a setting.
+        left: state that the trace could not restore, a sentence each.
         model: name of the model or its class.
         input_dtypes: float dtypes of the step's inputs.
-        by_ranges: modules that do not compute as the others because of value ranges, by their names in the base model:
-            the exponent of a layer that computes on 2^-exponent times its values, 0 of a module in float32.
-        reached: how many trainable parameters got a gradient; None where no backward ran to its end.
-        unreached: those that got none because they are used where gradients are off.
-        reach: which inputs reach which predictions; None where that was not measured.
-        stale_casts: whether a forward was seen to use casts that autocast made of weights before an optimizer step.
+        by_ranges: modules that compute differently because of value ranges, by base model name: the
+            exponent of a layer that computes on 2^-exponent times its values, 0 for a module in float32.
+        reached: number of trainable parameters with a gradient; None if no backward finished.
+        unreached: those without one because they are used with gradients off.
+        reach: dependence of predictions on inputs; None if it was not measured.
+        stale_casts: whether a forward used autocast's cached casts of weights from before an optimizer
+            step.
     """
 
     setup: Setup
@@ -421,7 +429,7 @@ class Trace:
 
     @property
     def flops(self) -> dict[torch.dtype, int]:
-        """FLOPs of the matmul-like operators by the dtype they run in."""
+        """FLOPs of the matmul-like operators by dtype."""
         total: Counter[torch.dtype] = Counter()
         for call in self.calls:
             if call.flops and call.results:
@@ -430,20 +438,20 @@ class Trace:
 
     @cached_property
     def owners(self) -> Mapping[str, Weight]:
-        """Every weight by each of its names."""
+        """Weights by each of their names."""
         return {name: weight for weight in self.weights for name in (weight.name, *weight.tied)}
 
     def __str__(self) -> str:
-        """The step as a person reads it: its operators in order, under the modules that they run in."""
+        """Return the step as text: its operators in order, under their modules."""
         return "\n".join(_lines(self))
 
     def breaches(self) -> Iterator[Call]:
-        """The calls that broke a contract."""
+        """Return the calls that broke a contract."""
         return (call for call in self.calls if call.breach is not None)
 
 
 def _lines(trace: Trace) -> Iterator[str]:
-    """Phases, the modules of each as a tree, and a line for each operator."""
+    """Yield the phases, the modules of each as a tree, and one line per operator."""
     setup = trace.setup
     autocast = "off" if setup.autocast is None else dtype_name(setup.autocast)
     yield f"{trace.model or trace.modules.get('', 'a step')} on {setup.profile.title}   autocast {autocast}   scaler {'on' if setup.scaler else 'off'}"
@@ -467,7 +475,7 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 
 def _words(call: Call) -> str:
-    """An operator in one line, as `aten.mm.default(self: float32[10, 16], mat2: bfloat16[16, 16]) -> float32[10, 16]`, and what is to be seen of it."""
+    """Return an operator, its operands, results and remarks on one line."""
     operands = ", ".join(f"{each.role}: {_tensor(each.dtype, each.shape)}" for each in call.operands)
     results = ", ".join(_tensor(*each) for each in call.results)
     remarks = [short(call.source)] if call.source else []

@@ -62,7 +62,8 @@ class AttentionCall:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, *, cudnn: bool = True
 ) -> Kernel | None:
-    """The kernel that a call takes on an NVIDIA GPU by a release of torch; None where nothing is known of the device.
+    """Return the kernel that a call takes on an NVIDIA GPU by a release of torch; None if nothing is known of
+    the device.
 
     Args:
         profile: of the device.
@@ -96,7 +97,8 @@ def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool
 
 
 def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
-    """Whether the backward of a call may give queries gradients that are NaN, at lengths that are 64 more than a multiple of 128.
+    """Return whether the backward of a call may give queries gradients that are NaN, at lengths that are 64
+    more than a multiple of 128.
 
     cuDNN before 9.26 does on Hopper where a mask is given and a row's scores are all below -88
     (https://github.com/pytorch/pytorch/issues/196678); later releases of torch bring a later one.

@@ -49,7 +49,7 @@ class OneDnn:
     limit: str = ""
 
     def forbids(self, flag: str) -> bool:
-        """Whether the limit keeps oneDNN from the instructions of an x86 flag (`avx512_bf16`)."""
+        """Return whether the limit keeps oneDNN from the instructions of an x86 flag (`avx512_bf16`)."""
         allowed = _ALLOWED.get(self.limit)
         return allowed is not None and flag not in allowed
 
@@ -125,7 +125,7 @@ def _sysctl(*names: str) -> str:
 
 
 def this_cpu() -> CpuFeatures:
-    """The CPU of this machine."""
+    """Return the CPU of this machine."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         return parse_cpuinfo(cpuinfo.read_text(encoding="utf-8", errors="replace"))
@@ -158,7 +158,7 @@ def compiler_options() -> tuple[str, ...]:
 
 
 def this_onednn() -> OneDnn | None:
-    """What torch's oneDNN takes here; None where torch was built without it."""
+    """What torch's oneDNN takes here; None if torch was built without it."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     asked = {
@@ -170,7 +170,7 @@ def this_onednn() -> OneDnn | None:
 
 
 def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn: OneDnn | None) -> str | None:
-    """Why matmuls in a 16-bit dtype run slowly on a CPU, as a clause; None where they run in hardware."""
+    """Why matmuls in a 16-bit dtype run slowly on a CPU, as a clause; None if they run in hardware."""
     instructions = CPU_INSTRUCTIONS[dtype]
     if features.flags is None:
         return f"whether this CPU has {name} instructions is unknown ({features.source})"
@@ -206,7 +206,7 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_source(features: CpuFeatures, onednn: OneDnn | None) -> ContractSource:
-    """The contract table that fits a CPU best, and whether it was measured on such a one."""
+    """Return the contract table that fits a CPU best, and whether it was measured on such a one."""
     if onednn is None:
         return ContractSource("cpu-avx2", "this torch has no oneDNN, the tables were measured with it")
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))

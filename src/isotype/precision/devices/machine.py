@@ -48,7 +48,7 @@ class BitsandbytesStatus:
     """Whether bitsandbytes can quantize here.
 
     Attributes:
-        version: installed version, None where it is missing.
+        version: installed version, None if it is missing.
         works: True or False after it was tried on the device; None when it could not be tried.
         backend: what serves the device, as a clause; None unless it works.
         message: why it does not work, or why it was not tried; None when it works.
@@ -67,7 +67,7 @@ class DoctorReport:
     Attributes:
         profile: of the device asked about.
         rates: measured matmul rates by dtype; empty when the device is not in this machine.
-        versions: installed versions, None where missing.
+        versions: installed versions, None if missing.
         toolkits: GPU toolkit that torch was built for; empty for a CPU build.
         python: version and platform of the interpreter.
         incompatibilities: versions that do not fit each other.
@@ -185,6 +185,6 @@ def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
 
 
 def _toolkits() -> dict[str, str]:
-    """The GPU toolkit this torch was built for: `{"cuda": "13.0"}`, `{"rocm": "7.1"}`, or nothing."""
+    """Return the GPU toolkit this torch was built for: `{"cuda": "13.0"}`, `{"rocm": "7.1"}`, or nothing."""
     built = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
     return {name: version for name, version in built.items() if version}

@@ -27,7 +27,8 @@ def words_of(name: str) -> tuple[str, ...]:
 
 
 def cards_named(name: str, records: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """The profiles of GPUs that `name` may mean, and whether it names a card at all, not only a series or a memory.
+    """Return the profiles of GPUs that `name` may mean, and whether it names a card at all, not only a series
+    or a memory.
 
     Args:
         name: as somebody wrote it.

@@ -55,12 +55,13 @@ class MatmulRate:
 
     @property
     def steady(self) -> bool:
-        """Whether the rate can be compared with another: of matrices large enough, in calls that took alike long."""
+        """True if the rate can be compared with another: of matrices large enough, in calls that took alike long."""
         return self.size >= _LEAST_SIDE and self.repeats >= _LEAST_CALLS and self.spread <= _STEADY
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
-    """The next side to try after one call at `side` took `call_seconds`: twice as large, or the same to stop.
+    """Return the next side to try after one call at `side` took `call_seconds`: twice as large, or the same
+    to stop.
 
     A call costs n^3; a doubled one is allowed a quarter of what remains, so that caches that overflow (which
     make it cost more than 8 times as much) still leave it inside the budget.
@@ -71,7 +72,7 @@ def next_side(side: int, size: int, call_seconds: float, remaining: float) -> in
 
 
 def real_device(device: str | torch.device) -> torch.device:
-    """The torch device of `device`.
+    """Return the torch device of `device`.
 
     Raises:
         PrecisionError: it is not in this machine.
@@ -142,7 +143,7 @@ class _Probe:
 
     @property
     def done(self) -> bool:
-        """Whether the budget is spent, on calls enough to compare."""
+        """True if the budget is spent, on calls enough to compare."""
         enough = len(self.times) >= _LEAST_CALLS and self.spent + self.times[-1] > self.seconds
         return self.message is not None or enough
 

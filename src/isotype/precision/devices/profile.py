@@ -66,7 +66,7 @@ class DeviceProfile:
         emulated: dtype -> why its matmuls run, but slowly.
         refused: dtype -> why its matmuls do not run at all.
         memory_bytes: memory that torch can use, in bytes (on a GPU what the driver reports as the total, which is
-            below the number on the box); None where it varies.
+            below the number on the box); None if it varies.
         peak_flops: dtype -> dense matmul peak in FLOP/s, without sparsity, with float32 accumulation and without
             TF32; only dtypes with a published rate.
         memory_bandwidth: peak bytes/s, or None.
@@ -80,7 +80,7 @@ class DeviceProfile:
         repacks_4bit: whether bitsandbytes repacks 4-bit weights there when they are evaluated.
         random_rate: random values that one thread draws in a second (dropout's masks), where that was measured, else None.
         page_rate: bytes a second in which a CPU's system hands out cleared pages, where that was measured, else None.
-        steps: what whole steps reach there; None where that is not known: they take the sum of their operators.
+        steps: what whole steps reach there; None if that is not known: they take the sum of their operators.
     """
 
     name: str
@@ -167,13 +167,13 @@ def _records() -> dict[str, Any]:
 
 @cache
 def _names() -> dict[str, str]:
-    """Every accepted profile name -> its record: the records' own names and their aliases."""
+    """Return every accepted profile name -> its record: the records' own names and their aliases."""
     aliases = {alias: name for name, record in _records().items() for alias in record.get("aliases", ())}
     return {name: name for name in _records()} | aliases
 
 
 def profile_names() -> tuple[str, ...]:
-    """The names `device_profile` knows without probing, aliases included, sorted."""
+    """Return the names `device_profile` knows without probing, aliases included, sorted."""
     return tuple(sorted(_names()))
 
 
@@ -183,7 +183,7 @@ def _by_driver_name() -> dict[str, str]:
 
 
 def _data_sheet(driver_name: str) -> DeviceProfile | None:
-    """The named profile of the card that a driver calls `driver_name`; only exact names count."""
+    """Return the named profile of the card that a driver calls `driver_name`; only exact names count."""
     name = _by_driver_name().get(driver_name)
     return None if name is None else _from_record(name, _records()[name])
 
@@ -192,7 +192,7 @@ def _data_sheet(driver_name: str) -> DeviceProfile | None:
 
 
 def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn | None) -> DeviceProfile:
-    """The profile of a CPU with these features.
+    """Return the profile of a CPU with these features.
 
     Args:
         features: title and flags.
@@ -228,7 +228,7 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
 
 @cache
 def this_cpu_emulates(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU has no instructions for products in `dtype`."""
+    """Return whether this machine's CPU has no instructions for products in `dtype`."""
     return (
         dtype in CPU_INSTRUCTIONS and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
     )
@@ -307,7 +307,7 @@ def _accelerator(
 
 
 def cuda_profile(properties: AcceleratorProperties, name: str = "cuda") -> DeviceProfile:
-    """The profile of an NVIDIA GPU from its compute capability.
+    """Return the profile of an NVIDIA GPU from its compute capability.
 
     Source: CUDA C++ Programming Guide, arithmetic instruction throughput by compute capability.
     """
@@ -331,7 +331,7 @@ def rocm_profile(properties: AcceleratorProperties, name: str = "cuda") -> Devic
 
 
 def xpu_profile(properties: AcceleratorProperties, name: str = "xpu") -> DeviceProfile:
-    """The profile of an Intel GPU: bfloat16 and float16 run in its XMX engines where it has them."""
+    """Return the profile of an Intel GPU: bfloat16 and float16 run in its XMX engines where it has them."""
     emulated = (
         {} if properties.matrix_engine else {_BF16: "no XMX engines: torch converts bfloat16 in software"}
     )
@@ -410,7 +410,7 @@ _BACKENDS: dict[str, _Backend] = {
 
 
 def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
-    """The profile of a real device of this machine, or a named one.
+    """Return the profile of a real device of this machine, or a named one.
 
     Args:
         device: `"auto"` for the best accelerator present, else this CPU; a real device (`"cpu"`, `"cuda"`,

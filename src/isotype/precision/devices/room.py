@@ -34,12 +34,13 @@ class Room:
         return self.words if self.size is None else f"{format_bytes(self.size)} ({self.words})"
 
     def holds(self, peak: int) -> bool:
-        """A step with this peak in bytes fits; also if the room is not known."""
+        """Return a step with this peak in bytes fits; also if the room is not known."""
         return self.size is None or peak <= self.size
 
 
 def room_of(profile: DeviceProfile, *, all_free: bool = False) -> Room:
-    """The share of a device's memory that a step may take: of one that is in this machine, of what is free now.
+    """Return the share of a device's memory that a step may take: of one that is in this machine, of what is
+    free now.
 
     Processes that a launcher has started on a machine share its CPU's memory.
 

@@ -34,17 +34,18 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def simulates_cpu(fake: FakeTensor) -> bool:
-    """Whether the device whose part `fake` takes is a CPU."""
+    """Return whether the device whose part `fake` takes is a CPU."""
     return isinstance(fake.fake_mode, SimulatedMode) and fake.fake_mode.is_cpu
 
 
 def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
-    """Whether the CPU whose part `fake` takes has no instructions for products in `dtype`."""
+    """Return whether the CPU whose part `fake` takes has no instructions for products in `dtype`."""
     return isinstance(fake.fake_mode, SimulatedMode) and dtype in fake.fake_mode.emulated
 
 
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
-    """The dtype that products run in: `compute`, or float32 on a CPU that emulates it, many times slower.
+    """Return the dtype that products run in: `compute`, or float32 on a CPU that emulates it, many times
+    slower.
 
     A product of 16-bit numbers that is summed in float32 and rounded once is what the slow kernels give, too.
     """
