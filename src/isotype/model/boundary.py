@@ -92,12 +92,12 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
 
 
 def boundary_of(module: nn.Module) -> BoundarySettings | None:
-    """The boundary that `module` has, or None."""
+    """Return the boundary that `module` has, or None."""
     return module.boundary_settings if isinstance(module, Boundary) else None
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class without a boundary."""
+    """Return the module's class without a boundary."""
     return module.original if isinstance(module, Boundary) else type(module)
 
 

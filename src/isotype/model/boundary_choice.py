@@ -34,8 +34,9 @@ _ANSWERS: dict[Hashable, bool] = {}
 def range_boundaries(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[str, BoundarySettings]:
-    """The boundaries that ranges and routers need, by the place's name; nothing where the policy has neither exceptions nor a
-    float32 residual stream nor routers in float32."""
+    """Return the boundaries that ranges and routers need, by the place's name; nothing where the policy has
+    neither exceptions nor a float32 residual stream nor routers in float32.
+    """
     if not policy.wide_residual and not policy.exceptions and not policy.routers:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
@@ -77,7 +78,7 @@ def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, Bou
 
 
 def computes_float32(settings: BoundarySettings | None) -> bool:
-    """Whether a module with this boundary keeps its weights in float32 too."""
+    """Return whether a module with this boundary keeps its weights in float32 too."""
     if settings is None:
         return False
     return settings.kind == "float32" or (settings.kind, settings.compute) == ("compute", torch.float32)
@@ -141,7 +142,7 @@ def _of_exceptions(
 
 
 def boundary_of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySettings | None:
-    """The boundary that the dtypes of a module's own parameters need."""
+    """Return the boundary that the dtypes of a module's own parameters need."""
     kind = _kind_of_boundary(place, policy)
     if kind is None:
         return None
@@ -174,13 +175,14 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
 
 
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a norm with weights returns float32 for an input in a 16-bit dtype, which what follows it in 16 bits would refuse.
+    """Return whether a norm with weights returns float32 for an input in a 16-bit dtype, which what follows
+    it in 16 bits would refuse.
 
     The norm is run on the meta device, where nothing is computed.
 
     Args:
-        norm: with or without a boundary; its class is asked without. One that takes something else than a single tensor
-            `[…, n]`, as gated norms do, is known to nobody: False.
+        norm: with or without a boundary; its class is asked without. One that takes something else than a
+            single tensor `[…, n]`, as gated norms do, is known to nobody: False.
         dtype: of the input.
     """
     weights = {name: each for name, each in own_parameters(norm).items() if each is not None}

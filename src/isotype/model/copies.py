@@ -46,7 +46,7 @@ def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of an attribute; the attribute itself where it cannot be copied."""
+    """Return a deep copy of an attribute; the attribute itself where it cannot be copied."""
     if isinstance(value, _SHARED) or type(value) in _ATOMS:
         return value
     if type(value) in _HOLDERS and not value:  # nearly every attribute of a module

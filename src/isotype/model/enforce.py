@@ -124,7 +124,7 @@ _FORMATS: dict[str, Callable[[Any], str | None]] = {
 
 
 def policy_of(model: Any) -> PrecisionPolicy | None:
-    """The policy a model carries, or None."""
+    """Return the policy a model carries, or None."""
     policy = getattr(model, POLICY_ATTRIBUTE, None)
     return policy if isinstance(policy, PrecisionPolicy) else None
 
@@ -138,7 +138,7 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 def dtypes_to_load(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
-    """The dtype that each unquantized float parameter is to be loaded in: under the policy at once.
+    """Return the dtype that each unquantized float parameter is to be loaded in: under the policy at once.
 
     Args:
         model: that is about to get its weights; adapters come later.
@@ -156,7 +156,7 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """The dtype that `policy` wants for each unquantized float parameter of the modules of `all_places`.
+    """Return the dtype that `policy` wants for each unquantized float parameter of the modules of `all_places`.
 
     A parameter that several modules share takes float32 if one of them wants it. `by_ranges` are the boundaries that
     value ranges need, by the place's name; `frozen` says that what is not an adapter is going to be frozen.
@@ -244,7 +244,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
-    """The rotary module `module`, called `name` in its model, built again from its config."""
+    """Return the rotary module `module`, called `name` in its model, built again from its config."""
     config = getattr(module, "config", None)
     if config is None:
         what = f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute it from"

@@ -27,7 +27,7 @@ def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """The names of tensors with NaN or infinity, each with how many of which."""
+    """Return the names of tensors with NaN or infinity, each with how many of which."""
     return {
         name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
     }
@@ -46,12 +46,12 @@ def refuse(source: object, broken: Mapping[str, str]) -> None:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no tensor holds NaN or infinity."""
+    """Return whether no tensor holds NaN or infinity."""
     return all(_finite(values) for tensor in tensors for values in _values(tensor))
 
 
 def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The float tensors that a weight's values come of."""
+    """Yield the float tensors that a weight's values come of."""
     state: Any = getattr(weight, "quant_state", None)
     scales: Any = getattr(weight, "SCB", None)
     if state is not None:

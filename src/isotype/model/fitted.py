@@ -77,7 +77,7 @@ def quantize_fitted(
 def nearest_values(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None, *, blocksize: int
 ) -> torch.Tensor:
-    """The values that a float32 weight has in 4 bits, without a way through codes: for sums over many of them.
+    """Return the values that a float32 weight has in 4 bits, without a way through codes: for sums over many of them.
 
     Without moments, constants are the blocks' largest magnitudes; values within 1/32767 of the middle between two of the format's may be the
     other one than bitsandbytes takes.
@@ -120,7 +120,7 @@ def _blocks(
 
 
 def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) -> torch.Tensor:
-    """The constants `[blocks]` of least error of blocks `[blocks, blocksize]`."""
+    """Return the constants `[blocks]` of least error of blocks `[blocks, blocksize]`."""
     assert weights is not None
     largest = values.abs().amax(dim=1)
     values = _finite(values, largest)

@@ -114,7 +114,7 @@ def _tensors(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _state(state: Any) -> tuple[Any, ...] | None:
-    """The dtypes of a quantization state."""
+    """Return the dtypes of a quantization state."""
     if state is None:
         return None
     absmax = getattr(state, "absmax", None)
@@ -189,7 +189,7 @@ def _is_config(value: object) -> bool:
 
 
 def _config_of(model: nn.Module, owner: nn.Module) -> Any:
-    """The config that the owner of a list reads, else that of the nearest module around it."""
+    """Return the config that the owner of a list reads, else that of the nearest module around it."""
     holder = {id(child): parent for parent in model.modules() for child in parent.children()}
     module: nn.Module | None = owner
     while module is not None:

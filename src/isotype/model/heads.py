@@ -29,7 +29,7 @@ TRAINED_WHOLE = {
 
 
 def task_of(config: Any) -> str | None:
-    """The task type of a PEFT config."""
+    """Return the task type of a PEFT config."""
     task: str | None = getattr(config.task_type, "value", config.task_type)
     return task
 
@@ -84,7 +84,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """The outermost module around a parameter that holds drawn ones only; "" where there is none."""
+    """Return the outermost module around a parameter that holds drawn ones only; "" where there is none."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)

@@ -10,7 +10,7 @@ import torch
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss that a model returns; where it returns none, the mean of the first float tensor.
+    """Return the loss that a model returns; where it returns none, the mean of the first float tensor.
 
     Raises:
         TypeError: it returns no float tensor.
@@ -32,7 +32,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
     (a detector's losses) are losses that are summed.
 
     Returns:
-        A tensor, [] unless it is a field `loss` of another shape; None where there is none.
+        A tensor, [] unless it is a field `loss` of another shape; None if there is none.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):

@@ -39,7 +39,7 @@ class Parts:
         self._language = tuple(names[id(each)] for each in (decoder, head) if id(each) in names)
 
     def of(self, name: str) -> str:
-        """The part that the module, or parameter, `name` belongs to."""
+        """Return the part that the module, or parameter, `name` belongs to."""
         for tower, part in self.towers.items():
             if f"{name}.".startswith(f"{tower}."):
                 return PROJECTOR if _MERGER.search(name[len(tower) :]) else part
@@ -71,9 +71,11 @@ def read_parts(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
-    """(name, reason) of the parts of each tower whose output the model does not read: blocks behind the layer that its config names.
+    """Yield (name, reason) of the parts of each tower whose output the model does not read: blocks behind the
+    layer that its config names.
 
-    LLaVA takes a picture's features from `vision_feature_layer`, which counts the tower's hidden states: 0 is what enters its blocks.
+    LLaVA takes a picture's features from `vision_feature_layer`, which counts the tower's hidden states: 0 is
+    what enters its blocks.
     """
     taken = getattr(getattr(base, "config", None), "vision_feature_layer", None)
     layers = [taken] if isinstance(taken, int) else list(taken or ())

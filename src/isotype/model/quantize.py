@@ -125,7 +125,7 @@ def _on_cpu(weight: torch.Tensor) -> bool:
 
 
 def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Packed codes [ceil(n / 2)] and absmax [blocks]; None where a value is not finite."""
+    """Packed codes [ceil(n / 2)] and absmax [blocks]; None if a value is not finite."""
     flat = weight.reshape(-1)
     total = flat.numel()
     whole = total - total % blocksize
@@ -151,7 +151,7 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Codes, one a byte, of whole blocks [blocks, blocksize], whose absmax is written; None where a value is not finite.
+    """Codes, one a byte, of whole blocks [blocks, blocksize], whose absmax is written; None if a value is not finite.
 
     `work` is float32 memory [3, elements at least]: memory that is new for each piece would cost half as much again.
     """
@@ -171,7 +171,7 @@ def _piece(
 
 
 def _nearest(form: _Format, scaled: torch.Tensor) -> torch.Tensor:
-    """The codes of scaled elements; of two values that are equally near, the lower one's."""
+    """Return the codes of scaled elements; of two values that are equally near, the lower one's."""
     return form.codes[torch.bucketize(scaled.clamp(-1, 1), form.bounds)]
 
 

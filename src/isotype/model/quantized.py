@@ -14,12 +14,12 @@ from isotype.model.experts.stack import QuantizedStack, held_stack
 
 
 def quantization_state(layer: nn.Module) -> Any:
-    """The quantization state of a 4-bit layer, or None where it was lost."""
+    """Return the quantization state of a 4-bit layer, or None if it was lost."""
     return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
 
 
 def row_scales(layer: Any) -> torch.Tensor | None:
-    """The float32 row scales `[out_features]` of an int8 layer, or None where they were lost."""
+    """Return the float32 row scales `[out_features]` of an int8 layer, or None if they were lost."""
     own = getattr(layer.weight, "SCB", None)  # a sharded weight has none
     scales = layer.state.SCB if own is None else own
     return scales if isinstance(scales, torch.Tensor) else None
@@ -167,7 +167,7 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
 def repacking(layer: Any) -> str | None:
     """What the first evaluation forward does to a 4-bit layer on a CPU with AVX512-BF16.
 
-    Returns what is wrong with its shape where the repacking raises, "" where it is repacked, None where it stays as it
+    Returns what is wrong with its shape where the repacking raises, "" where it is repacked, None if it stays as it
     is: it is kept, it is repacked already, or this bitsandbytes repacks nothing.
     """
     state = quantization_state(layer)

@@ -10,7 +10,7 @@ CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """The arguments that the trainer gives to `gradient_checkpointing_enable`, None where it is off.
+    """Return the arguments that the trainer gives to `gradient_checkpointing_enable`, None if it is off.
 
     But for `offload`: a step that is traced has no other memory to put activations into.
     """

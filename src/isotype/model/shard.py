@@ -25,17 +25,17 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether a process holds a part of this parameter only."""
+    """Return whether a process holds a part of this parameter only."""
     return hasattr(parameter, "placements")
 
 
 def has_shards(model: nn.Module) -> bool:
-    """A process holds parts of this model only."""
+    """Return a process holds parts of this model only."""
     return any(is_sharded(parameter) for parameter in model.parameters())
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers this module's parameters by hooks of the module's own."""
+    """Return whether FSDP2 gathers this module's parameters by hooks of the module's own."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # what nobody has imported shards nothing
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -47,7 +47,7 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lies in this process: all of it where it is not sharded."""
+    """Return the part of a tensor that lies in this process: all of it where it is not sharded."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
@@ -59,7 +59,7 @@ def device_of(policy: PrecisionPolicy) -> torch.device:
 
 
 def mesh_over_all(device: torch.device) -> Any:
-    """A mesh of one dimension over all processes of the default group.
+    """Return a mesh of one dimension over all processes of the default group.
 
     Raises:
         UsageError: there is no process group.
@@ -132,7 +132,8 @@ class Group:
 def groups_of(
     model: nn.Module, *, reshard: bool = True, more_blocks: Iterable[nn.Module] = ()
 ) -> tuple[Group, ...]:
-    """The groups that `shard_model` makes of `model`, in the order in which it makes them: inner ones first, the rest last.
+    """Return the groups that `shard_model` makes of `model`, in the order in which it makes them: inner ones
+    first, the rest last.
 
     Args:
         model: any module that is not sharded.
@@ -196,7 +197,7 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """The modules whose trained parameters are of another dtype than most of the group's."""
+    """Return the modules whose trained parameters are of another dtype than most of the group's."""
     apart = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in apart]
     trained = {

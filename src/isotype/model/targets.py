@@ -300,7 +300,7 @@ def _routes(base: Any, name: str) -> bool:
 
 
 def _counts(block: Any) -> set[int]:
-    """The numbers of experts that a module holds."""
+    """Return the numbers of experts that a module holds."""
     lists = [child for child in block.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     stacked = (p for child in block.children() for p in child.parameters(recurse=False) if p.ndim == 3)
     quantized = (held_stack(part) for child in block.children() for part in child.modules())
@@ -331,7 +331,7 @@ def _reads(base: Any) -> dict[str, str]:
 
 @cache
 def _read_by(cls: Any) -> frozenset[str]:
-    """The parts of a module of this class whose `weight` its methods compute with."""
+    """Return the parts of a module of this class whose `weight` its methods compute with."""
     paths: set[str] = set()
     for each in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, method in vars(each).items():

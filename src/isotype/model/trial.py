@@ -9,7 +9,7 @@ import torch
 
 
 def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
-    """What `call` makes of operands on one device, without autograd and autocast; None where it takes something else."""
+    """What `call` makes of operands on one device, without autograd and autocast; None if it takes something else."""
     device = operands[0].device.type
     try:
         with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):

@@ -45,7 +45,7 @@ _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Con
 
 
 def kind_of(module: nn.Module) -> str:
-    """The kind of a module, as in `Place.kind`."""
+    """Return the kind of a module, as in `Place.kind`."""
     cls: Any = type(module)
     return _kind_of(cls)
 
@@ -69,7 +69,7 @@ def _kind_of(cls: Any) -> str:
 
 
 def is_tuner_layer(module: nn.Module) -> bool:
-    """Whether a module is PEFT's wrapper of a layer."""
+    """Return whether a module is PEFT's wrapper of a layer."""
     return any(cls.__name__ == _TUNER for cls in type(module).__mro__)
 
 
@@ -77,7 +77,8 @@ _ROUTER = re.compile(r"Top_?[kK]Router$")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module chooses experts by itself: a router of transformers' classes, which multiplies with a weight of its own.
+    """Return whether a module chooses experts by itself: a router of transformers' classes, which multiplies
+    with a weight of its own.
 
     It takes hidden states and returns logits, scores of the chosen experts, and their numbers.
     """
@@ -103,7 +104,8 @@ class FoldedList(nn.ModuleList):
 
 
 def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(the module that owns it, the list) of every list of blocks; not lists of experts, which a router indexes.
+    """Yield (the module that owns it, the list) of every list of blocks; not lists of experts, which a router
+    indexes.
 
     Args:
         model: any module.
@@ -118,7 +120,7 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
 
 
 def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
-    """The blocks of all `lists_of_blocks`, those of a list within a block too."""
+    """Return the blocks of all `lists_of_blocks`, those of a list within a block too."""
     return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
@@ -129,7 +131,7 @@ def _is_block(layer: nn.Module) -> bool:
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Every module of `model`, itself included, parents before children; a shared module comes once."""
+    """Yield every module of `model`, itself included, parents before children; a shared module comes once."""
     # The tuner layers around the current module, innermost last; modules come depth first.
     tuners: list[str] = []
     for name, module in model.named_modules():
@@ -142,7 +144,7 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The float parameters that `module` holds itself (not its children), unquantized ones only."""
+    """Return the float parameters that `module` holds itself (not its children), unquantized ones only."""
     # A sharded weight has lost its class; its codes may be packed in a float dtype.
     codes = "weight" if getattr(module, "quant_state", None) is not None else None
     return {
@@ -159,7 +161,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters and buffers lie in
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The float tensors that `module` holds unregistered, by name: no `.to()` of the model reaches them.
+    """Yield the float tensors that `module` holds unregistered, by name: no `.to()` of the model reaches them.
 
     Those in a dict or list are named after it (`meta.scale`, where quantizers keep scales and zero points), and so
     are the weights of modules in it (`blocks.0.weight`). A module may refer to its parent in that manner, whose

@@ -136,7 +136,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """A request on other inputs; a loss over inputs keeps its function."""
+    """Return a request on other inputs; a loss over inputs keeps its function."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -144,7 +144,7 @@ def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
 
 
 def arguments_of_check() -> tuple[str, ...]:
-    """The names of all arguments that `check` takes."""
+    """Return the names of all arguments that `check` takes."""
     named = [name for name, value in signature(check).parameters.items() if value.kind != value.VAR_KEYWORD]
     return (*named, *Options.__annotations__)
 

@@ -74,7 +74,7 @@ def _module(text: str) -> Any:
 
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
-    """The user's own code raised: its error with the line it comes from."""
+    """Return the user's own code raised: its error with the line it comes from."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
     return UsageError.of(
         "the function fails",

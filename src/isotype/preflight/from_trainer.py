@@ -20,15 +20,17 @@ from isotype.records.request import LossOf, StepRequest
 
 
 def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
-    """The step of a trainer before `train()`: the loss it computes on its own first batch, with its own arguments.
+    """Return the step of a trainer before `train()`: the loss it computes on its own first batch, with its
+    own arguments.
 
     Args:
         trainer: of transformers or TRL.
-        inputs: a batch in the place of its first one, or a callable model -> loss in the place of its loss.
+        inputs: a batch in the place of its first one, or a callable model -> loss in the place of its
+            loss.
 
-    The trainer, its data loader's order and the random states come out untouched. Of trainers whose batches are
-    prompts (GRPO, RLOO) the forward and backward over prompt and completion are traced, not the generation and the
-    rewards.
+    The trainer, its data loader's order and the random states come out untouched. Of trainers whose batches
+    are prompts (GRPO, RLOO) the forward and backward over prompt and completion are traced, not the
+    generation and the rewards.
 
     Raises:
         UsageError: it is no trainer, or it has no training data.
@@ -67,7 +69,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _evaluation(trainer: Any) -> LossOf | None:
-    """A batch that the trainer evaluates, with its loss; None if it evaluates nothing."""
+    """Return a batch that the trainer evaluates, with its loss; None if it evaluates nothing."""
     held = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or held is None:
         return None
@@ -80,7 +82,8 @@ def _evaluation(trainer: Any) -> LossOf | None:
 def request_of_first_step(
     model: nn.Module, call: tuple[Sequence[Any], Mapping[str, Any]], arguments: Any, optimizer: Any
 ) -> StepRequest:
-    """The step of a trainer that is already running, when its first batch for training reaches the model.
+    """Return the step of a trainer that is already running, when its first batch for training reaches the
+    model.
 
     Args:
         model: the trainer's.
@@ -140,7 +143,7 @@ def _has_scaler(trainer: Any) -> bool:
 
 
 def fsdp_version(arguments: Any) -> int:
-    """The version of FSDP that TrainingArguments ask for, 0 for none; transformers' own default is 2.
+    """Return the version of FSDP that TrainingArguments ask for, 0 for none; transformers' own default is 2.
 
     `_process_fsdp_args` in transformers/training_args.py.
     """
@@ -189,7 +192,7 @@ def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _shadow(trainer: Any, twin: nn.Module) -> Any:
-    """The trainer with the twin in place of its model and metrics of its own."""
+    """Return the trainer with the twin in place of its model and metrics of its own."""
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = twin
     for name in ("_metrics", "_stored_metrics", "state"):
@@ -218,6 +221,6 @@ def _first_batch(trainer: Any) -> Any:
 
 
 def _call(positional: int, model: nn.Module, inputs: Any) -> torch.Tensor:
-    """The model on inputs whose first ones come by position."""
+    """Return the model on inputs whose first ones come by position."""
     values = list(inputs.values())[:positional]
     return loss_of(model(*values, **dict(list(inputs.items())[positional:])))

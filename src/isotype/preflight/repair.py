@@ -107,7 +107,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
 
 
 def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
-    """The findings of `report`, notes aside, that a step with `actions` in it has no more."""
+    """Return the findings of `report`, notes aside, that a step with `actions` in it has no more."""
     if not actions:
         return ()
     assert report.again is not None
@@ -118,7 +118,7 @@ def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
 def plan(
     report: Report, unsafe: bool = False, *, command: bool = False
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
-    """The fixes that together resolve the most findings of `report`, and what they leave with the reason.
+    """Return the fixes that together resolve the most findings of `report`, and what they leave with the reason.
 
     What is found after a fix is looked at again: once one cause is gone, the next may show where it was hidden. Each
     finding gets one turn, so every one ends up resolved or left, however many there are.
@@ -153,7 +153,7 @@ def plan(
 def _next_open(
     present: Sequence[Finding], left: Mapping[tuple[str, str], tuple[Finding, str]]
 ) -> Finding | None:
-    """The first finding to be fixed that is not yet given up."""
+    """Return the first finding to be fixed that is not yet given up."""
     return next((f for f in present if f.severity != "note" and (f.code, f.cause) not in left), None)
 
 
@@ -203,7 +203,7 @@ def _first_that_works(
 
 
 def needs_the_caller(fix: Fix) -> bool:
-    """Whether a part of a fix is beyond the model: an argument of the step, or a line of code."""
+    """Return whether a part of a fix is beyond the model: an argument of the step, or a line of code."""
     return fix.scope != "model"
 
 
@@ -218,7 +218,8 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Whether the finding is gone; an error of another cause may have come to light, but there are not more.
+    """Return whether the finding is gone; an error of another cause may have come to light, but there are not
+    more.
 
     A step that is no longer traced to its end shows nothing: what was found behind that place is only hidden.
     """

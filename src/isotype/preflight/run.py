@@ -94,7 +94,7 @@ def run(
 
 @random_states_kept()
 def trace_of(request: StepRequest) -> Trace:
-    """The trace of a request alone, unjudged: what it takes, and whether it could be traced."""
+    """Return the trace of a request alone, unjudged: what it takes, and whether it could be traced."""
     setup = setup_of(request)
     try:
         return _Step(_code_of(request), setup).trace()
@@ -159,7 +159,7 @@ class _Step:
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """The findings with fixes that were tried and work, and with what only the user can do."""
+        """Return the findings with fixes that were tried and work, and with what only the user can do."""
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
         known = _values_known(trace)
         fixed = [
@@ -196,7 +196,7 @@ class _Step:
         findings: Sequence[Finding],
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
     ) -> tuple[Finding, ...] | None:
-        """What is found with `actions`; None where they cannot be applied, or are seen not to resolve `finding`.
+        """What is found with `actions`; None if they cannot be applied, or are seen not to resolve `finding`.
 
         The forward alone may show that: a step with an error of another cause is no fix of any finding, one with the
         same error no fix of this one. It is traced no further.
@@ -243,7 +243,7 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """The findings without downstream errors.
+    """Return the findings without downstream errors.
 
     An error is downstream of another where that one's fix resolves both, and none of its own fixes resolves the other; what the
     step meets first is downstream of nothing that it meets later. A change of the step's arguments or of a line says nothing
@@ -321,7 +321,7 @@ def _only_advice(fix: Fix) -> bool:
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
-    """The set-up after the `setting` actions among `actions`.
+    """Return the set-up after the `setting` actions among `actions`.
 
     Values are written as in Python: a dtype's name, `True`, `None`, a number.
     """
@@ -358,7 +358,7 @@ COPIED = 64 << 20
 
 
 def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
-    """Which inputs of the step reach which predictions; None where nobody asks, and of inputs without token ids and labels.
+    """Which inputs of the step reach which predictions; None if nobody asks, and of inputs without token ids and labels.
 
     Args:
         request: the step.
@@ -386,7 +386,7 @@ _AGAIN = 4 / 3
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """The measurement, None where there is nothing to measure or it is not done, and why it is not.
+    """Return the measurement, None if there is nothing to measure or it is not done, and why it is not.
 
     Args:
         request: the step.
@@ -408,7 +408,7 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
 
 
 def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) -> bool:
-    """The step has float16 in it and was traced, and weights and inputs have values."""
+    """Return the step has float16 in it and was traced, and weights and inputs have values."""
     if trace.failure is not None or not computes_float16(trace):
         return False
     named = bool(inputs) and all(name.isidentifier() for name in inputs)
@@ -417,7 +417,7 @@ def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) ->
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Its values are here, whole: not on the meta device, not faked, not sharded."""
+    """Return its values are here, whole: not on the meta device, not faked, not sharded."""
     here = not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, FakeTensor)
     return here and not is_traceable_wrapper_subclass(tensor)
 

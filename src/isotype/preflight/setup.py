@@ -119,7 +119,7 @@ def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _checkpoint_dtype(config: Any) -> torch.dtype | None:
-    """The dtype the model's config says its checkpoint was saved in."""
+    """Return the dtype the model's config says its checkpoint was saved in."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 

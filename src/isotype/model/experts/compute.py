@@ -68,7 +68,7 @@ class Product:
     sizes: tuple[int, ...] = ()
 
     def matrices(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """The weights `[stop - start, in, out]` of these experts in a dtype."""
+        """Return the weights `[stop - start, in, out]` of these experts in a dtype."""
         dense = self.weights(start, stop).to(dtype)
         return dense if self.inputs_first else dense.transpose(1, 2)
 
@@ -108,7 +108,7 @@ def experts_output(
     scores: torch.Tensor | None,
     factors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """The weighted sum of the experts' outputs for every token, `[tokens, out]` in the dtype of `x`.
+    """Return the weighted sum of the experts' outputs for every token, `[tokens, out]` in the dtype of `x`.
 
     Args:
         spec: what to compute.
@@ -167,7 +167,7 @@ class _Group:
 def _sorted(
     spec: Experts, x: torch.Tensor, index: torch.Tensor, factors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[_Group]]:
-    """(the places in `index` sorted by expert, the groups of experts that are computed together)"""
+    """Return (the places in `index` sorted by expert, the groups of experts that are computed together)"""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     if isinstance(x, FakeTensor) or x.is_meta:
@@ -178,7 +178,7 @@ def _sorted(
 
 
 def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch.Tensor]) -> int:
-    """How many experts are computed at once."""
+    """Return how many experts are computed at once."""
     if x.is_meta or not _can_be_grouped(spec, x, factors):
         return 1
     stored = max(spec.up.bytes, spec.down.bytes)
@@ -201,7 +201,7 @@ def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tens
 
 
 def _balanced(rows: int, experts: int) -> list[int]:
-    """The rows of each expert where a router spreads them evenly."""
+    """Return the rows of each expert where a router spreads them evenly."""
     share, more = divmod(rows, experts)
     return [share + (expert < more) for expert in range(experts)]
 
@@ -234,7 +234,7 @@ class _Low:
     seed: int
 
     def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """The rows of a group after dropout, scaled up; of a gradient as of an input."""
+        """Return the rows of a group after dropout, scaled up; of a gradient as of an input."""
         probability = self.adapter.dropout
         if not probability:
             return rows
@@ -324,7 +324,7 @@ def _output(
 
 
 def _weights(spec: Experts, scores: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
-    """The routing weight of each row `[rows, 1]`, sorted by expert."""
+    """Return the routing weight of each row `[rows, 1]`, sorted by expert."""
     return None if scores is None else scores.reshape(-1)[order].to(spec.summed)[:, None]
 
 

@@ -81,7 +81,7 @@ def is_experts_wrapper(module: nn.Module) -> bool:
 
 
 def wrappers_of(outer: Any) -> list[Any]:
-    """The wrappers of one experts module from the outermost to the innermost."""
+    """Return the wrappers of one experts module from the outermost to the innermost."""
     wrappers = []
     while _wraps(type(outer)):
         wrappers.append(outer)
@@ -90,13 +90,13 @@ def wrappers_of(outer: Any) -> list[Any]:
 
 
 def base_of(outer: Any) -> Any:
-    """The experts module of itself, or of the outermost wrapper around it."""
+    """Return the experts module of itself, or of the outermost wrapper around it."""
     wrappers = wrappers_of(outer)
     return wrappers[-1].base_layer if wrappers else outer
 
 
 def _with_wrappers(outer: Any) -> list[Any]:
-    """The wrappers of one experts module, and the module."""
+    """Return the wrappers of one experts module, and the module."""
     return [*wrappers_of(outer), base_of(outer)]
 
 
@@ -114,7 +114,7 @@ def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def why_not(outer: Any) -> str | None:
-    """Why experts stay on their own path, as a clause; None where they can be computed in one function."""
+    """Why experts stay on their own path, as a clause; None if they can be computed in one function."""
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
     if layout is None:
@@ -220,7 +220,7 @@ def use_where_needed(model: nn.Module) -> None:
 
 
 def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
-    """Why this call takes another path than the one function, as a clause; None where it does not."""
+    """Why this call takes another path than the one function, as a clause; None if it does not."""
     base = base_of(outer)
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
@@ -296,9 +296,11 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
 
 
 def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[torch.Tensor]]:
-    """The active adapters of a wrapper, and A `[experts, in, r]` and B `[experts, r, out]` of each, views of PEFT's matrices.
+    """Return the active adapters of a wrapper, and A `[experts, in, r]` and B `[experts, r, out]` of each,
+    views of PEFT's matrices.
 
-    PEFT's lora_A is `[experts * r, …]`, its lora_B `[…, r * experts]`, experts innermost (`ParamWrapper.get_delta_factors`).
+    PEFT's lora_A is `[experts * r, …]`, its lora_B `[…, r * experts]`, experts innermost
+    (`ParamWrapper.get_delta_factors`).
     """
     adapters: list[Adapter] = []
     tensors: list[torch.Tensor] = []

@@ -35,7 +35,7 @@ def _blank(
 def unpack(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
 ) -> torch.Tensor:
-    """The dense weights `[experts, out, in]`, or `[experts, in, out]`, new memory.
+    """Return the dense weights `[experts, out, in]`, or `[experts, in, out]`, new memory.
 
     Every value has two binary digits, which bfloat16 has in float32's range: float32 and bfloat16 come out exact, float16 rounded once.
 

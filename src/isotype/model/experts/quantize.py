@@ -158,7 +158,7 @@ def quantize_parts(
 
 
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
-    """A parametrization like this one with values.
+    """Return a parametrization like this one with values.
 
     Args:
         blank: whose storage, shape and dtype it has.

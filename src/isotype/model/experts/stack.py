@@ -75,12 +75,13 @@ class QuantizedStack(UncastBuffers):
             self.register_buffer(name, value)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """The dense weight, whole."""
+        """Return the dense weight, whole."""
         return self.part(codes, 0, self.shape[0])
 
     @torch.no_grad()
     def part(self, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The dense weight `[stop - start, d1, d2]` of these experts alone, new memory of any layout, in `dtype`.
+        """Return the dense weight `[stop - start, d1, d2]` of these experts alone, new memory of any layout,
+        in `dtype`.
 
         Args:
             codes: `codes_of` the module.
@@ -101,7 +102,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """The float constants that values come of: not finite where a value was not."""
+        """Return the float constants that values come of: not finite where a value was not."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -177,14 +178,14 @@ def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
 
 
 def quantized_stack(module: nn.Module, name: str) -> QuantizedStack | None:
-    """The parametrization of a module's stacked weight `name`; None where the weight is dense."""
+    """Return the parametrization of a module's stacked weight `name`; None if the weight is dense."""
     held: Any = getattr(module, "parametrizations", {})
     first = held[name][0] if name in held else None
     return first if isinstance(first, QuantizedStack) else None
 
 
 def codes_of(module: nn.Module, name: str) -> nn.Parameter:
-    """The codes of a quantized stack, a frozen parameter."""
+    """Return the codes of a quantized stack, a frozen parameter."""
     held: Any = module.parametrizations
     codes: nn.Parameter = held[name].original
     return codes

@@ -39,7 +39,7 @@ TRIED_AFTER = 60.0
 
 
 def look_ahead(request: StepRequest, tried: float, seconds: float = math.inf) -> Report:
-    """The report on a script's step; nothing of the script is touched.
+    """Return the report on a script's step; nothing of the script is touched.
 
     Args:
         request: the step.
@@ -64,7 +64,7 @@ def without_tensors(request: StepRequest) -> partial[StepRequest]:
 def request_of_script(
     beginning: Beginning, loss: Any, device: str | None, phases: Sequence[str] = DEFAULT_PHASES
 ) -> StepRequest:
-    """The step that begins with this forward.
+    """Return the step that begins with this forward.
 
     Args:
         beginning: the forward.
@@ -96,19 +96,19 @@ def call_with(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself where it was called through one that only spreads it over devices."""
+    """Return the model itself where it was called through one that only spreads it over devices."""
     inner = getattr(model, "module", None)
     return inner if _is_wrapper(model) and isinstance(inner, nn.Module) else model
 
 
 def tried(report: Report) -> bool:
-    """Whether the fixes were tried: one that was says how that ended."""
+    """Return whether the fixes were tried: one that was says how that ended."""
     fixes = [fix for finding in report.findings for fix in finding.fixes if repairable(fix)]
     return not fixes or any(fix.outcome for fix in fixes)
 
 
 def rank() -> int:
-    """The number of this process among those that train together; 0 where it trains alone."""
+    """Return the number of this process among those that train together; 0 where it trains alone."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
@@ -144,7 +144,7 @@ def _shape_only(leaf: Any) -> Any:
 
 
 def _asked(optimizer: torch.optim.Optimizer | None) -> Any:
-    """The optimizer as `check` takes it, without the parameters that it holds."""
+    """Return the optimizer as `check` takes it, without the parameters that it holds."""
     if optimizer is None:
         return None
     if type(optimizer).__module__.startswith("bitsandbytes"):
@@ -155,7 +155,7 @@ def _asked(optimizer: torch.optim.Optimizer | None) -> Any:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether it only spreads a model over devices; by name, so that nothing has to be imported."""
+    """Return whether it only spreads a model over devices; by name, so that nothing has to be imported."""
     return type(module).__name__ in ("DistributedDataParallel", "DataParallel")
 
 
@@ -175,7 +175,7 @@ def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
 
 
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
-    """The autocast dtype that a forward of `model` runs under now, or that accelerate puts around it.
+    """Return the autocast dtype that a forward of `model` runs under now, or that accelerate puts around it.
 
     Accelerate's lies inside the forward. On a CPU the look ahead meets it there; another device's it would not.
     """

@@ -16,7 +16,8 @@ _WITH_VALUE = frozenset("WX")
 
 
 def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | None:
-    """The command that runs the same under `isotype run`; None where it runs no script of this environment's Python.
+    """Return the command that runs the same under `isotype run`; None if it runs no script of this
+    environment's Python.
 
     Args:
         words: the program and its arguments.
@@ -54,7 +55,7 @@ def _is_this_python(path: Path) -> bool:
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """The interpreter with its options; and the script, or `-m` and the module, with its arguments."""
+    """Return the interpreter with its options; and the script, or `-m` and the module, with its arguments."""
     position = 1
     while position < len(words):
         word = words[position]

@@ -116,7 +116,7 @@ class Diagnosis:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this process is the one that tells of the first step; a fork of it is not."""
+        """True if this process is the one that tells of the first step; a fork of it is not."""
         return self._speaker == os.getpid()
 
     def _before(self, beginning: Beginning) -> None:
@@ -187,7 +187,7 @@ class Diagnosis:
             self._print_brief(self._late)
 
     def _setup(self) -> Setup | None:
-        """How the watched step was run, as far as it was seen; None where its model has gone."""
+        """How the watched step was run, as far as it was seen; None if its model has gone."""
         watch, model = self.watch, self.watch.model
         if model is None or watch.recorder is None:
             return None
@@ -203,7 +203,7 @@ class Diagnosis:
         )
 
     def left(self, code: Any, reason: BaseException | None) -> bool:
-        """The script has ended by itself; `stop` has been called.
+        """Return the script has ended by itself; `stop` has been called.
 
         Args:
             code: of the exit, as `sys.exit` takes it.
@@ -376,7 +376,7 @@ class Diagnosis:
         self._plain(f"isotype: {text}")
 
     def _working(self, text: str) -> contextlib.AbstractContextManager[Any]:
-        """A line on a terminal while the user waits for us."""
+        """Return a line on a terminal while the user waits for us."""
         shown = self._console.is_terminal and not self._console.quiet
         return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
 
@@ -411,7 +411,7 @@ class Diagnosis:
 
 
 def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
-    """(model, inputs) -> loss; whether the model returned one goes into `returned`.
+    """Return (model, inputs) -> loss; whether the model returned one goes into `returned`.
 
     A queue, since `check` puts back whatever else a loss has changed when it is over.
     """
@@ -426,7 +426,7 @@ def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[st
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """A report that holds the finding which came true, with that one first."""
+    """Return a report that holds the finding which came true, with that one first."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
@@ -452,7 +452,7 @@ def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Cal
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and all that it was raised from."""
+    """Yield an exception and all that it was raised from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

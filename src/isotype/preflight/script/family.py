@@ -33,11 +33,11 @@ class Family:
 
     @property
     def is_top(self) -> bool:
-        """Whether this process is the one that the user started."""
+        """True if this process is the one that the user started."""
         return self.top == os.getpid()
 
     def claim(self, fact: Fact) -> bool:
-        """Whether this process is the first to say so."""
+        """Return whether this process is the first to say so."""
         try:
             (self.folder / fact).touch(exist_ok=False)
         except FileExistsError:
@@ -47,7 +47,7 @@ class Family:
         return True
 
     def knows(self, fact: Fact) -> bool:
-        """Whether any process has said so."""
+        """Return whether any process has said so."""
         return (self.folder / fact).exists()
 
     def leave(self) -> None:
@@ -58,7 +58,7 @@ class Family:
 
 
 def family() -> Family:
-    """The family that this process was started in; else a new one with this process at its top."""
+    """Return the family that this process was started in; else a new one with this process at its top."""
     known = os.environ.get(VARIABLE)
     if known is not None:
         return Family(Path(known), None)

@@ -32,7 +32,7 @@ class Options:
     watch: bool = False
 
     def flags(self) -> Sequence[str]:
-        """The arguments of `isotype run` that ask for the same, without what is run."""
+        """Return the arguments of `isotype run` that ask for the same, without what is run."""
         device = () if self.device is None else ("--device", self.device)
         watch = ("--watch",) if self.watch else ()
         return ("--steps", str(self.steps), *device, *watch, "--preflight-seconds", f"{self.seconds:g}")

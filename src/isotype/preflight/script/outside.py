@@ -71,7 +71,7 @@ def _help(
 
 
 def _variables(error: BaseException) -> Iterator[Mapping[str, object]]:
-    """The variables of each frame of an error's traceback, the innermost last."""
+    """Yield the variables of each frame of an error's traceback, the innermost last."""
     step = error.__traceback__
     while step is not None:
         yield step.tb_frame.f_locals

@@ -74,7 +74,7 @@ class Processes:
         start(process, args if ours is None else ours, *rest, **kwargs)
 
     def _ours(self, args: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-        """The command of a new process under `isotype run`; None leaves it as it is."""
+        """Return the command of a new process under `isotype run`; None leaves it as it is."""
         if kwargs.get("shell"):
             self._remember("sh")
             return None

@@ -69,7 +69,7 @@ class Session:
             self.safely(self._diagnosis.stop)
 
     def failed(self, error: BaseException) -> BaseException:
-        """The script raised `error`: the same exception, with the traceback that it has without us."""
+        """Return the script raised `error`: the same exception, with the traceback that it has without us."""
         self.stop()
         return cleaned(error)
 
@@ -220,12 +220,12 @@ def _is(entry: _Entry, file: str, name: str) -> bool:
 
 
 def _leads_to_modes(entry: _Entry) -> bool:
-    """The functions that torch puts around a mode's handler to keep the compiler out of it."""
+    """Return the functions that torch puts around a mode's handler to keep the compiler out of it."""
     return _is(entry, "torch/_compile.py", "inner") or _is(entry, "torch/_dynamo/eval_frame.py", "_fn")
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """The module that is called has no hooks of its own: then only ours led into `inner`."""
+    """Return the module that is called has no hooks of its own: then only ours led into `inner`."""
     # A script without torch has no such frames, and is run without importing it.
     from isotype.compat.torch import ALL_HOOKS
 
