@@ -486,7 +486,7 @@ def test_what_nothing_reads_is_said_with_its_name_and_number() -> None:
         load(f"t.{kind}", said=said)
         columns = "'id' of 2 rows" if kind == "jsonl" else "'id' of 2 rows, 'source' of 2 rows"
         assert said == [
-            f"t.{kind}: nothing reads {columns}; nothing but a chat template that names it reads "
+            f"t.{kind}: unused: {columns}; used only by a chat template that names it: "
             f"'date' of 2 messages, 'cache_control' of 2 parts{counted}"
         ]
     said = []

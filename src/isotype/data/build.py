@@ -1,7 +1,7 @@
-"""A data set on this machine, or opened from the hub: checked row by row, then built as a trainer takes it.
+"""Check a local or hub data set row by row, then build it as a trainer takes it.
 
-JSON, JSON lines, CSV and text are read by `isotype.data.rows`, every row checked with its line number; of parquet, of
-directories of `save_to_disk` and of hub data sets the columns and the first 1000 rows are checked.
+JSON, JSON lines, CSV and text: every row is checked with its line number. Parquet, directories of `save_to_disk` and
+hub data sets: the columns and the first 1000 rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 1000
 _READ_BYTES = 1 << 27
-"""Of larger data every n-th row counts, so that about this many bytes are read, in a second or two."""
+"""About this many bytes are read; of larger data, every n-th row."""
 _BATCH = 1000
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -46,13 +46,12 @@ _CACHE_VERSION = "isotype-2"
 
 @dataclass(frozen=True)
 class Job:
-    """What a data set is read for.
+    """The settings of reading a data set.
 
     Attributes:
-        reading: what is done to its rows.
-        text_field: the name of SFT's plain text column.
-        wanted: the splits that are taken.
-        say: takes a line that the user should read.
+        text_field: name of SFT's plain text column.
+        wanted: splits to take.
+        say: prints a line for the user.
     """
 
     reading: Reading
@@ -62,20 +61,19 @@ class Job:
 
     @property
     def method(self) -> str:
-        """The training method."""
+        """Training method."""
         return self.reading.method
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One split, checked: what is wrong with it, else how to build it.
+    """One checked split: its problems, or how to build it.
 
     Attributes:
-        problems: what is wrong with it.
-        dataset: it, where it is no text.
-        files, digest, shapes, reading: of text files, what they are built from.
-        first: its first row as the trainer takes it.
-        notes: lines that the user should read.
+        dataset: the split unless it is made of text files.
+        files, digest, shapes, reading: sources of a split of text files.
+        first: first row as the trainer takes it.
+        notes: lines for the user.
     """
 
     problems: Sequence[Problem]
@@ -88,7 +86,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
     def build(self) -> Dataset:
-        """The split in the cache of `datasets`, memory-mapped; keyed by its contents, so never stale."""
+        """Return the split, memory-mapped from the cache of `datasets`, whose key is the contents."""
         from datasets import Dataset
 
         if self.dataset is not None:
@@ -98,7 +96,7 @@ class Prepared:
         return Dataset.from_generator(generate, fingerprint=fingerprint, **self._arguments())
 
     def stream(self) -> Any:
-        """The split as a stream."""
+        """Return the split as a stream."""
         from datasets import IterableDataset
 
         if self.dataset is not None:
@@ -120,7 +118,7 @@ class Prepared:
 
 
 def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | None = None) -> Prepared:
-    """Check one split of a local data set, of which only `columns` are taken where they are named."""
+    """Check one split of a local data set, or only its `columns` if given."""
     files = local.splits[split]
     suffixes = {path.suffix.lower() for path in files}
     kinds = suffixes - {*_JSON_SUFFIXES} | ({".jsonl"} if suffixes & {*_JSON_SUFFIXES} else set())
@@ -181,7 +179,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
 def _with_pictures(
     records: Iterable[tuple[str, int, object]], paths: dict[str, tuple[str, int]]
 ) -> Iterator[tuple[str, int, object]]:
-    """The records, with a problem in the place of a row whose picture in itself cannot be read; `paths` takes the others' places."""
+    """Yield the records; an invalid inline picture makes its row a problem, paths are added to `paths`."""
     for source, line, row in records:
         for picture in pictures_in(row) if isinstance(row, dict) else ():
             if isinstance(picture, str):
@@ -194,7 +192,7 @@ def _with_pictures(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """How plain texts were taken; None without any."""
+    """Describe how plain texts were read; None if there are none."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -212,7 +210,7 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
 
 
 def _captions_line(source: str, row: Row | None) -> str | None:
-    """The line that says how captions are learned; None if the data has none."""
+    """Describe how captions are learned; None if the data has none."""
     prompt = (row or {}).get("prompt")
     content = prompt[0].get("content") if isinstance(prompt, list) and prompt else None
     if not isinstance(content, list) or content[-1] != {"type": "text", "text": QUESTION}:
@@ -303,11 +301,11 @@ def _prepare_saved(folder: Path, split: str, job: Job, columns: Sequence[str] | 
 
 
 Parts = Sequence[tuple[str, int | None]]
-"""(name, rows) of the files of a data set, in their order; None for one whose rows nobody has counted."""
+"""(name, rows) of the files of a data set, in order; None if a file's rows are not counted."""
 
 
 def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None = None) -> Prepared:
-    """A `Dataset` or `IterableDataset` as the trainer takes it: the columns and the first rows of each part checked."""
+    """Return a `Dataset` or `IterableDataset` as the trainer takes it, after checks of each part's first rows."""
     if columns is not None:
         dataset = dataset.select_columns([name for name in columns if name in dataset.column_names])
     # An iterable data set learns its columns from its first row.
@@ -353,7 +351,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
 
 
 def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Counter[tuple[str, str]]:
-    """Columns that nothing reads, by all rows, and keys of messages, as they were counted."""
+    """Count the unused columns over all rows, and the unknown keys of messages among the surveyed rows."""
     method = METHODS[job.method]
     unread = () if method.loss == "policy" else (name for name in rest if name not in method.optional)
     columns = {name for where, name in result.keys if where == "row"}.union(unread)
@@ -365,7 +363,7 @@ def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Coun
 def _sample(
     dataset: Any, parts: Parts, reading: Reading, names: Counter[str]
 ) -> tuple[list[tuple[str, int, object]], bool]:
-    """(source, number, row as it is taken) of the first rows of each part; whether the reading changes one."""
+    """Return (source, number, row) of each part's first rows, and whether the reading changes one."""
     sample: list[tuple[str, int, object]] = []
     changed = False
     start = 0
@@ -382,7 +380,7 @@ def _sample(
 
 
 def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts, seen: bool) -> Any:
-    """Every row of `dataset` by `reading`; chats as objects, since their messages need not have the same keys."""
+    """Apply `reading` to every row; chats become objects, since their messages may have different keys."""
     import datasets
 
     taken = reading.apply(first)
@@ -416,7 +414,7 @@ def _applied(row: Row, index: int, reading: Reading, parts: Parts, seen: bool) -
 
 
 def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
-    """The problem of a row, with its number in the file that it comes from."""
+    """Return the problem of a row, with its number in its file."""
     for source, count in parts:
         if count is None or index < count:
             return _at(f"{source}, row {index + 1}", problem)
@@ -425,7 +423,7 @@ def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
 
 
 def _spelled(dataset: Any) -> bool:
-    """True if pictures are stored as text, such as their paths, and not as the type that decodes them."""
+    """Return True if pictures are stored as text, such as paths, rather than as the type that decodes them."""
     import datasets
 
     kinds = [dataset.features.get(name) for name in PICTURE_COLUMNS] if dataset.features is not None else []
@@ -434,7 +432,7 @@ def _spelled(dataset: Any) -> bool:
 
 
 def undecoded(dataset: Any) -> Any:
-    """The data set with its pictures as they are stored, `{"bytes", "path"}`, where its types are known."""
+    """Return the data set with pictures as stored, `{"bytes", "path"}`, if its types are known."""
     import datasets
 
     def plain(kind: Any) -> Any:
@@ -455,17 +453,14 @@ def undecoded(dataset: Any) -> Any:
 
 
 def literal(files: Iterable[Path]) -> list[str]:
-    """Paths for `load_dataset`, which reads them as patterns."""
+    """Escape paths for `load_dataset`, which reads them as patterns."""
     return [glob.escape(str(path.absolute())) for path in files]
 
 
 def fingerprint_of_rows(rows: Any) -> str | None:
-    """The number of rows and 16 hexadecimal digits of their values, columns and order.
+    """Return the number of rows and 16 hexadecimal digits of their values, columns and order; None for a stream.
 
-    The same for a file, a saved data set and the hub, on every machine; None for a stream, whose rows nobody has seen.
-
-    Args:
-        rows: `datasets.Dataset`, or a stream.
+    It is the same for a file, a saved data set and the hub, on every machine.
     """
     if not hasattr(rows, "__len__"):
         return None
@@ -473,7 +468,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
     digest = hashlib.blake2b(str(count).encode(), digest_size=8)
     step = max(1, -(-rows.data.nbytes // _READ_BYTES))
     chosen = rows if step == 1 else rows.select(range(0, count, step))
-    # Arrow gives the stored values: an image stays the bytes or the path that it is in the file.
+    # Arrow returns stored values: an image stays bytes or a path.
     for table in chosen.with_format("arrow").iter(batch_size=_BATCH):
         rows_of_table = table.to_pylist()
         if {*PICTURE_COLUMNS} & {*table.column_names}:
@@ -483,7 +478,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
 
 
 def _movable(row: Row) -> Row:
-    """The row with the names and sizes of picture files in the place of their paths, which differ from machine to machine."""
+    """Replace paths of pictures by names and sizes, which are the same on every machine."""
     places: list[object] = []
     for picture in pictures_in(row):
         path = None if picture.get("bytes") is not None else Path(picture["path"])

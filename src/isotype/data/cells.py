@@ -1,4 +1,4 @@
-"""The values that cells of each column may hold, who speaks in a chat, and the words for those that are wrong."""
+"""Valid values of each column's cells, the roles of a chat, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFILL = "fill it in, or remove the example"
 
 
 def describe(value: object) -> str:
-    """What kind of value this is, in a user's words."""
+    """Name the kind of a value in plain words."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -57,7 +57,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """The fault of a list of {role, content} messages, or of other objects that `judge` knows; None for a sound one."""
+    """Return the fault of a list of {role, content} messages (or of objects checked by `judge`), None if it is valid."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -69,7 +69,7 @@ def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_
 
 
 def conversation_fault(value: object) -> str | None:
-    """The fault of a list of {from, value} messages; None for a sound one."""
+    """Return the fault of a list of {from, value} messages, None if it is valid."""
 
     def judge(message: Row) -> str | None:
         lacking = next((key for key in ("from", "value") if not isinstance(message.get(key), str)), None)
@@ -88,7 +88,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """The fault of values that are of none of these types; true and false are no numbers."""
+    """Return a test whose fault is a value of none of these types; a bool is not a number."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -105,7 +105,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """What a column must hold: the words for it, the test, and what to do when it does not."""
+    """Requirements of a column: their description, the test and the fix."""
 
     expected: str
     fault: Callable[[object], str | None]
@@ -148,10 +148,10 @@ COLUMNS: Mapping[str, Column] = {
 TEXT_COLUMNS = frozenset(COLUMNS) - {"label", *_NUMBERS}
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-"""The roles that chat templates write."""
+"""Roles that chat templates write."""
 
 ANSWERS = frozenset({"messages", "conversations", "completion", "chosen", "rejected"})
-"""Columns that hold what is learned, if they hold a chat."""
+"""Columns with targets, if they contain a chat."""
 
 CHATS = ANSWERS | {"prompt"}
 
@@ -159,7 +159,7 @@ _MEANT = {"human": "user", **dict.fromkeys(("gpt", "ai", "bot", "chatbot", "mode
 
 
 def chat_problems(column: str, value: object) -> Iterator[Problem]:
-    """Wrong roles of one chat, whose messages are sound otherwise; nothing for plain text."""
+    """Yield the wrong roles of one chat with otherwise valid messages; nothing for plain text."""
     if not isinstance(value, list):
         return
     roles = [str(message["role"]) for message in value]
@@ -170,14 +170,14 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
         if meant is not None and role not in ROLES:
             what = f"column '{column}' holds a message of the role '{role}'"
             yield Problem(what, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
-    # Of a role of the template's own nobody knows whether it answers.
+    # It is unknown if a role that only the template defines is an answer.
     if column in ANSWERS and "assistant" not in roles and set(ROLES).issuperset(roles):
         what = f"column '{column}' holds no message of the assistant"
         yield Problem(what, "at least one, which is what is learned", "add the answer, or remove the example")
 
 
 def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | None:
-    """The problem of a row whose turns are text in one column and messages in another."""
+    """Return the problem of a row with text in one column of turns and messages in another."""
     plain = [name for name in names if isinstance(row[name], str)]
     if not plain or len(plain) == len(names):
         return None

@@ -1,7 +1,7 @@
-"""Which columns each trainer accepts, and what is wrong with rows that do not hold them.
+"""Columns that each trainer accepts, and the problems of rows that lack them.
 
-Pure functions over rows (plain dicts) and the tables they judge by; nothing here reads a file. The tables follow
-`_prepare_dataset` of TRL's trainers: what TRL fails on in the middle of tokenization is said here with its line.
+Pure functions over rows (dicts); no file is read. The tables follow `_prepare_dataset` of TRL's trainers, which fail
+in the middle of tokenization and without a line number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
-    """The formats of `method`, with the plain text column under the name that `text_field` gives it."""
+    """Return the formats of `method`, with `text_field` as the plain text column."""
     return tuple(
         Format((text_field,), item.excludes) if item.required == ("text",) else item
         for item in METHODS[method].formats
@@ -53,7 +53,7 @@ def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
 
 
 def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None:
-    """The first of `formats` that `columns` are of."""
+    """Return the first of `formats` that matches `columns`."""
     present = set(columns)
     return next(
         (item for item in formats if present.issuperset(item.required) and present.isdisjoint(item.excludes)),
@@ -62,7 +62,7 @@ def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None
 
 
 def _near(wanted: str, columns: Sequence[str]) -> str | None:
-    """The column that most likely means `wanted`: a usual other name, another case, or a typing error."""
+    """Return the column that most likely means `wanted`: a usual synonym, another case or a typing error."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
         if candidate in by_lower:
@@ -72,7 +72,7 @@ def _near(wanted: str, columns: Sequence[str]) -> str | None:
 
 
 def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str]:
-    """Renames {from: to} that turn `columns` into one of `formats`; empty where none does."""
+    """Return renames {from: to} that turn `columns` into one of `formats`; empty if none does."""
     renames: list[dict[str, str]] = []
     for item in formats:
         if not set(columns).isdisjoint(item.excludes):
@@ -87,7 +87,7 @@ def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str
 
 
 def columns_problem(columns: Sequence[str], method: str, text_field: str = "text") -> Problem | None:
-    """What is wrong with a data set of these `columns` for `method`; None where TRL takes it."""
+    """Return the problem of a data set of these `columns` for `method`; None if TRL takes it."""
     formats = formats_of(method, text_field)
     if matching(columns, formats):
         return None
@@ -112,26 +112,26 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
 
 
 def _named(formats: Sequence[Format]) -> str:
-    """The argument that names the columns of the largest of `formats`."""
+    """Return the argument that names the columns of the largest of `formats`."""
     wanted = max(formats, key=lambda each: len(each.required)).required
     return f"--columns {','.join(f'{want}=COLUMN' for want in wanted)}"
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Names in quotes, in their order; beyond twelve their number only."""
+    """Return names in quotes; beyond twelve only their number."""
     return listed((f"'{name if len(name) <= 40 else name[:37] + '…'}'" for name in names), 12) or "none"
 
 
 @dataclass
 class Survey:
-    """What one walk over all rows of a data set found.
+    """Results of one pass over all rows of a data set.
 
     Attributes:
-        findings: lines by (source, problem); an empty list where the problem is the whole source's.
-        shapes: the type of every column, merged over all rows.
-        count: rows seen, good or bad.
-        first: the first row that holds columns, good or bad; None without one.
-        keys: (row, message or part; name) of what nothing reads -> how often.
+        findings: lines by (source, problem); an empty list if the problem concerns the whole source.
+        shapes: type of every column, merged over all rows.
+        count: rows seen, valid or not.
+        first: first row with columns, valid or not; None if there is none.
+        keys: (row, message or part; name) of what is not read -> count.
     """
 
     findings: dict[tuple[str, Problem], list[int]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Survey:
             lines.append(line)
 
     def problems(self, word: str = "line") -> list[Problem]:
-        """The findings as problems that begin with their place; `word` is what a row's number counts."""
+        """Return the findings as problems that begin with their place; `word` is the unit of the numbers."""
         return [
             Problem(f"{source}{_places(word, lines)}: {item.given}", item.expected, item.fix)
             for (source, item), lines in self.findings.items()
@@ -163,7 +163,7 @@ def _places(word: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How to judge every further row, drawn from the first one."""
+    """Checks of every further row, derived from the first one."""
 
     columns: Row
     place: str
@@ -231,19 +231,18 @@ def survey(
     word: str = "line",
     cells: bool = False,
 ) -> Survey:
-    """Judge all rows of a data set for `method` in one walk.
+    """Judge all rows of a data set for `method` in one pass.
 
     Args:
-        records: (source, line, row) in order; a `Problem` in place of a row is passed on as found there.
-        method: a key of `METHODS`.
-        text_field: the name of SFT's plain text column (`SFTConfig.dataset_text_field`).
-        word: what the numbers count: "line" of a file or "row" of a table.
+        records: (source, line, row) in order; a `Problem` in place of a row is passed on.
+        text_field: name of SFT's plain text column (`SFTConfig.dataset_text_field`).
+        word: unit of the numbers: "line" of a file or "row" of a table.
         cells: rows come from CSV, where a column of several kinds is text.
     """
     result = Survey()
     plan: _Plan | None = None
     pictures = PICTURE_COLUMNS if "images" in METHODS[method].optional else ()
-    optional = {*pictures} - {"image"}  # rows without pictures need not say so
+    optional = {*pictures} - {"image"}  # rows may lack pictures
     for source, line, row in records:
         result.count += 1
         if isinstance(row, Problem):
@@ -293,7 +292,7 @@ _UNFIT = {
 
 
 def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> None:
-    """Merge a row's types into the columns' types, and note a column that no one type can hold."""
+    """Merge a row's types into the columns' types, and note a column without a common type."""
     for name, value in row.items():
         before = result.shapes.get(name, NULL)
         seen = STRING if type(value) is str else shape_of(value)

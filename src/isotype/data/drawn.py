@@ -1,8 +1,8 @@
-"""`embedded:shapes`: pictures that are drawn here, each with a question about the colour, the form or the number of its shapes.
+"""`embedded:shapes`: drawn pictures, each with a question about the colour, the form or the number of its shapes.
 
-A picture is a grid of nine cells, one to four of which hold a shape, all of one form and colour. Every sixth combination of
-number, colour and form is in the test split alone, so that training does not see it. Nothing depends on the machine: a
-fixed seed, whole pixels, no font.
+A picture is a grid of nine cells; one to four of them have a shape, all of one form and colour. Every sixth
+combination of number, colour and form is only in the test split. Pictures are the same on every machine: fixed seed,
+whole pixels, no font.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from isotype.data.pictures import NEEDS_PILLOW
 NAME = "shapes"
 CELL = 16
 SIDE = 3 * CELL
-"""Pixels of a picture, in width and height."""
+"""Width and height of a picture in pixels."""
 NUMBERS = ("one", "two", "three", "four")
 FORMS = ("circle", "square", "triangle")
 COLOURS = {
@@ -56,7 +56,7 @@ class Content:
 
     @property
     def forms(self) -> str:
-        """The form, in the plural where there are several."""
+        """Form, plural if there are several."""
         return self.form + "s" * (self.number > 1)
 
 
@@ -73,7 +73,7 @@ HELD_BACK = frozenset(
 
 
 def draw(content: Content, rng: random.Random) -> Any:
-    """The picture as pixels uint8 [SIDE, SIDE, 3]; where the shapes are and how large is up to `rng`."""
+    """Return the picture as pixels uint8 [SIDE, SIDE, 3]; `rng` decides places and sizes of the shapes."""
     pixels = numpy.full((SIDE, SIDE, 3), rng.randrange(225, 256), numpy.uint8)
     for cell in rng.sample(range(9), content.number):
         y, x = numpy.mgrid[0:SIDE, 0:SIDE] + 0.5
@@ -90,7 +90,7 @@ def draw(content: Content, rng: random.Random) -> Any:
 
 
 def questions(content: Content) -> list[tuple[str, str]]:
-    """(question, answer) about a picture."""
+    """Return (question, answer) pairs about a picture."""
     are = "is" if content.number == 1 else "are"
     return [
         ("What colour is it?", f"{content.colour.capitalize()}."),
@@ -104,7 +104,7 @@ def questions(content: Content) -> list[tuple[str, str]]:
 
 
 def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
-    """(content, pixels, question, answer) of the rows of a split, always the same."""
+    """Yield (content, pixels, question, answer) of a split's rows, always the same."""
     rng = random.Random(f"{NAME} {_VERSION} {split}")
     contents = [each for each in CONTENTS if (each in HELD_BACK) == (split == "test")]
     for at in range(_ROWS[split]):
@@ -113,7 +113,8 @@ def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
 
 
 def shapes_folder() -> Path:
-    """The folder of the data set, drawn when it is asked for first: `train` and `test`, each with its pictures and `metadata.jsonl`.
+    """Return the folder of the data set, drawn on first use: `train` and `test`, each with pictures and
+    `metadata.jsonl`.
 
     Raises:
         DataError: pillow is not installed.

@@ -1,11 +1,11 @@
-"""The data set a training command names: found, checked whole before any model is loaded, then built.
+"""Find the data set of a training command, check it before any model is loaded, then build it.
 
-`--dataset_name` takes what `trl` takes (a hub id) and also a local file, a local directory, or `embedded:NAME`
-for a data set that ships in the package. An existing path wins over a hub id, and what looks like a path is
-never looked up on the hub. Nothing is executed from a data set.
+`--dataset_name` takes a hub id as in `trl`, a local file, a local directory, or `embedded:NAME` for a data set of the
+package. An existing path wins over a hub id; a name that looks like a path is never looked up on the hub. No code of
+a data set is executed.
 
-Blank lines are skipped; a directory's splits are named by the words train, validation, test (or their usual other forms)
-in its files' names, a file without such a word beside others is a split of its own name.
+Blank lines are skipped. The words train, validation and test (or synonyms) in file names name a directory's splits;
+another file is a split with its own name.
 """
 
 from __future__ import annotations
@@ -40,22 +40,21 @@ def load_training_data(
     lines: bool = False,
     say: Callable[[str], object] = logger.info,
 ) -> DatasetDict | IterableDatasetDict:
-    """The splits to train on and, with `need_test`, to evaluate on, under the names the arguments give them.
+    """Return the splits for training and, with `need_test`, for evaluation, under the names that the arguments give
+    them.
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
         dataset_args: `trl.DatasetMixtureConfig`, or None; its `datasets` win over `dataset_name`, as in TRL.
-        method: a key of `METHODS`.
-        need_test: evaluation is on.
-        text_field: the name of SFT's plain text column (`SFTConfig.dataset_text_field`).
+        text_field: name of SFT's plain text column (`SFTConfig.dataset_text_field`).
         columns: `"alpaca"`, or the trainer's names for the data set's columns (`prompt=question,completion=answer`).
-        chat: prompts and answers of plain text become messages of user and assistant.
-        prompts: the tokens of prompts are learned, too.
+        chat: turn prompts and answers of plain text into messages of user and assistant.
+        prompts: prompt tokens are targets, too.
         lines: each line of a .txt file is an example; else the whole file is one.
-        say: takes each line about the data that the user should read.
+        say: prints each line about the data that the user should read.
 
     Raises:
-        DataError: with every problem found, at most ten spelled out.
+        DataError: with all problems, at most ten spelled out.
     """
     wanted = [script_args.dataset_train_split] + [script_args.dataset_test_split] * need_test
     reading = Reading(method, parse_columns(columns), chat, prompts=prompts, lines=lines)
@@ -120,7 +119,7 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
 
 
 def _chosen(loaded: Any, name: str, job: Job) -> DatasetDict | IterableDatasetDict:
-    """The wanted splits of a dictionary of data sets, checked."""
+    """Return the wanted splits of a dictionary of data sets, checked."""
     problems = splits_problems(name, loaded, job.wanted)
     chosen = {}
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""Where a data set lies: a file, a directory, a data set in the package, or none of these (then the hub)."""
+"""Find a data set: a file, a directory, a data set of the package, or none of these (then the hub)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class LocalData:
     """A data set on this machine.
 
     Attributes:
-        name: how the user named it.
-        splits: the files of every split; for a directory of `save_to_disk`, that directory.
+        name: as the user named it.
+        splits: files of every split; for a directory of `save_to_disk`, that directory.
         saved: written by `save_to_disk`.
     """
 
@@ -64,12 +64,12 @@ def data_error(name: str, problems: Sequence[Problem]) -> DataError:
 
 
 def embedded_root() -> Path:
-    """The directory of the data sets that ship in the package."""
+    """Return the directory of the package's data sets."""
     return Path(str(resources.files("isotype"))) / "data"
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name that does not exist can only have been meant as a path, not as a hub id (`owner/name`)."""
+    """Return True if a name that does not exist can only be a path, not a hub id (`owner/name`)."""
     suffix = Path(name).suffix
     separators = name.count("/") + name.count("\\")
     return (
@@ -81,10 +81,10 @@ def looks_like_path(name: str) -> bool:
 
 
 def find_local(name: str, test_split: str = "test") -> LocalData | None:
-    """The local or embedded data set of that name, None where the name can only be a hub id.
+    """Return the local or embedded data set of that name; None if the name can only be a hub id.
 
     Raises:
-        DataError: a path that does not exist, holds no data or is of a kind that is not read.
+        DataError: a path that does not exist, contains no data or has an unsupported type.
     """
     if name.startswith(EMBEDDED):
         return _find_embedded(name)
@@ -100,7 +100,7 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
 
 
 def _mode(path: Path) -> tuple[int | None, Problem | None]:
-    """(the mode of a file or directory, None without one; the problem of a path that is something else or leads nowhere)."""
+    """Return the mode of a file or directory (None if it does not exist), and the problem of any other path."""
     expected = "a file or a directory"
     try:
         mode = path.stat().st_mode
@@ -195,10 +195,10 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    """The files among `paths` that hold data.
+    """Return the data files among `paths`.
 
     Raises:
-        DataError: one has the name of such a file and is none: a pipe, a link that leads nowhere.
+        DataError: one has such a name but is a pipe or a dead link.
     """
     named = sorted(
         path
@@ -220,7 +220,7 @@ def _data_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> list[Problem]:
-    """What is wrong where a wanted split is not there; the first wanted one is for training."""
+    """Return the problems of wanted splits that do not exist; the first wanted one is for training."""
     have = sorted(splits)
     problems = []
     for position, split in enumerate(wanted):

@@ -1,4 +1,4 @@
-"""The training methods: a command, a trainer of TRL, the columns of its rows and the family of its loss, each in one record."""
+"""The training methods: command, trainer of TRL, columns of its rows and kind of loss, one record per method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Loss = Literal[
     "unpaired",  # of labelled completions against a reference model's
     "policy",  # of completions that the model generates
 ]
-"""What a step computes; `isotype.train.preflight.synthetic.LOSSES` computes it without a data set."""
+"""Computation of a step; `isotype.train.preflight.synthetic.LOSSES` computes it without a data set."""
 
 Reference = Literal[
     "none",
@@ -30,8 +30,8 @@ class Format:
     """One set of columns that a trainer accepts.
 
     Attributes:
-        required: the columns that must be there.
-        excludes: columns that make TRL read the row as another format, which then fails.
+        required: columns that must exist.
+        excludes: columns by which TRL reads the row as another format, and then fails.
     """
 
     required: tuple[str, ...]
@@ -39,7 +39,7 @@ class Format:
 
 
 CHAT_COLUMNS = ("tools", "chat_template_kwargs", "image", "images")
-"""Columns that say more about a chat."""
+"""Further columns of a chat."""
 
 _PAIRS = (Format(("prompt", "chosen", "rejected")), Format(("chosen", "rejected")))
 _PROMPTS = (Format(("prompt",)),)
@@ -51,20 +51,18 @@ class Method:
     """One of TRL's stable trainers.
 
     Attributes:
-        name: the command, and the name of TRL's script module.
-        title: what it does, in a line.
+        name: the command, and TRL's script module.
+        title: one-line description.
         trainer: name of the trainer class in `trl`.
-        loss: see `Loss`.
-        formats: sets of columns that its rows may have, in the order in which TRL prefers them.
-        optional: columns with a meaning of their own; any other is allowed too: GRPO and RLOO hand it to the reward
-            functions, the others ignore it.
-        task_type: PEFT's task type, which decides what beside the adapters is trained.
+        formats: accepted sets of columns, in TRL's order of preference.
+        optional: columns with a special meaning. Others are allowed: GRPO and RLOO pass them to the reward functions,
+            the other trainers ignore them.
+        task_type: PEFT's task type; it decides which parts beside the adapters are trained.
         auto_class: name of transformers' auto class, or None for the class that the config names.
-        model_kwargs: what the model head needs.
+        model_kwargs: arguments of the model head.
         reference: see `Reference`; `compares` decides it for a training.
-        dropped: of rows that the trainer leaves out by `max_length`, which these are, as the beginning of a clause; "" where it
-            leaves none out.
-        fused_head: whether the trainer asks the model for log-probabilities by TRL's fused head, and never for logits.
+        dropped: rows that the trainer drops by `max_length`, as the beginning of a clause; "" if it drops none.
+        fused_head: the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 
     name: str
@@ -82,19 +80,19 @@ class Method:
 
     @property
     def answers(self) -> bool:
-        """Whether what it trains can be asked for an answer; a reward model only scores one."""
+        """True if the trained model generates answers; a reward model only scores them."""
         return self.task_type == "CAUSAL_LM"
 
     def compares(self, training: Any) -> bool:
-        """Whether a training with these arguments (TRL's config) has a reference model."""
+        """Return True if a training with these arguments (TRL's config) has a reference model."""
         return self.reference == "always" or (self.reference == "beta" and bool(training.beta))
 
     def trainer_class(self) -> Any:
-        """The trainer class of `trl`."""
+        """Return the trainer class of `trl`."""
         return getattr(import_module("trl"), self.trainer)
 
     def dataclass_types(self) -> tuple[Any, ...]:
-        """(script arguments, training arguments, model arguments, data set arguments) of TRL's own script."""
+        """Dataclasses of TRL's script: script, training, model and data set arguments."""
         trl = import_module("trl")
         script = import_module(f"trl.scripts.{self.name}")
         arguments = getattr(script, f"{self.name.upper()}ScriptArguments", trl.ScriptArguments)

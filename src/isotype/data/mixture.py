@@ -1,4 +1,4 @@
-"""`datasets:` of a configuration file: several data sets as one, each by columns of its own, brought to one form."""
+"""`datasets:` of a configuration file: several data sets, each with columns of its own, as one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
 _SEED = 0
-"""Of the split into training and test rows, which has to be the same one when a run goes on."""
+"""Seed of the split into training and test rows, fixed so that a resumed run has the same split."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,8 @@ class _Part:
     """One data set of a mixture.
 
     Attributes:
-        name: as the user named it.
-        reading: of its own columns.
-        splits: what its `split` names, each checked.
-        prepare: checks it again, by another reading.
+        splits: the checked splits that its `split` names.
+        prepare: checks it again with another reading.
     """
 
     name: str
@@ -42,16 +40,12 @@ class _Part:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The first row, under the trainer's names."""
+        """First row under the trainer's names."""
         return next((item.first for _, item in self.splits if item.first is not None), {})
 
 
 def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
-    """The splits of a mixture, under TRL's names for them: train and, with `test_split_size`, test.
-
-    Args:
-        args: `trl.DatasetMixtureConfig`.
-        job: what it is read for.
+    """Return the splits of a mixture (`trl.DatasetMixtureConfig`): train and, with `test_split_size`, test.
 
     Raises:
         DataError: with every problem of every data set.
@@ -160,7 +154,7 @@ def _from_hub(
 
 
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
-    """The parts, read again where they are of unlike form: as conversations, or with messages for plain turns."""
+    """Return the parts; if their forms differ, read again as conversations, or with messages for plain turns."""
     formats = formats_of(job.method, job.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]
@@ -200,11 +194,11 @@ def _again(part: _Part, **changes: Any) -> _Part:
 
 
 def _aligned(parts: Sequence[_Part], job: Job, streaming: bool) -> list[Any]:
-    """One data set a part, whose columns of one name are of one type."""
+    """Return one data set per part; columns of one name have one type."""
     import datasets
 
     used = None
-    if job.method == "sft":  # which alone gives nobody the other columns, whose types may clash
+    if job.method == "sft":  # only SFT ignores other columns, whose types may clash
         used = {*COLUMNS, job.text_field, "image", "images"}
     shapes: dict[str, Shape] = {}
     for part in parts:
@@ -274,12 +268,11 @@ def _same(row: Any, seen: bool) -> dict[str, Any]:
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """The first rows of each data set, so many that they have the shares that `fraction` asks for.
-
-    The mixture is as large as it can be without a row that comes twice.
+    """Return the first rows of each data set in the proportions of `fraction`, as many as possible without
+    repetition.
 
     Raises:
-        ValueError: some have a fraction and some have none; a stream.
+        ValueError: only some have a fraction; a stream.
     """
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):

@@ -1,4 +1,4 @@
-"""Messages beside their text and role: parts of content, pictures, marks that say whether a turn is learned."""
+"""Parts of messages beside text and role: content parts, pictures, marks of turns for the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEARNED_MARKS = (
 _LEFT_OUT_MARKS = ("mask", "masked")  # torchtune
 _PARTLY = ("train_detail", "training_detail")  # axolotl
 MARKS = (*LEARNED_MARKS, *_LEFT_OUT_MARKS)
-"""Keys of a message that say whether it is learned."""
+"""Keys of a message that include it in the loss or exclude it."""
 
 # 1, 1.0, 0 and 0.0 are equal to these.
 _YES, _NO = (True, "true", "True", "1"), (False, "false", "False", "0")
@@ -29,21 +29,14 @@ PART_KEYS = frozenset({"type", "text", "thinking"})
 
 
 def left_out(message: Mapping[str, Any]) -> bool:
-    """True if a message is marked not to be learned."""
+    """Return True if a message is marked as excluded from the loss."""
     return any(message.get(key) in _NO for key in LEARNED_MARKS) or any(
         message.get(key) in _YES for key in _LEFT_OUT_MARKS
     )
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, sees: bool) -> Iterator[Problem]:
-    """Problems of the marks and parts of a row's messages.
-
-    Args:
-        row: whose chats are lists of messages with a role, or text.
-        chats: names of its columns of chats.
-        method: a key of `METHODS`.
-        sees: the trainer takes pictures.
-    """
+    """Yield problems of the marks and parts of a row's messages; `sees`: the trainer takes pictures."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)
@@ -95,19 +88,19 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 
 
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
-    """Which keys of a data set nothing reads, with their numbers; None if everything is read.
+    """Describe the unused keys of a data set with their counts; None if everything is used.
 
     Args:
-        source: what it is called.
-        keys: (row, message or part; name) -> how often.
-        sample: the number of rows that were counted, None for all.
+        source: name of the data set.
+        keys: (row, message or part; name) -> count.
+        sample: number of rows counted, None if all.
     """
     named = {
         where: [f"'{key}' of {plural(n, where)}" for (w, key), n in sorted(keys.items()) if w == where]
         for where, _ in keys
     }
     turns = [*named.get("message", ()), *named.get("part", ())]
-    said = [f"nothing reads {listed(named['row'])}"] if "row" in named else []
-    said += [f"nothing but a chat template that names it reads {listed(turns)}"] if turns else []
+    said = [f"unused: {listed(named['row'])}"] if "row" in named else []
+    said += [f"used only by a chat template that names it: {listed(turns)}"] if turns else []
     counted = f" (in the first {sample:,} rows)" if sample and turns else ""
     return f"{source}: {'; '.join(said)}{counted}" if said else None

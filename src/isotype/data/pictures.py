@@ -1,4 +1,4 @@
-"""One picture as a row spells it: read into a path or bytes, and its header read before anything is trained on it."""
+"""A picture of a row: read into a path or bytes, its header checked before training."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _READABLE = "a picture that can be read"
 _FIX = "correct the path, or write the file again"
 _FORMS = "a path, base64 text, a data URL, or {bytes, path}"
 _SHORTEST = 32
-"""Characters of base64 text at least: shorter is a path."""
+"""Minimum characters of base64 text; shorter text is a path."""
 _THREADS = 16
-"""They wait for files: more than there are cores."""
+"""More than there are cores, since they wait for files."""
 
 Stored = str | bytes | Mapping[str, Any]
 """A path, the bytes of a file, or both as `datasets` stores them: {bytes, path}."""
 
 
 def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
-    """A picture as a path or bytes, or what is wrong with it.
+    """Return a picture as a path or bytes, or its problem.
 
     Args:
-        value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object that holds one of these.
-        folder: which a path begins at; if there is no such file, at the working directory.
+        value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object with one of these.
+        folder: base of relative paths; if the file is not there, the working directory.
     """
     if isinstance(value, Mapping):
         return _of_object(value, folder)
@@ -87,18 +87,13 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """What keeps a picture from being read; None for a sound one.
-
-    Args:
-        picture: as `stored` gives it.
-        whole: decode it; else its header alone is read, and of PNG the check sums.
-    """
+    """Return the problem of a picture that cannot be read, None if it can; `whole`: decode it, else check its header."""
     size = _read(picture, (lambda opened: opened.load()) if whole else (lambda opened: opened.verify()))
     return size if isinstance(size, Problem) else None
 
 
 def size_of(picture: Stored) -> tuple[int, int] | Problem:
-    """(width, height) of a picture in pixels as it is shown, by its header; or what keeps it from being read."""
+    """Return (width, height) of a picture in pixels as displayed, from its header; or the problem of reading it."""
     return _read(picture, lambda opened: None)
 
 
@@ -129,7 +124,7 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
 
 
 def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
-    """(path, what is wrong) of each picture whose header cannot be read: in a pool of threads, with a bar."""
+    """Yield (path, problem) of each picture whose header cannot be read: in a thread pool, with a bar."""
     bar = Bar("reading the headers of pictures")
     bar.total = len(paths)
     pool = ThreadPoolExecutor(_THREADS)
@@ -144,7 +139,7 @@ def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
 
 
 def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Problem]]:
-    """(row, what is wrong) of the pictures of a `datasets.Dataset` that `picture_problem` finds."""
+    """Yield (row, problem) of the pictures of a `datasets.Dataset`, as `picture_problem` finds them."""
     read = partial(picture_problem, whole=whole)
     names = [name for name in PICTURE_COLUMNS if name in rows.column_names]
     bar = Bar("reading pictures")
@@ -166,7 +161,7 @@ def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Proble
 
 
 def data_url(picture: Any, side: int = 256) -> str:
-    """A decoded picture as text for a page, no larger than `side` pixels in width and height."""
+    """Return a decoded picture as a data URL, at most `side` pixels wide and high."""
     small = picture.copy()
     small.thumbnail((side, side))
     stream = io.BytesIO()
@@ -176,6 +171,6 @@ def data_url(picture: Any, side: int = 256) -> str:
 
 
 def pictures_in(row: Mapping[str, Any]) -> list[Any]:
-    """The pictures in the columns of a row, as they are there."""
+    """Return the pictures in the columns of a row, unchanged."""
     cells: Iterable[Any] = (row[name] for name in PICTURE_COLUMNS if row.get(name) is not None)
     return [each for cell in cells for each in (cell if isinstance(cell, list) else [cell])]

@@ -1,8 +1,8 @@
-"""The pictures of a row in one column `images`, each with its place `{"type": "image"}` in a message, in one order.
+"""Bring the pictures of a row into one column `images`, each with its place `{"type": "image"}` in a message.
 
-Rows spell it in many ways: TRL has a column and places in the messages, or none (then before the first question); OpenAI and
-axolotl put the picture into the message; LLaVA, LLaMA-Factory and ms-swift write `<image>` into its text; a folder of pictures
-has captions.
+Sources differ: TRL has a column and places in messages, or no places (then before the first question); OpenAI and
+axolotl put the picture into the message; LLaVA, LLaMA-Factory and ms-swift write `<image>` into the text; a folder of
+pictures has captions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from isotype.data.cells import CHATS, TURN_COLUMNS, Row
 from isotype.data.pictures import PICTURE_COLUMNS, pictures_in, stored
 
 QUESTION = "Describe the picture."
-"""What a picture with a caption alone is asked."""
+"""Question for a picture that has only a caption."""
 
 PLACE: Mapping[str, Any] = {"type": "image"}
 PART_KINDS = ("image", "image_url", "input_image")
@@ -38,7 +38,7 @@ _FIX = 'write {"type": "image"} or <image> for each of them, and as many picture
 
 
 def has_pictures(row: Row) -> bool:
-    """Whether a row has a column of pictures, or a place for one in a message."""
+    """Return True if a row has a column of pictures, or a place for one in a message."""
     return not row.keys().isdisjoint(PICTURE_COLUMNS) or any(
         part.get("type") in PART_KINDS for part in _parts(row)
     )
@@ -47,15 +47,15 @@ def has_pictures(row: Row) -> bool:
 def with_places(
     row: Row, folder: Path | None = None, *, listed: bool = True, pictured: bool = False
 ) -> Row | Problem:
-    """The row with its pictures in `images`, and a place for each; as it is where it has none, or what is wrong with it.
+    """Return the row with its pictures in `images` and a place for each, unchanged if it has none, or its problem.
 
-    Texts of a row with pictures become messages, unless they are written with a model's own tokens for pictures.
+    Texts of a row with pictures become messages, unless they contain a model's own picture tokens.
 
     Args:
         row: under the trainer's names, its messages with roles.
-        folder: which paths begin at.
-        listed: a single picture in a column `image` comes into `images`, too.
-        pictured: the row takes the form of those with pictures, whether or not it has any.
+        folder: base of relative paths.
+        listed: move a single picture of a column `image` into `images`.
+        pictured: use the form of rows with pictures even if there are none.
     """
     if not pictured and not has_pictures(row):
         return row
@@ -90,9 +90,9 @@ class _Pictures:
     """The pictures of a row in the order of its turns.
 
     Attributes:
-        waiting: those beside the messages that have no place yet.
-        marked: whether there were any, so that `<image>` in a text is a place.
-        taken: those that have one.
+        waiting: pictures beside the messages without a place so far.
+        marked: there were any, so `<image>` in a text is a place.
+        taken: pictures with a place.
         places: for pictures beside the messages.
     """
 
@@ -107,7 +107,7 @@ class _Pictures:
         return max(len(self.taken), self.places)
 
     def of_turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message with a place for each of its pictures."""
+        """Return a message with a place for each of its pictures."""
         content = turn.get("content")
         if isinstance(content, str) and self.marked and "<image>" in content:
             content = _split(content)
@@ -150,7 +150,7 @@ def _parts(row: Row) -> Iterator[Mapping[str, Any]]:
 
 
 def _split(content: str) -> list[Any]:
-    """A text as parts, with a place for each mark."""
+    """Split a text into parts, with a place for each mark."""
     parts: list[Any] = []
     for at, text in enumerate(_MARK.split(content)):
         parts += [dict(PLACE)] * bool(at)
@@ -159,7 +159,7 @@ def _split(content: str) -> list[Any]:
 
 
 def in_parts(turn: Any) -> Any:
-    """A message whose text is a part, if it is a question."""
+    """Return a question with its text as a part; other messages unchanged."""
     content = turn.get("content")
     if turn.get("role") != "user" or not isinstance(content, str):
         return turn
@@ -167,7 +167,7 @@ def in_parts(turn: Any) -> Any:
 
 
 def _before(chats: Row, count: int) -> None:
-    """Let pictures without a place stand before the first question, as TRL has it for questions of plain text."""
+    """Insert places before the first question for pictures without one, as TRL does for plain text."""
     asked = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
     if not asked or any(isinstance(turn["content"], str) for turn in asked):
         return
@@ -175,7 +175,7 @@ def _before(chats: Row, count: int) -> None:
 
 
 def _spoken(row: Row, seen: bool) -> Row | Problem:
-    """The row with texts as messages, a caption as the answer to `QUESTION`, and the turns that a pair shares as its prompt."""
+    """Return the row with texts as messages, a caption as answer to `QUESTION`, and shared turns of a pair as prompt."""
     name = next((name for name in CAPTIONS if name in row), None)
     if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):
         if not seen:

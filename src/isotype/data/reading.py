@@ -1,4 +1,4 @@
-"""How the rows of a data set become a trainer's: under its names (`--columns`), with the roles of chat templates, in one form."""
+"""Convert rows of a data set to a trainer's names (`--columns`), to the roles of chat templates and to one form."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _OPTIONAL = frozenset({"input"})  # of Alpaca: rows without one leave it out
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Columns that a trainer takes, each made of one column of the data set or of several.
+    """Columns of a trainer, each made of one or several columns of the data set.
 
     Attributes:
-        targets: the trainer's name -> the data set's names. Several texts are joined by a blank line, empty ones
-            left out.
-        origin: where the user wrote them.
+        targets: trainer's name -> data set's names; several texts are joined by a blank line, without empty ones.
+        origin: the argument or file of the user.
     """
 
     targets: tuple[tuple[str, tuple[str, ...]], ...]
@@ -38,11 +37,11 @@ class ColumnMap:
 
     @property
     def sources(self) -> frozenset[str]:
-        """Every name of the data set that is read."""
+        """All data set columns that are read."""
         return frozenset(name for _, names in self.targets for name in names)
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
-        """The row under the trainer's names; columns that no target reads stay. A Problem where one is missing."""
+        """Return the row under the trainer's names (columns without a target stay), or a Problem if one is missing."""
         missing = sorted(self.sources - _OPTIONAL - set(row))
         if missing:
             return Problem(
@@ -59,10 +58,10 @@ class ColumnMap:
 
 
 def column_map(value: object, origin: str) -> ColumnMap | None:
-    """`columns` of one data set of a mixture: a preset or pairs as text, or {trainer's name: name or names}.
+    """Return `columns` of one data set of a mixture: a preset, pairs as text, or {trainer's name: name or names}.
 
     Raises:
-        DataError: neither.
+        DataError: none of these.
     """
     if isinstance(value, str):
         return parse_columns(value, origin)
@@ -78,7 +77,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
 
 
 def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
-    """`alpaca`, or `prompt=question,completion=answer`; None for None.
+    """Parse `alpaca` or `prompt=question,completion=answer`; None for None.
 
     Raises:
         DataError: neither.
@@ -97,17 +96,16 @@ def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | No
 
 @dataclass(frozen=True)
 class Reading:
-    """What is done to every row of a data set, whichever way it is stored.
+    """Changes to every row of a data set, however it is stored.
 
     Attributes:
-        method: a key of `METHODS`.
-        columns: the trainer's names for the data set's columns.
+        columns: trainer's names for the data set's columns.
         chat: prompts and answers that are text become messages of user and assistant.
-        joined: prompt and completion become one conversation, `messages`; only what belongs to it stays.
-        prompts: the tokens of prompts are learned, too (`--completion_only_loss False`).
+        joined: prompt and completion become one conversation, `messages`; only columns of conversations stay.
+        prompts: prompt tokens are targets, too (`--completion_only_loss False`).
         lines: each line of a .txt file is an example; else the whole file is one.
-        listed: a single picture of a stored data set comes into a list, as those of files do.
-        pictured: some rows have pictures, and those without take their form.
+        listed: a single picture of a stored data set becomes a list, as for files.
+        pictured: some rows have pictures; the others take their form.
     """
 
     method: str
@@ -121,23 +119,22 @@ class Reading:
 
     @property
     def sees(self) -> bool:
-        """Whether the trainer takes pictures."""
+        """True if the trainer takes pictures."""
         return "images" in METHODS[self.method].optional
 
     @property
     def reads(self) -> frozenset[str]:
-        """The columns that may be changed."""
+        """Columns that may be changed."""
         sources = self.columns.sources if self.columns is not None else frozenset()
         pictures = {*PICTURE_COLUMNS, *CAPTIONS} if self.sees else set()
         return CHATS | sources | {"system", *TOKEN_COLUMNS} | pictures
 
     def apply(self, row: Row, names: Counter[str] | None = None, folder: Path | None = None) -> Row | Problem:
-        """The row as the trainer takes it, or what is wrong with it.
+        """Return the row as the trainer takes it, or its problem.
 
         Args:
-            row: as it is stored.
             names: counts the speakers of {from, value} messages, see `standard_chats`.
-            folder: of the file that the row stands in, which paths of pictures begin at; None for a stored data set.
+            folder: folder of the row's file, base of relative picture paths; None for a stored data set.
         """
         mapped = row if self.columns is None else self.columns.apply(row)
         if isinstance(mapped, Problem):
@@ -169,7 +166,7 @@ class Reading:
 
 
 def _spoken(row: Row) -> Row:
-    """The row with every turn of text as a list of one message."""
+    """Return the row with every turn of text as a list of one message."""
     roles = {name: "user" if name == "prompt" else "assistant" for name in TURN_COLUMNS}
     return {
         name: [{"role": roles[name], "content": value}] if name in roles and isinstance(value, str) else value

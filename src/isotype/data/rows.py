@@ -1,9 +1,10 @@
-"""Text files of examples (JSON, JSON lines, CSV, TSV, plain text) as rows with their line numbers.
+"""Read rows with line numbers from text files (JSON, JSON lines, CSV, TSV, plain text).
 
-Each reader yields (line, row) and, in place of a row it cannot read, the `Problem` (its `given` without file and
-line). The same readers check a file and build the data set from it, so what was checked is what is trained on.
+Each reader yields (line, row) or, for an unreadable row, a `Problem` (its `given` without file and line). The same
+readers check a file and build the data set, so the checked rows are the trained rows.
 
-A plain text is one example, or each of its lines on request. Blank lines of JSON lines and of texts by lines are separators, not examples. A UTF-8 byte order mark is skipped.
+A plain text is one example, or each of its lines on request. Blank lines are separators, a byte order mark is
+skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Bytes of a line at most: a tokenizer takes about a hundred times as much memory."""
+"""Maximum bytes of a line: a tokenizer needs about a hundred times as much memory."""
 _CHUNK = 1 << 20
 _WHOLE = (".json",)  # whose lines are no examples
 _NO_TEXT_FIX = "write it as text; UTF-16 without a mark is converted by: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
@@ -50,7 +51,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
-    """The hex digest of a file's bytes, and what keeps them from being text in UTF-8 (with the byte offset)."""
+    """Return the hex digest of a file, and the problem (with byte offset) if it is not UTF-8 text."""
     digest = hashlib.blake2b(digest_size=16)
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = lines = length = 0
@@ -82,7 +83,7 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
 
 
 def _other_kind(raw: bytes) -> Problem | None:
-    """The problem of a file that begins as a file of another kind does, whatever its name says."""
+    """Return the problem of a file that begins like a file of another kind."""
     if raw.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return _not_utf8(0, raw[0], "UTF-32")
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -92,7 +93,7 @@ def _other_kind(raw: bytes) -> Problem | None:
 
 
 def unreadable(error: OSError) -> Problem:
-    """The operating system does not give the file out."""
+    """Return the problem of a file that the operating system cannot read."""
     return Problem(f"cannot be read: {error.strerror}", "a file that you may read", "see its permissions")
 
 
@@ -110,7 +111,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _excerpt(text: str, at: int) -> str:
-    """The line around position `at`, shortened."""
+    """Return the line around position `at`, shortened."""
     first = text.rfind("\n", 0, at) + 1
     last = text.find("\n", at) if "\n" in text[at:] else len(text)
     start, end = max(first, at - 20), min(last, at + 20)
@@ -128,7 +129,7 @@ def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> P
 
 
 def _lone_surrogate(text: str, value: object) -> Problem | None:
-    """JSON can spell half of a character (backslash-u D800 to DFFF), which no text file or tokenizer can hold."""
+    """Return the problem of half a character (backslash-u D800 to DFFF), which JSON can spell but UTF-8 cannot."""
     if "\\ud" not in text and "\\uD" not in text:
         return None
     try:
@@ -140,7 +141,7 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """One JSON object per line, or one array of objects; the first character decides, not the file's name."""
+    """Yield one JSON object per line, or of one array; the first character decides, not the file's name."""
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
             text = line.strip(_BLANK)
@@ -159,7 +160,7 @@ def _json_lines(first: int, line: str, rest: Iterable[tuple[int, str]]) -> Itera
     record, bad = _json_line(line)
     yield first, bad or record
     if bad and line.strip(_BLANK) == "{":
-        return  # an object over several lines: each further line would only say so again
+        return  # an object over several lines: each further line would repeat the problem
     for number, text in rest:
         if text.strip(_BLANK):
             record, bad = _json_line(text)
@@ -213,7 +214,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
-    """Rows of text cells under the names of the first line; a row may go on over several lines inside quotes."""
+    """Yield rows of text cells under the names of the first line; a quoted cell may span lines."""
     # The limit of 131072 characters a cell is a setting of the whole process; texts of books are longer.
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -245,14 +246,14 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
 
 
 def read_document(path: Path) -> Iterator[Record]:
-    """The whole file as one text in a column `text`; nothing if it is blank."""
+    """Yield the whole file as one text in a column `text`; nothing if it is blank."""
     text = path.read_text(encoding="utf-8-sig")
     if text.strip():
         yield 1, {"text": text}
 
 
 def read_text(path: Path) -> Iterator[Record]:
-    """One text per line in a column `text`, as the text reader of `datasets` names it."""
+    """Yield one text per line in a column `text`, the name that `datasets` uses."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             text = line.rstrip("\n")
@@ -270,7 +271,7 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 }
 CELL_SUFFIXES = (".csv", ".tsv")
 METADATA = "metadata"
-"""The name of the file in a folder of pictures that says what belongs to each, as `datasets` has it."""
+"""File name of the metadata in a folder of pictures, as in `datasets`."""
 _FILE_NAMES = {
     **dict.fromkeys(("file_name", "image_file_name"), "image"),
     **dict.fromkeys(("file_names", "image_file_names", "images_file_names"), "images"),
@@ -283,7 +284,7 @@ _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def cell_value(cell: str) -> bool | int | float | str | None:
-    """What a CSV cell outside the text columns holds: nothing, true/false, a number or text."""
+    """Return the value of a CSV cell outside text columns: None, bool, number or text."""
     if not cell:
         return None
     if cell.lower() in _TRUTH:
@@ -299,10 +300,9 @@ def read_rows(
     reading: Reading | None = None,
     names: Counter[str] | None = None,
 ) -> Iterator[Record]:
-    """(line, row or Problem) of one file; CSV cells are typed except in the columns named in `textual`.
+    """Yield (line, row or Problem) of one file; CSV cells are typed except in the columns `textual`.
 
-    With a `reading` rows come as a trainer takes them (`names`: see `Reading.apply`); the columns that its column map
-    reads are text.
+    With a `reading`, rows are as a trainer takes them (`names`: see `Reading.apply`) and its source columns are text.
     """
     if reading is not None:
         sources = reading.columns.sources if reading.columns is not None else frozenset()
@@ -327,7 +327,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """The rows with the picture that the file is the caption of, or that its metadata names."""
+    """Yield the rows with the picture that the file captions, or that its metadata names."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
@@ -344,7 +344,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """The picture whose caption a text file is: beside it, with its name but for the suffix; None if it is none."""
+    """Return the picture beside a text file with the same stem; None if there is none."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)
@@ -353,7 +353,7 @@ def captioned(path: Path) -> Path | None:
 def generate(
     paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...], reading: Reading
 ) -> Iterator[dict[str, Any]]:
-    """The rows of files that `survey` found sound, for `Dataset.from_generator`; `paths` is a list, to be sharded."""
+    """Yield the rows of valid files for `Dataset.from_generator`; `paths` is a list, to be sharded."""
     for path in paths:
         for _, row in read_rows(Path(path), frozenset(textual), reading):
             yield {name: row.get(name, []) if name == "images" else row[name] for name in columns}

@@ -1,8 +1,7 @@
-"""The type of JSON values as data, merged over all rows of a file: one schema, decided before the first row is kept.
+"""Types of JSON values, merged over all rows of a file: one schema, decided before the first row is stored.
 
-`datasets` infers a schema from the first part of a file: it reads ISO dates in a text column as timestamps, a CSV
-column of digits as integers and "NA" as null, and fills objects with keys that other rows have. A schema from all
-rows keeps what the file says.
+`datasets` infers a schema from the first part of a file: ISO dates become timestamps, digits in CSV integers, "NA"
+null, and objects get the keys of other rows. A schema from all rows keeps the file's values.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SCALARS: dict[type, Shape] = {type(None): NULL, bool: "bool", int: "int64", flo
 
 
 def shape_of(value: object, depth: int = 0) -> Shape:
-    """The shape of one JSON value, which `depth` objects and lists hold."""
+    """Return the shape of one JSON value that is nested in `depth` objects and lists."""
     if depth > DEEPEST:
         return DEEP
     if isinstance(value, dict):
@@ -71,7 +70,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """The narrowest shape that holds the values of both; objects that do not agree become JSON."""
+    """Return the narrowest shape for the values of both; objects without a common shape become JSON."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:
@@ -94,7 +93,7 @@ def _merge_structs(a: dict[str, Shape], b: dict[str, Shape]) -> Shape:
 
 
 def to_feature(shape: Shape) -> Any:
-    """A shape as a `datasets` feature: `Value`, `List`, `Json` or a dict of features."""
+    """Return a shape as a `datasets` feature: `Value`, `List`, `Json` or a dict of features."""
     import datasets
 
     if shape == JSON:
@@ -110,7 +109,7 @@ def to_feature(shape: Shape) -> Any:
 
 
 def shape_of_feature(feature: Any) -> Shape | None:
-    """The shape of a `datasets` feature; None of one that no row has (a tensor)."""
+    """Return the shape of a `datasets` feature; None if no row can have it (a tensor)."""
     import datasets
 
     if isinstance(feature, datasets.Json):

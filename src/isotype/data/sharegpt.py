@@ -1,7 +1,8 @@
-"""Conversations of ShareGPT and its kin ({from, value} messages) as messages of the roles that chat templates write.
+"""Convert conversations of ShareGPT and similar ({from, value} messages) to messages with the roles of chat
+templates.
 
-The names are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames the keys and passes
-the names on, so that a template writes `<|im_start|>gpt`, which no model has seen.
+The names are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only the keys,
+so templates would write `<|im_start|>gpt`, which no model was trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SPEAKERS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("function_call", "tool_call"), CALL),
 }
-"""What a {from, value} message's `from` means, in lower case."""
+"""Roles by a {from, value} message's `from`, in lower case."""
 
 _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 
@@ -37,13 +38,13 @@ _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 def standard_chats(
     row: Row, names: Counter[str] | None = None, *, conversations: bool = True
 ) -> Row | Problem:
-    """The row with `conversations` under `messages`, and {role, content} messages in every column of chats.
+    """Return the row with `conversations` as `messages`, and {role, content} messages in every column of chats.
 
-    A single message in the place of an answer is a list of it. A column `system` of a conversation without a system message becomes its first message, as LLaMA-Factory reads it.
+    A single message in place of an answer becomes a list. A column `system` becomes the first message of a
+    conversation without a system message, as in LLaMA-Factory.
 
     Args:
-        row: under the trainer's names.
-        names: counts the messages of each `from`, by its name as it stands there; None where nobody asks.
+        names: counts the messages of each `from`; None if not counted.
         conversations: the trainer takes a column of that name.
     """
     counted: Counter[str] = Counter()
@@ -72,12 +73,12 @@ def standard_chats(
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
-    """How the names of a data set's speakers were read; None where none was.
+    """Describe how speakers' names were mapped to roles; None if there were none.
 
     Args:
-        source: what it is called.
-        names: as `standard_chats` counts them.
-        sample: the number of rows that were counted, None for all.
+        source: name of the data set.
+        names: counts of `standard_chats`.
+        sample: number of rows counted, None if all.
     """
     if not names:
         return None
@@ -95,7 +96,7 @@ def _is_shared(value: object) -> bool:
 
 
 def _messages(column: str, value: Any, names: Counter[str]) -> list[Row] | Problem:
-    """The messages of one chat as {role, content}, or the first thing that is wrong with it."""
+    """Return the messages of one chat as {role, content}, or its first problem."""
     standard = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
     fault = messages_fault(value) if standard else conversation_fault(value)
     if fault:
@@ -139,7 +140,7 @@ def _message(column: str, message: Row) -> Row | Problem:
 
 
 def _calls(text: str) -> list[Row] | None:
-    """The calls that a text of JSON spells, as chat templates take them; None where it spells none."""
+    """Return the tool calls in a JSON text as chat templates take them; None if it has none."""
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
@@ -154,7 +155,7 @@ def _calls(text: str) -> list[Row] | None:
 
 
 def _arguments(call: Row) -> Any:
-    """The arguments of a call: templates write them as JSON, so text of JSON is read."""
+    """Return the arguments of a call, parsed if they are JSON text, since templates write JSON."""
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, str):
         return arguments

@@ -1,4 +1,4 @@
-"""Rows of token ids: what their columns may hold, and the labels that masks beside them stand for."""
+"""Rows of token ids: valid columns, and the labels that masks stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isotype.core.names import plural
 from isotype.data.cells import Row, describe
 
 IGNORED = -100
-"""The label of a token on which no loss is computed."""
+"""Label of a token without loss."""
 
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 _UNREAD = ("token_type_ids", "position_ids")
@@ -28,15 +28,13 @@ _FIXES = {
 
 
 def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
-    """The row with the `labels` that its masks stand for, without the masks and the padding; or what is wrong with it.
+    """Return the row with the `labels` that its masks stand for, without masks and padding; or its problem.
 
-    Args:
-        row: with `input_ids`.
-        prompts: tokens of a prompt are learned, too: `completion_mask` says nothing.
+    `prompts`: prompt tokens are targets, too, so `completion_mask` is ignored.
     """
     ids = row["input_ids"]
     if not isinstance(ids, list) or not ids or not any(name in row for name in TOKEN_COLUMNS):
-        return row  # the check of the column itself speaks of the ids
+        return row  # the column's own check reports the ids
     for name in TOKEN_COLUMNS:
         if name in row and (fault := _fault(name, row[name], len(ids))):
             return Problem(f"column '{name}' {fault[0]}", fault[1], _FIXES[name])
@@ -58,13 +56,13 @@ def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
 
 
 def _ends(shown: Sequence[int]) -> tuple[int, int]:
-    """The first place that is not padding, and the one behind the last."""
+    """Return the first place that is not padding, and the one behind the last."""
     counted = [at for at, value in enumerate(shown) if value]
     return (counted[0], counted[-1] + 1) if counted else (0, 0)
 
 
 def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
-    """(what is wrong, what is expected) of one column beside `count` token ids."""
+    """Return (fault, expectation) of one column beside `count` token ids."""
     mask = name not in ("labels", *_UNREAD)
     kinds = (int, bool) if mask else (int,)
     if not isinstance(values, list):
@@ -87,11 +85,9 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """(row, what is wrong) of the first row of each column with an id that the model does not have, or with labels too many.
+    """Yield (row, problem) of the first row of each column with an id out of range, or with too many labels.
 
-    Args:
-        rows: a `datasets.Dataset`.
-        size: of the model's vocabulary; None if it is not known.
+    `size`: of the model's vocabulary; None if unknown.
     """
     import pyarrow.compute as pc
 

@@ -1,7 +1,7 @@
-"""Bars and areas as inline SVG, and the numbers on them, by pure functions: data in, text out.
+"""Bars and areas as inline SVG with their numbers, by pure functions.
 
-A picture stretches to the width it is given without distorting its text: labels are placed in per cent, shapes in a
-nested viewport of 1000 x 1000 units. Every colour comes from a style sheet. (The curves of a run are `run_charts`.)
+A chart stretches to its width without distorting its text: labels are placed in per cent, shapes in a nested viewport
+of 1000 x 1000 units. Colours come from a style sheet. (The curves of a run are `run_charts`.)
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def xml_text(text: str) -> str:
-    """Text in which each character that XML forbids is U+FFFD."""
+    """Replace characters that XML forbids by U+FFFD."""
     return _NOT_XML.sub("\ufffd", text)
 
 
 def escape(text: str) -> str:
-    """Text for HTML and XML, inside and outside of attributes; characters that XML forbids become U+FFFD."""
+    """Escape text for HTML and XML, also in attributes; characters that XML forbids become U+FFFD."""
     return _escape(xml_text(text), quote=True)
 
 
@@ -32,12 +32,11 @@ def escape(text: str) -> str:
 
 
 def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
-    """Multiples of 1, 2 or 5 times a power of ten that lie in `[low, high]`.
+    """Return the multiples of 1, 2 or 5 times a power of ten in `[low, high]`.
 
     Args:
-        low: lower end of the axis.
-        high: upper end of the axis, above `low` by more than 1e-12 of the larger magnitude and than 1e-300.
-        target: wanted number of intervals; there are at most so many, and at least a fifth of it.
+        low, high: ends of the axis; they differ by more than 1e-12 of the larger magnitude and more than 1e-300.
+        target: wanted number of intervals; the result has at most this many, and at least a fifth.
 
     Raises:
         ValueError: the ends are not ordered, too close or beyond ten times `PLOTTABLE`.
@@ -58,7 +57,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Labels with as many decimals as the distance of the ticks asks for; exponents below 0.001 and from 1e6."""
+    """Return labels with as many decimals as the ticks' distance needs; exponents below 0.001 and from 1e6."""
     if len(ticks) < 2:
         return tuple(_minus(f"{tick:,.10g}") for tick in ticks)
     largest = max(abs(tick) for tick in ticks)
@@ -71,7 +70,7 @@ def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """A number with that many significant digits: `2.843`, `12,345`, `2e-4`, `NaN`, `∞`."""
+    """Format a number with that many significant digits: `2.843`, `12,345`, `2e-4`, `NaN`, `∞`."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -101,7 +100,7 @@ def _minus(text: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a whole: its name, its amount (not negative), and the CSS class that colours it."""
+    """One part of a whole: its name, its amount (not negative) and its CSS class."""
 
     label: str
     amount: float
@@ -109,7 +108,7 @@ class Part:
 
 
 def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str] = format_number) -> str:
-    """One horizontal bar, as wide as it is let, divided in proportion to the parts; empty where they add up to 0."""
+    """Return one horizontal bar of full width, divided in proportion to the parts; empty if they add up to 0."""
     total = sum(part.amount for part in parts)
     words = "; ".join(f"{part.label} {number(part.amount)}" for part in parts)
     rects, left = [], 0.0
@@ -125,13 +124,13 @@ def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str
 
 
 def percent(share: float) -> str:
-    """A place or length in a picture: `12.50%`."""
+    """Format a place or length in a chart: `12.50%`."""
     return f"{100 * share:.2f}%"
 
 
 @dataclass(frozen=True)
 class Area:
-    """One layer of a stack of areas: its name, its amount at each point (not negative), its CSS class."""
+    """One layer of a stack of areas: its name, its amount at each point (not negative) and its CSS class."""
 
     label: str
     amounts: tuple[float, ...]
@@ -140,7 +139,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of points with a name under it; `start` is the position of its first point."""
+    """A range of points with a name under it; `start` is the position of its first point."""
 
     label: str
     start: int
@@ -149,14 +148,14 @@ class Span:
 def stacked_areas(
     title: str, areas: Sequence[Area], spans: Sequence[Span], unit: str, limit: float | None = None
 ) -> str:
-    """Areas on top of each other over points in order, with a value axis.
+    """Return areas stacked over points in order, with a value axis.
 
     Args:
-        title: said to screen readers.
-        areas: from the bottom up, all of the same number of points.
-        spans: stretches of the points, in order.
+        title: text for screen readers.
+        areas: from the bottom up, all with the same number of points.
+        spans: ranges of the points, in order.
         unit: of the amounts, the title of the value axis.
-        limit: an amount to mark with a line.
+        limit: amount to mark with a line.
     """
     count = len(areas[0].amounts)
     sums = [0.0] * count
@@ -193,7 +192,7 @@ def stacked_areas(
 
 
 def value_axis(high: float, target: int, unit: str = "") -> str:
-    """Lines across a picture whose top is `high`, with their values at the left; `target` as of `nice_ticks`."""
+    """Return horizontal lines of a chart up to `high`, with their values at the left; `target` as for `nice_ticks`."""
     ticks = nice_ticks(0.0, high, target)
     places = [percent(1 - tick / high) for tick in ticks]
     return "".join(
@@ -210,5 +209,5 @@ def _span_label(span: Span, end: int, count: int, at: str) -> str:
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Each value as a step from its point to the next."""
+    """Return each value as a step from its point to the next."""
     return [corner for i, value in enumerate(values) for corner in ((i, value), (i + 1, value))]

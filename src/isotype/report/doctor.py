@@ -1,4 +1,4 @@
-"""`isotype doctor` in words: can this machine, with these library versions, fine-tune, in which dtype, and what is in the way."""
+"""`isotype doctor` in words: if this machine and its libraries can fine-tune, in which dtype, and what prevents it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from isotype.report.narrow import fitting
 
 
 def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
-    """FLOP/s by dtype: as measured where the device is here, else as its data sheet says; unknown ones left out."""
+    """Return FLOP/s by dtype: measured if the device is present, else from its data sheet; unknown ones are omitted."""
     if not report.profile.present:
         return {dtype: rate for dtype, rate in report.profile.peak_flops.items() if dtype in COMPUTE_DTYPES}
     measured = {dtype: rate.flops_per_second for dtype, rate in report.rates.items()}
@@ -37,7 +37,7 @@ def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
 
 
 def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
-    """What choosing `dtype` costs against the fastest dtype of the device, as a clause."""
+    """Return the cost of `dtype` relative to the fastest dtype of the device, as a clause."""
     rates = speeds(report)
     if dtype not in rates:
         rate = report.rates.get(dtype)
@@ -54,7 +54,7 @@ def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
 
 
 def auto_dtype(profile: DeviceProfile) -> str:
-    """What `--dtype auto` comes to on a device, as a clause."""
+    """Return the dtype of `--dtype auto` on a device, as a clause."""
     native = [dtype_name(dtype) for dtype in COMPUTE_DTYPES if dtype in profile.native]
     best = dtype_name(profile.best_dtype())
     if native == [best]:
@@ -64,7 +64,7 @@ def auto_dtype(profile: DeviceProfile) -> str:
 
 
 def contradiction(report: DoctorReport) -> str | None:
-    """A sentence when the measurement belies the profile: the best dtype is far slower than another one."""
+    """Return a sentence if the best dtype by the profile is measured as far slower than another one."""
     best, rates = report.profile.best_dtype(), speeds(report)
     if not report.profile.present or best not in rates or _unsteady(report):
         return None
@@ -77,7 +77,7 @@ def contradiction(report: DoctorReport) -> str | None:
 
 
 def _unsteady(report: DoctorReport) -> str | None:
-    """A sentence when some calls of a dtype took much longer than others: then nothing is compared."""
+    """Return a sentence if some calls of a dtype took much longer than others, so that nothing is compared."""
     rates = [rate for rate in report.rates.values() if rate.message is None and not rate.steady]
     if not rates:
         return None
@@ -88,7 +88,7 @@ def _unsteady(report: DoctorReport) -> str | None:
 
 
 def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[Incompatibility]]:
-    """Incompatibilities grouped by the package that has to change."""
+    """Group incompatibilities by the package that has to change."""
     groups: dict[str, list[Incompatibility]] = {}
     for incompatibility in incompatibilities:
         groups.setdefault(Requirement(incompatibility.change).name, []).append(incompatibility)
@@ -96,7 +96,7 @@ def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[In
 
 
 def verdict(report: DoctorReport) -> str:
-    """The one line that matters."""
+    """Return the verdict in one line."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
@@ -117,7 +117,7 @@ def verdict(report: DoctorReport) -> str:
 
 
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
-    """What computes between the products on a GPU, in the best dtype: tried where the GPU is here, else as it is foreseen."""
+    """Return the GPU kernels between products in the best dtype: tried if the GPU is present, else expected."""
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:
         return []
@@ -177,7 +177,7 @@ def _dtype_table(report: DoctorReport) -> Table:
 
 
 def format_rate(rate: float) -> str:
-    """`95_000_000_000` FLOP/s -> `"95.0 GFLOP/s"`; TFLOP/s from 1000 GFLOP/s on."""
+    """Format `95_000_000_000` FLOP/s as `"95.0 GFLOP/s"`; TFLOP/s from 1000 GFLOP/s on."""
     if rate >= 1e12:
         return f"{rate / 1e12:,.1f} TFLOP/s"
     return f"{rate / 1e9:,.1f} GFLOP/s"
@@ -224,7 +224,7 @@ def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
 
 
 def render_doctor(report: DoctorReport, console: Console) -> None:
-    """Print the report; plain text where the console has no colour, folded to its width."""
+    """Print the report, folded to the console's width."""
     profile = report.profile
     console.print(Text("isotype doctor", style="bold"))
     console.print(_grid(_device_rows(report)))
@@ -281,7 +281,7 @@ def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def doctor_json(report: DoctorReport) -> dict[str, Any]:
-    """The report as plain dicts, lists, strings and numbers; bytes, FLOP/s and seconds unrounded."""
+    """Return the report as plain dicts, lists, strings and numbers; bytes, FLOP/s and seconds unrounded."""
     return {
         "ok": report.ok,
         "verdict": verdict(report),

@@ -1,7 +1,7 @@
-"""Pages by Jinja2 templates, and what more than one of them needs.
+"""Pages by Jinja2 templates, and their shared functions.
 
-The templates hold the markup, Python prepares what stands in it: text, numbers as text, lists of them. Every text is
-escaped unless a template says `safe`, which is for the package's own files and for what `report.charts` has drawn.
+Templates contain the markup, Python prepares texts and lists. Every text is escaped except those marked `safe`: files
+of the package and charts of `report.charts`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 def render(template: str, **content: object) -> str:
-    """A page of `report/templates` with its content.
+    """Render a page of `report/templates`.
 
     Raises:
-        jinja2.UndefinedError: the template names something that the content lacks.
+        jinja2.UndefinedError: the template uses a name that `content` lacks.
     """
     return _environment().get_template(template).render(content)
 
 
 def package_file(name: str) -> str:
-    """The text of a style sheet or script of this package, `"style.css"`."""
+    """Return the text of a style sheet or script of this package, `"style.css"`."""
     return resources.files("isotype.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -57,25 +57,25 @@ def _environment() -> Environment:
 
 
 def _fit(value: Any) -> Any:
-    # Markup is a `str` of its own type: what lies in it has been here before.
+    # Markup is a subclass of `str`; its text is already escaped.
     return xml_text(value) if type(value) is str else value
 
 
 def _digest(text: str) -> str:
-    """What a content security policy knows a style sheet or script by."""
+    """Return the hash by which a content security policy allows a style sheet or script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _joints(text: str) -> list[str]:
-    """Text in pieces that end behind the joints of its words (`_ / = , . : -`), where a line may break."""
+    """Split text after the characters `_ / = , . : -`, where a line may break."""
     return re.split(r"(?<=[_/=,.:-])(?=[^\s\d])", text)
 
 
 def write_report(path: Path, text: str) -> Path:
-    """Write a report whole, in a folder that is made if need be.
+    """Write a report atomically; its folder is created if needed.
 
     Raises:
-        SaveError: the file cannot be written; a former one is untouched.
+        SaveError: the file cannot be written; an existing one is unchanged.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ _NAMES_SHOWN = 4
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
-    """Print the groups, the totals by dtype, and what is stored otherwise than the rest."""
+    """Print the groups, the totals by dtype, and tensors whose storage differs from the others."""
     head = f"{inspection.path}  ({inspection.format}, {inspection.kind})"
     console.print(Text(head, style="bold"), soft_wrap=True)
     console.print(fitting(_group_table(inspection), console))
@@ -45,7 +45,7 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """One line for each group with tensors stored otherwise, and for each note."""
+    """Return one line per group with tensors in another dtype, and per note."""
     lines = [
         f"mismatched: {listed([mismatched.name for mismatched in some], _NAMES_SHOWN)} {'is' if len(some) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
@@ -59,7 +59,7 @@ def mismatch_lines(inspection: Inspection) -> list[str]:
 
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:
-    """The inspection as plain dicts, lists, strings and numbers; bytes unrounded."""
+    """Return the inspection as plain dicts, lists, strings and numbers; bytes unrounded."""
     return {
         **asdict(inspection),
         "bytes": inspection.bytes,
@@ -114,7 +114,7 @@ def _total_table(inspection: Inspection) -> Table:
 
 
 def shapes_of(group: Group | PlanGroup) -> str:
-    """The first shape of a group of tensors, and how many others it has."""
+    """Return the first shape of a group of tensors, and the number of others."""
     first = " × ".join(map(str, group.shapes[0])) or "scalar"
     others = len(group.shapes) - 1
     return f"{first} (+{plural(others, 'other')})" if others else first
@@ -131,7 +131,7 @@ _ROLES = ("storage", "compute", "pinned")
 
 
 def render_plan(inspection: PlanInspection, console: Console) -> None:
-    """Print what becomes of each group of tensors, what decided it, and what is not read from a file."""
+    """Print the result of loading each group of tensors, its reason, and what is not read from a file."""
     console.print(Text(f"{inspection.path}  ({inspection.model})", style="bold"), soft_wrap=True)
     console.print(fitting(_table(inspection), console))
     console.print()
@@ -149,7 +149,7 @@ def render_plan(inspection: PlanInspection, console: Console) -> None:
 
 
 def plan_lines(inspection: PlanInspection) -> list[str]:
-    """One line for what is tied, initialised, surplus, computed; and for each warning of the policy."""
+    """Return one line per tied, initialised, surplus or computed tensor, and per warning of the policy."""
     plan = inspection.plan
     lines = [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
     for reason, names in grouped(plan.match.initialised, plan.match.initialised.__getitem__).items():
@@ -168,7 +168,7 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
 
 
 def storage_lines(inspection: PlanInspection) -> list[str]:
-    """What a quantized storage does not reach, and what is stored in fewer bits than it is loaded in."""
+    """Describe tensors that stay unquantized, and those stored in fewer bits than they are loaded in."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
     wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in ASKED]
@@ -192,7 +192,7 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
 
 
 def plan_json(inspection: PlanInspection) -> dict[str, Any]:
-    """The plan as plain dicts, lists, strings and numbers: groups, and every tensor with its place in the files."""
+    """Return the plan as plain values: groups, and every tensor with its place in the files."""
     plan = inspection.plan
     return {
         "path": inspection.path,

@@ -1,4 +1,4 @@
-"""How a merge ended, for the terminal."""
+"""The result of a merge, for the terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
-    """What was merged, what the rounding cost, where the model lies, and what to do with it.
-
-    Args:
-        console: the terminal.
-        report: of the merge.
-        export: the command that writes the model for llama.cpp; empty for none.
-    """
+    """Print the merge, its rounding error, the model's path and uses; `export`: the command for llama.cpp."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

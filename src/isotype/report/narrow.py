@@ -1,4 +1,4 @@
-"""Tables and sentences on a terminal too narrow for them: rows one under another, words that are not cut."""
+"""Tables and sentences for narrow terminals: cells one under another, whole words."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.text import Text
 from isotype.core.commands import printed_command
 
 NARROW = 60
-"""Columns below which a table's rows are printed one under another."""
+"""Below this many columns, a table's cells are printed one under another."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""What stands before a line's first word: its indent, a bullet, a label of one or two words."""
+"""Text before a line's first word: its indent, a bullet, a label of one or two words."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
-    """The table; where the console has less than `NARROW` columns, each row's cells under its first, with the headers."""
+    """Return the table; on a console narrower than `NARROW`, each row's cells under its first, with the headers."""
     if console.width >= NARROW:
         return Padding(table, (0, 0, 0, indent))
     heads = [Text(str(column.header), style="dim") for column in table.columns]
@@ -47,15 +47,15 @@ def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
 
 
 def width_of(console: Console) -> int | None:
-    """Columns of a line; None for a log file or a pipe, which has no width of its own."""
+    """Return the columns of a line; None for a log file or a pipe."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
 def wrapped(text: str, console: Console) -> str:
-    """The text with each line that is longer than the console wrapped at words, under the line's first word.
+    """Wrap each line longer than the console at words, under the line's first word.
 
-    A log file, which has no width of its own, gets the lines as they are. Nor are words cut: paths stay whole. A line of a
-    command, four columns in, stays one that can be pasted.
+    A log file gets the lines unchanged. Words are not cut: paths stay whole. A command (indented by four) stays
+    pasteable.
     """
     width = width_of(console)
     if width is None:
@@ -64,12 +64,12 @@ def wrapped(text: str, console: Console) -> str:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text as it is, `wrapped` to the console."""
+    """Print a text, `wrapped` to the console."""
     console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
-    """What can be typed next: words, and under them a command's tokens, on lines that can be pasted."""
+    """Print commands to type next: a description, and the tokens below on lines that can be pasted."""
     for words, tokens in commands.items():
         say(console, f"\n{words}:\n{printed_command(tokens, indent=4)}")
 
@@ -92,7 +92,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _at_dots(name: str, width: int) -> str:
-    """A dotted name that is longer than `width` in lines that end at dots."""
+    """Break a dotted name longer than `width` after dots."""
     if len(name) <= width or " " in name:
         return name
     lines = [""]

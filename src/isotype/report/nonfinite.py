@@ -1,4 +1,4 @@
-"""The first value of a step that is no number, in words: where, of what, why, and what to do."""
+"""The first NaN or infinity of a step in words: where, of which operator, why, and what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
 
 
 def problem_of(event: NonFinite) -> Problem:
-    """What an error says of it: the operator with its operands, what would have been right, what to do."""
+    """Return the problem: the operator with its operands, the expectation and the fix."""
     lines = [_headline(event), f"      --> {_place(event)}"]
     shown = (*event.operands, event.result)
     width = max(len(value.role) for value in shown)
@@ -141,7 +141,7 @@ def _rows(event: NonFinite) -> str:
 
 
 def number(value: float) -> str:
-    """A magnitude as a person reads it: `71,680`, `0.0031`, `3.4e+38`."""
+    """Format a magnitude: `71,680`, `0.0031`, `3.4e+38`."""
     if not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-4 <= abs(value) < 1e7:

@@ -1,9 +1,8 @@
-"""One colour a dtype, the same in every report.
+"""One colour per dtype, the same in every report.
 
-The colours were chosen by search in OKLCH: the smallest OKLab distance between any two of them, in normal vision
-and under simulated protanopia, deuteranopia and tritanopia (Machado et al. 2009, severity 1.0), is as large as
-the search could make it, with a contrast of at least 3:1 (WCAG 2.2, 1.4.11) to the panel they lie on. A colour
-never stands alone: the dtype's name is always written beside it.
+The colours were chosen by search in OKLCH: they maximize the smallest OKLab distance between any two, in normal
+vision and under simulated protanopia, deuteranopia and tritanopia (Machado et al. 2009, severity 1.0), with a
+contrast of at least 3:1 (WCAG 2.2, 1.4.11) to their panel. The dtype's name is always written beside the colour.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Swatch:
-    """The colour of one dtype as `#rrggbb`, on a light and on a dark page."""
+    """Colour of one dtype as `#rrggbb`, on a light and on a dark page."""
 
     light: str
     dark: str
@@ -30,20 +29,20 @@ PALETTE: dict[str, Swatch] = {
     "mxfp4": Swatch("#c81241", "#e86265"),
     "int8": Swatch("#631e16", "#b94136"),
 }
-"""Storage and compute dtypes that a report names; the float8 formats share one colour."""
+"""Storage and compute dtypes of reports; the float8 formats share one colour."""
 
 OTHER = Swatch("#7d838c", "#7f8791")
-"""Everything without a colour of its own: integer and boolean buffers, `none`, names yet unknown."""
+"""Colour of everything else: integer and boolean buffers, `none`, unknown names."""
 
 
 def dtype_class(name: str) -> str:
-    """The CSS class that carries a dtype's colour: `"bfloat16"` -> `"dtype-bfloat16"`, unknown -> `"dtype-other"`."""
+    """Return the CSS class of a dtype's colour: `"bfloat16"` -> `"dtype-bfloat16"`, unknown -> `"dtype-other"`."""
     key = "float8" if name.startswith("float8") else name
     return f"dtype-{key}" if key in PALETTE else "dtype-other"
 
 
 def palette_css() -> str:
-    """CSS rules that set the custom property `--dtype` in each dtype's class, for both colour schemes."""
+    """Return CSS rules that set the property `--dtype` in each dtype's class, for both colour schemes."""
     swatches = {**PALETTE, "other": OTHER}
     light = "".join(f".dtype-{name}{{--dtype:{swatch.light}}}" for name, swatch in swatches.items())
     dark = "".join(f".dtype-{name}{{--dtype:{swatch.dark}}}" for name, swatch in swatches.items())

@@ -1,4 +1,4 @@
-"""Amounts and places as a person reads them, the same in every report."""
+"""Formats of amounts and places, the same in every report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from isotype.report.charts import format_number
 
 
 def format_duration(seconds: float) -> str:
-    """`0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    """Format seconds: `0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
     if not math.isfinite(seconds) or seconds < 60:
         return f"{format_number(seconds, 3)} s"
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -19,7 +19,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """`62 %`, `3.5 %` below a tenth; one that rounds to nothing is `under 0.1 %`."""
+    """Format a share: `62 %`, `3.5 %` below a tenth, `under 0.1 %` if it rounds to zero."""
     percent = 100 * share
     if 0 < percent < 0.05:
         return "under 0.1 %"
@@ -27,7 +27,7 @@ def format_share(share: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """`950`, `12.3 k`, `1.84 M`, `2.1 B`."""
+    """Format a count: `950`, `12.3 k`, `1.84 M`, `2.1 B`."""
     for size, letter in ((1_000_000_000, "B"), (1_000_000, "M"), (10_000, "k")):
         if count >= size:
             return f"{format_number(count / (1000 if letter == 'k' else size), 3)} {letter}"
@@ -35,7 +35,7 @@ def format_count(count: int) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """`950 FLOP`, `1.24 TFLOP`."""
+    """Format FLOPs: `950 FLOP`, `1.24 TFLOP`."""
     for name, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if flops >= unit:
             return f"{format_number(flops / unit, 3)} {name}FLOP"
@@ -43,5 +43,5 @@ def format_flops(flops: float) -> str:
 
 
 def short_source(source: str) -> str:
-    """`/lib/transformers/models/llama/modeling_llama.py:64` -> `llama/modeling_llama.py:64`."""
+    """Shorten `/lib/transformers/models/llama/modeling_llama.py:64` to `llama/modeling_llama.py:64`."""
     return "/".join(source.replace("\\", "/").split("/")[-2:])

@@ -1,1 +1,1 @@
-"""A check as a report: the record, and its text, JSON, SARIF and HTML forms."""
+"""The report of a check: the record, and its text, JSON, SARIF and HTML forms."""

@@ -1,4 +1,4 @@
-"""What a step runs on and takes, in words: set-up, memory, FLOPs, least time."""
+"""Device and cost of a step in words: set-up, memory, FLOPs, least time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from isotype.report.text import format_duration, format_flops, format_share
 
 
 def device_words(setup: Setup) -> str:
-    """What the step runs on: `"NVIDIA T4"`, `"8 × NVIDIA T4"`."""
+    """Return the devices of the step: `"NVIDIA T4"`, `"8 × NVIDIA T4"`."""
     return f"{setup.devices} × {setup.profile.title}" if setup.devices > 1 else setup.profile.title
 
 
 def sharding_words(setup: Setup) -> str:
-    """How several devices train together: `"FSDP2 over 8 devices"`; "" for one that is not sharded."""
+    """Return how several devices train together: `"FSDP2 over 8 devices"`; "" if nothing is sharded."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
     if not setup.fsdp:
@@ -28,7 +28,7 @@ def sharding_words(setup: Setup) -> str:
 
 
 def setup_words(setup: Setup, whole: bool = True) -> str:
-    """How the step is run; not `whole`: in one line, without the layers of adapters and the inputs that go with the first."""
+    """Describe the set-up; not `whole`: in one line, with the first input only and without adapted layers."""
     if not whole:
         name, shape = next(iter(setup.batch.items()), ("", ()))
         batch = f"{name} {list(shape)}" if name else ""
@@ -54,7 +54,7 @@ def setup_words(setup: Setup, whole: bool = True) -> str:
 
 
 def step_words(report: Record) -> str:
-    """What a step takes: memory, where it fits, and time at the device's rates; "" where neither is known."""
+    """Return a step's memory, if it fits, and its least time at the device's rates; "" if neither is known."""
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:
@@ -68,7 +68,7 @@ def step_words(report: Record) -> str:
 
 
 def parts_words(report: Record) -> str:
-    """What the peak is made of, and its phase."""
+    """Return the parts of the peak, and its phase."""
     memory = report.memory
     if memory.peak_phase is None:
         return "not measured"
@@ -78,7 +78,7 @@ def parts_words(report: Record) -> str:
 
 
 def memory_words(report: Record) -> str:
-    """Whether it fits: the peak, its phase and what it is made of."""
+    """Return the peak, the memory limit, the peak's phase and its parts."""
     memory, limit = report.memory, report.trace.setup.limit
     if memory.peak_phase is None:
         return "not measured"
@@ -89,7 +89,7 @@ def memory_words(report: Record) -> str:
 
 
 def flops_words(report: Record) -> str:
-    """FLOPs of a step and their shares by dtype, the largest first."""
+    """Return the FLOPs of a step and their shares by dtype, the largest first."""
     total = sum(report.flops.values())
     if not total:
         return "no matmul was seen"
@@ -103,7 +103,7 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """The least time that the step takes on the device by its data sheet, and what bounds it; "" without such rates."""
+    """Return the least time of the step by the device's data sheet, and its bound; "" without rates."""
     time = report.time
     if time is None:
         return ""
@@ -119,7 +119,7 @@ def seconds_words(report: Record) -> str:
 
 
 def roofline_words(report: Record) -> str:
-    """What the least time of the step is made of; "" without the device's rates."""
+    """Return the parts of the step's least time; "" without the device's rates."""
     time = report.time
     if time is None:
         return ""
@@ -140,7 +140,7 @@ def _emulated(products: Products) -> str:
 
 
 def time_rows(report: Record) -> tuple[tuple[str, str], ...]:
-    """(label, sentence) of the least time and of what it is made of."""
+    """Return (label, sentence) of the least time and of its parts."""
     return ("time", seconds_words(report)), ("roofline", roofline_words(report))
 
 

@@ -1,7 +1,7 @@
-"""A check as one HTML file that needs nothing else: no network, no font, no second file.
+"""The report of a check as one self-contained HTML file.
 
-Its content security policy forbids every load from outside and every script but `check.js`, which shows the places of a
-finding that the pointer or the focus is on.
+Its content security policy forbids every load from outside and every script but `check.js`, which shows the places of
+the finding under the pointer or the focus.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from isotype.report.text import format_duration, format_flops, format_share, sho
 from isotype.rules.ist605_memory import unquantized_experts
 
 Content = dict[str, object]
-"""What one macro of a template shows, text by its name there."""
+"""Texts of a template's macro, by name."""
 
 _STATUS = {
     "fails": ("failed", "✕ fails"),
@@ -82,7 +82,7 @@ _ACTIONS = {
 
 
 def to_html(report: Record) -> str:
-    """The whole report as one HTML document."""
+    """Return the report as one HTML document."""
     name = PurePath(report.trace.model).name or report.trace.model or "model"
     css, word = ("failed", "✕ miswired") if report.miswired else _STATUS[report.status]
     return render(
@@ -136,7 +136,7 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
 
 
 def _part(row: Row, findings: Sequence[Finding]) -> Content:
-    """A row of the dtype map."""
+    """Return a row of the dtype map."""
     number = [f"{row.count:,} in each layer"] if row.count > 1 else []
     number += [f"{row.layers:,} layers"] if row.layers > 1 else []
     about = (row.module_class, format_bytes(row.bytes) if row.bytes else "", *number)
@@ -159,7 +159,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def _memory(report: Record) -> Content | None:
-    """A bar a phase on one scale, its axis, the kinds at the peak, and the step from beginning to end."""
+    """Return a bar per phase on one scale, the axis, the kinds at the peak, and memory over the step."""
     memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
@@ -198,7 +198,7 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
 def _memory_row(
     phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None, peak: bool
 ) -> Content:
-    """The bar of one phase, its kinds one behind the other."""
+    """Return the bar of one phase, divided by kind."""
     total, left, parts = sum(kinds.values()), 0, []
     for kind in MEMORY_KINDS:
         amount = kinds.get(kind, 0)
@@ -219,7 +219,7 @@ def _memory_row(
 
 
 def _timeline(memory: Memory, capacity: int | None) -> str:
-    """A picture of memory by kind from the beginning of the step to its end; empty without moments to draw."""
+    """Return a chart of memory by kind over the step; empty if no moments were recorded."""
     points = memory.timeline
     if len(points) < 2:
         return ""
@@ -238,7 +238,7 @@ def _timeline(memory: Memory, capacity: int | None) -> str:
 
 
 def _work(report: Record) -> Content | None:
-    """FLOPs by dtype, the most first: a bar, and how the device runs each."""
+    """Return FLOPs by dtype, the most first: a bar, and the device's support of each dtype."""
     total, profile = sum(report.flops.values()), report.trace.setup.profile
     if not total:
         return None
@@ -262,7 +262,7 @@ def _work(report: Record) -> Content | None:
 
 
 def _at_best(flops: int, dtype: torch.dtype, profile: DeviceProfile) -> str:
-    """How long the products would take at the device's peak rate: a bound from below, to compare dtypes by."""
+    """Return the time of the products at the device's peak rate: a lower bound, to compare dtypes."""
     rate = profile.peak_flops.get(dtype)
     return "" if rate is None else f"{_duration(flops / rate)} at best"
 
@@ -303,7 +303,7 @@ def _maker(operand: Operand) -> str:
 
 
 def _places(finding: Finding, report: Record) -> Content | None:
-    """How many places of the real model it surfaces in, and which; None for a single one."""
+    """Return the number of places of a finding in the real model, and their names; None for a single one."""
     folded = fold_places(finding.places, layer_counts(report.trace))
     total = sum(count for _, _, count in folded)
     if total < 2:

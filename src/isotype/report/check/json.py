@@ -1,4 +1,4 @@
-"""A check as JSON; `schema.json` beside this file describes it, written from the records by `python -m tools.schemas`."""
+"""A check as JSON; `python -m tools.schemas` writes its `schema.json` from the records."""
 
 from __future__ import annotations
 
@@ -20,44 +20,46 @@ from isotype.report.check.record import Known, Outlook, Record, Status, repair_o
 from isotype.report.check.text import sharding_notes, verdict
 
 SCHEMA_VERSION = 1
-"""Version of the JSON form; it grows when a reader of the former version would misread the new one."""
+"""Version of the JSON form; raised if a reader of the previous version would misread it."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One training step traced on fake tensors and judged, as `isotype check --json` and `Report.to_json()` write it. Numbers are not rounded.
+    """A training step, traced on fake tensors and judged, as `isotype check --json` and `Report.to_json()` write it;
+    numbers are not rounded.
 
     Attributes:
         isotype: version of isotype that wrote it.
-        model: name of the model; empty where it has none.
-        ok: whether there is no error finding; `complete` says whether the step was traced to its end.
-        complete: whether the step was traced to its end.
-        fits: whether the peak is within what a step may take of the device's memory; null if either is not known.
-        status: the worst that is known.
-        ranges: what is known of the values of a step with float16 in it: they were measured, something is publicly known of the
-            model's family, or nothing; null without float16.
-        headroom: 65504 over the largest measured value that the forward holds in float16; null where none was measured.
+        model: name of the model; empty if it has none.
+        ok: true without error findings; see `complete`.
+        complete: true if the step was traced to its end.
+        fits: true if the peak is at most what a step may take of the device's memory; null if either is unknown.
+        status: the worst known result.
+        ranges: source of the value ranges of a step with float16: measured, published for the model's family, or
+            unknown; null without float16.
+        headroom: 65504 over the largest measured value that the forward computes in float16; null if not measured.
         measured_at: date and time of the measurement, ISO 8601 in UTC; null without one.
-        verdict: the same in a sentence.
+        verdict: the status in a sentence.
         seconds: wall-clock time of the check, in seconds.
         setup: how the step is run.
         findings: errors first, then by code.
-        resolved_by: how many errors and warnings are resolved by whom, each with its first fix tried alone: by `isotype.repair`, by
-            `isotype.repair(unsafe=True)`, by fixes that no second trace has tried, by a change of a setting or of code, or by no known fix.
-        peak_bytes: bytes at the worst moment of any step and evaluation; 0 where not measured.
-        peak_phase: phase of the overall peak; null where not measured.
-        capacity_bytes: bytes of the device's memory; null where not known.
-        room_bytes: bytes of it that a step may take; null where not known.
-        room: what these are a part of, in words.
-        phases: bytes of tensors alive at the worst moment of each phase, by kind.
-        flops: FLOPs of the matmul-like operators of one step, by the dtype they run in.
-        time: null where the device has no published rates or the step was not traced to its end.
+        resolved_by: number of errors and warnings by what resolves them, each with its first fix tried alone:
+            `isotype.repair`, `isotype.repair(unsafe=True)`, fixes not tried in a second trace, a change of a setting
+            or of code, or no known fix.
+        peak_bytes: bytes at the peak of any step and evaluation; 0 if not measured.
+        peak_phase: phase of the overall peak; null if not measured.
+        capacity_bytes: bytes of the device's memory; null if unknown.
+        room_bytes: bytes of it that a step may take; null if unknown.
+        room: how the room was determined, in words.
+        phases: bytes of tensors alive at the peak of each phase, by kind.
+        flops: FLOPs of the matmul-like operators of one step, by compute dtype.
+        time: null if the device has no published rates or the step was not traced to its end.
         operators: operators in a step of the real model.
-        assumed: operators whose broken contract was taken from their family's rule, not measured on the device.
-        contracts: the measured table that says which operands the device accepts, or what does in its place.
-        doubts: why the table that the device is judged by may be wrong there.
-        not_traced: what the trace did not see.
-        failure: null where the step was traced to its end.
+        assumed: operators with a broken contract taken from their family's rule, not measured on the device.
+        contracts: the measured table of operands that the device accepts, or its substitute.
+        doubts: reasons why that table may be wrong for the device.
+        not_traced: parts that the trace does not contain.
+        failure: null if the step was traced to its end.
     """
 
     isotype: str
@@ -110,7 +112,7 @@ NAMES: Names = {
 
 
 def to_json(report: Record) -> str:
-    """Strict JSON; `schema_version` says which schema. Bytes, FLOPs, shares and seconds stay unrounded numbers."""
+    """Return strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are unrounded numbers."""
     trace, memory = report.trace, report.memory
     setup = trace.setup
     check = Check(

@@ -1,8 +1,7 @@
-"""The dtype map of a model as data: its parts in order of execution, each with the dtypes it holds and runs in.
+"""The dtype map of a model as data: its parts in order of execution, with the dtypes they store and compute in.
 
-Nothing here knows an architecture. A stack is whatever shares a name up to its first number; parts are named as the
-model's author named them; numbers further inside (experts) become `*`. The same part of layers that look alike and
-follow each other is one row.
+No architecture is assumed. Modules with the same name up to the first number form a stack; further numbers (experts)
+become `*`. The same part of consecutive equal layers is one row.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ class Row:
     """One part of the model, or the same part of several equal layers.
 
     Attributes:
-        part: its name, below a layer or of all; `*` for numbers.
-        stack: the name that its layers share.
+        part: its name, relative to a layer or to the model; `*` for numbers.
+        stack: the common name of its layers.
         first: number of the first layer; None outside of a stack.
         last: number of the last layer.
-        layers: how many layers of the real model it stands for.
+        layers: number of layers of the real model in this row.
         module_class: its class, "" for a part without weights.
-        count: how many modules of one layer it is: experts count here, layers do not.
-        stored: storage dtypes of its frozen or fully trained weights, the commonest first.
+        count: number of modules per layer (experts count, layers do not).
+        stored: storage dtypes of its base weights, the most frequent first.
         buffers: dtypes of its buffers.
-        runs: dtypes its products run in, the most FLOPs first; without products, what it returns.
+        runs: dtypes of its products, the most FLOPs first; without products, the dtypes of its outputs.
         adapters: dtypes of its adapters' parameters.
-        adapter_runs: dtypes the adapters' products run in.
-        trainable: one of its own weights is trained.
-        pinned: the author keeps one of its weights in float32.
-        bytes: of all its weights, adapters and buffers in all the layers it stands for.
-        findings: positions in `Report.findings` of those that surface here.
+        adapter_runs: dtypes of the adapters' products.
+        trainable: a base weight is trained.
+        pinned: the model's author keeps a weight in float32.
+        bytes: of its weights, adapters and buffers in all layers of the row.
+        findings: positions in `Report.findings` of its findings.
     """
 
     part: str
@@ -64,20 +63,20 @@ class Row:
 
     @property
     def name(self) -> str:
-        """`model.layers.0–29.mlp.up_proj`; the numbers are those of the real model."""
+        """`model.layers.0–29.mlp.up_proj`, with the real model's numbers."""
         last = "" if self.last == self.first else f"–{self.last}"
         number = "" if self.first is None else f"{self.first}{last}"
         return ".".join(filter(None, (self.stack, number, self.part)))
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
-    """`model.layers.3.mlp.up_proj` -> `("model.layers", 3, "mlp.up_proj")`; None outside of a stack of layers."""
+    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`; None outside of a stack."""
     match = _LAYER.fullmatch(name)
     return match and (match["stack"] or "", int(match["number"]), match["part"])
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """(stack, number) -> how many layers of the real model that layer stands for."""
+    """Return (stack, number) -> number of layers of the real model that this traced layer represents."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))
@@ -88,7 +87,7 @@ def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
 
 
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
-    """The map in order of execution; last, layers with findings that fit none of their parts."""
+    """Return the map in order of execution, followed by layers with findings in none of their parts."""
     parts = _gather(trace)
     host = _Hosts(parts)
     for call in trace.calls:
@@ -135,7 +134,7 @@ class _Part:
 
 
 class _Hosts:
-    """Finds the part that a module belongs to: itself or its nearest ancestor."""
+    """Lookup of the part that a module belongs to: itself or its nearest ancestor."""
 
     def __init__(self, parts: dict[str, _Part]) -> None:
         self.parts = parts
@@ -211,7 +210,7 @@ def _add_call(parts: dict[str, _Part], host: _Hosts, call: Call) -> None:
 
 
 def _marks(findings: Sequence[Finding], host: _Hosts) -> dict[str, list[int]]:
-    """Name of a part, or of a layer where no part of it fits -> positions of its findings."""
+    """Return the positions of findings by part, or by layer if no part matches."""
     marks: dict[str, list[int]] = {}
     for position, finding in enumerate(findings):
         for place in dict.fromkeys((finding.module, *finding.places)):

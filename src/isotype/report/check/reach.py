@@ -1,15 +1,15 @@
-"""The picture of who reaches whom: a square for each token that reaches a prediction."""
+"""A chart of which tokens reach which predictions, one square per pair."""
 
 from __future__ import annotations
 
 from isotype.records.reach import Reach
 
 SIDE = 14
-"""Pixels from one square to the next."""
+"""Pixels between squares."""
 
 
 def reach_picture(reach: Reach | None) -> dict[str, object] | None:
-    """What the template draws; None without a measurement."""
+    """Return the template's data; None without a measurement."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None

@@ -1,4 +1,4 @@
-"""What a check found, as pure data; the writers (text, JSON, SARIF, HTML) read it."""
+"""The result of a check as data, read by its writers (text, JSON, SARIF, HTML)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Known = Literal["measured", "known", "unknown"]
 
 @dataclass(frozen=True)
 class Record:
-    """A step that was seen and judged.
+    """A traced and judged step.
 
     Attributes:
         trace: the step on fake tensors, before any fix.
         findings: errors first, then by code.
         seconds: wall-clock time of the whole check.
-        again: traces the same step with actions applied and judges it; None for a report that was read back.
+        again: traces the same step with actions applied and judges it; None if the report was read from a file.
     """
 
     trace: Trace
@@ -52,43 +52,43 @@ class Record:
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """Findings worth knowing that cost nothing."""
+        """Findings that cost nothing."""
         return self._of("note")
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error finding; `complete` says whether the step was traced to its end."""
+        """True without error findings; `complete` is true if the step was traced to its end."""
         return not self.errors
 
     @property
     def complete(self) -> bool:
-        """Whether the step was traced to its end: what lies behind `trace.failure` was not judged."""
+        """True if the step was traced to its end; operators after `trace.failure` were not judged."""
         return self.trace.failure is None
 
     @property
     def memory(self) -> Memory:
-        """Bytes alive at the worst moment of each phase, by kind."""
+        """Bytes alive at the peak of each phase, by kind."""
         return self.trace.memory
 
     @property
     def flops(self) -> dict[torch.dtype, int]:
-        """FLOPs of the matmul-like operators of one step by the dtype they run in."""
+        """FLOPs of the matmul-like operators of one step by compute dtype."""
         return self.trace.flops
 
     @property
     def time(self) -> StepTime | None:
-        """The least time of the step by the device's data sheet, with what goes into it; None where that is not known."""
+        """Least time of the step by the device's data sheet, and its parts; None if unknown."""
         return step_time(self.trace)
 
     @property
     def fits(self) -> bool | None:
-        """The peak is within the device's memory that a step may take; None if either is not known."""
+        """True if the peak is at most what a step may take of the device's memory; None if either is unknown."""
         limit, peak = self.trace.setup.limit, self.memory.peak
         return None if limit.size is None or not peak else limit.holds(peak)
 
     @property
     def status(self) -> Status:
-        """The one word of the verdict: the worst that is known."""
+        """The worst known result, in one word."""
         if any(finding.kind != "memory" for finding in self.errors):
             return "fails"
         if self.errors or self.fits is False:
@@ -103,7 +103,7 @@ class Record:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """The towers of the model that nothing of the step went through: its inputs have no picture, or no sound."""
+        """Towers of the model that the step does not use, since its inputs have no picture or no sound."""
         towers = self.trace.setup.towers
         if not towers:
             return ()
@@ -112,13 +112,12 @@ class Record:
 
     @property
     def miswired(self) -> bool:
-        """Whether the step runs, and all that is wrong is what reaches what."""
+        """True if the step runs and its only errors are about wiring."""
         return bool(self.errors) and all(finding.kind == "wiring" for finding in self.errors)
 
     @property
     def ranges(self) -> Known | None:
-        """What is known of the values of a step with float16 in it: they were measured, something is publicly known of the
-        model's family, or nothing; None of a step without float16."""
+        """Source of a float16 step's value ranges: measured, published for the family, or unknown; else None."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:
@@ -127,12 +126,12 @@ class Record:
 
     @property
     def largest(self) -> Held | None:
-        """The largest measured value that the forward holds in float16; None where none was measured."""
+        """Largest measured value that the forward computes in float16; None if not measured."""
         return largest(self.trace)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators whose contract was broken but was taken from their family's rule, not measured on the device."""
+        """Operators whose broken contract was taken from their family's rule, not measured on the device."""
         operators = (
             call.op for call in self.trace.breaches() if call.breach is not None and call.breach.assumed
         )
@@ -143,10 +142,10 @@ Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 
 
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
-    """The errors and warnings by who resolves them with their first fix, each tried alone.
+    """Group the errors and warnings by what resolves them with their first fix, each tried alone.
 
-    `repair`: `isotype.repair` by a change of the model; `unsafe`: the same where it is asked for; `caller`: a setting,
-    a line or advice; `untried`: fixes that no second trace has tried; `left`: no fix is known.
+    `repair`: `isotype.repair` by a change of the model; `unsafe`: the same with `unsafe=True`; `caller`: a setting, a
+    line of code or advice; `untried`: fixes not tried in a second trace; `left`: no known fix.
     """
     outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):

@@ -1,4 +1,4 @@
-"""The report of a check as users hold it: the record, and its writers as methods."""
+"""The report of a check: the record, with its writers as methods."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from isotype.report.html import write_report
 
 @dataclass(frozen=True)
 class Report(Record):
-    """A step that was traced and judged; see `Record` for its data."""
+    """A traced and judged step; see `Record` for its data."""
 
     def raise_for_errors(self) -> None:
-        """Nothing where `ok`.
+        """Raise if the report is not `ok`.
 
         Raises:
-            PrecisionError: one problem an error finding: what was given, what was expected, the first fix.
+            PrecisionError: one problem per error finding, with its first fix.
         """
         error = self.error()
         if error is not None:
             raise error
 
     def error(self) -> PrecisionError | None:
-        """What `raise_for_errors` raises; None where `ok`."""
+        """Return the error of `raise_for_errors`; None if `ok`."""
         if not self.errors:
             return None
         problems = [_problem(finding, self.trace.setup) for finding in self.errors]
@@ -39,15 +39,15 @@ class Report(Record):
         return PrecisionError(verdict(self), problems, hint)
 
     def to_json(self) -> str:
-        """Strict JSON; `schema_version` says which schema. Bytes, FLOPs, shares and seconds stay unrounded numbers."""
+        """Return strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are unrounded numbers."""
         return to_json(self)
 
     def to_sarif(self) -> str:
-        """A SARIF 2.1.0 log with one run, for code scanning and editors."""
+        """Return a SARIF 2.1.0 log with one run, for code scanning and editors."""
         return to_sarif(self)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the report as one HTML file that needs no other; the former file stays until the new one is whole.
+        """Write the report as one self-contained HTML file, atomically.
 
         Raises:
             SaveError: the file cannot be written.

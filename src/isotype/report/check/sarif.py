@@ -1,7 +1,7 @@
-"""A check as SARIF 2.1.0 (OASIS, 2020), the format that code scanning and editors read.
+"""A check as SARIF 2.1.0 (OASIS, 2020), the format of code scanning and editors.
 
-Columns and regions are left out: a finding knows a line. A source outside of the user's project (an installed
-library) is given as it was seen; one without a file has logical locations only.
+A finding has a line, no column or region. A source outside of the user's project (an installed library) keeps its
+path; one without a file has logical locations only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 
 def to_sarif(report: Record) -> str:
-    """A log with one run: all rules that found something, every finding with its place, the trace's end as a notice."""
+    """Return a log with one run: rules with findings, findings with their places, the end of the trace."""
     from isotype.core.package import VERSION
 
     known = {rule.code: rule for rule in all_rules()}
@@ -47,7 +47,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """The rule's page; a code that no shipped rule has (another package's) is given by its code alone."""
+    """Return the rule's page; an unknown code (of another package) is represented by the code alone."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         page = rule.page.strip()
@@ -115,7 +115,7 @@ def _location(finding: Finding) -> dict[str, Any]:
 
 
 def _uri(path: str) -> str:
-    """A file's path as a URI reference: absolute paths with their scheme, relative ones as they are."""
+    """Return a path as a URI reference: absolute paths with their scheme, relative ones unchanged."""
     windows = PureWindowsPath(path)
     if windows.drive:
         return windows.as_uri()

@@ -1,7 +1,7 @@
-"""A check in a terminal: the verdict, findings as a compiler shows them, what to do, and the step in numbers.
+"""A check in a terminal: the verdict, findings in a compiler's style, what to do, and the cost of the step.
 
-A line is a sequence of (text, style) spans; the plain text is the same lines without their styles. Words wrap under
-the column they start in, so that the gutter on the left stays readable at any width.
+A line is a sequence of (text, style) spans; the plain text is the same lines without styles. Words wrap under their
+column, so that the left margin stays readable at any width.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Line = tuple[tuple[str, str], ...]
 
 WIDTH = 110
-"""Columns of a text that goes to no terminal."""
+"""Columns if the text is not for a terminal."""
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan", "help": "bold green"}
 _VERDICTS = {
@@ -61,13 +61,13 @@ _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 
 
 def counts(report: Record) -> str:
-    """`"1 error, 2 warnings"`; `""` without findings."""
+    """Count findings: `"1 error, 2 warnings"`; `""` without findings."""
     numbers = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
     return ", ".join(plural(len(some), noun) for some, noun in numbers if some)
 
 
 def verdict(report: Record) -> str:
-    """The one line that matters: whether the step runs on the device, and what it says about how it runs."""
+    """Return the verdict in one line: if the step runs on the device, and how."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
     each = " each" if report.trace.setup.devices > 1 else ""
@@ -112,7 +112,7 @@ def _where(phase: str, module: str) -> str:
 
 
 def cost_clauses(cost: Cost, title: str) -> list[str]:
-    """What a finding costs, largest unit first; empty where nothing could be counted."""
+    """Return the costs of a finding, largest unit first; empty if nothing could be counted."""
     clauses = []
     times = "" if cost.slowdown is None else f"{cost.slowdown:.{0 if cost.slowdown >= 10 else 1}f}"
     if times not in ("", "1.0"):
@@ -136,26 +136,22 @@ _SCOPES: Mapping[Scope, str] = {
 
 
 def fix_scope(fix: Fix) -> str:
-    """What the caller has to change: `"a setting"`; `""` where `repair` does it."""
+    """Return what the caller has to change: `"a setting"`; `""` if `repair` does it."""
     return _SCOPES[fix.scope]
 
 
 def fix_standing(fix: Fix) -> str:
-    """`"safe; verified: the step then runs clean"`; `"a setting; safe; not verified"`."""
+    """Describe a fix: `"safe; verified: the step then runs clean"`; `"a setting; safe; not verified"`."""
     tried = "verified" if fix.verified else "not verified"
     words = [word for word in (fix_scope(fix), fix.safety, tried) if word]
     return "; ".join(words) + (f": {fix.outcome}" if fix.outcome else "")
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """(layers, part, number of places in the real model) of places, those equal but for their layer as one.
+    """Return (layers, part, number of places in the real model), one for places that differ only in their layer.
 
-    `model.layers.0.mlp` … `model.layers.29.mlp` -> `("model.layers.0-29", "mlp", 30)`; gaps show as `0-2,5`. Outside
-    of a layer the first is empty. What wrappers add to names is left out.
-
-    Args:
-        places: fully qualified names.
-        layers: how many layers of the real model a layer of a folded model stands for, see `layer_counts`.
+    `model.layers.0.mlp` … `model.layers.29.mlp` -> `("model.layers.0-29", "mlp", 30)`; gaps show as `0-2,5`; outside
+    of a layer the first is empty. Names of wrappers are removed. `layers`: see `layer_counts`.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -164,14 +160,14 @@ def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) ->
     folded = []
     for (stack, part), numbers in groups.items():
         counts = [layers.get((stack, number), 1) for number in numbers]
-        # In a folded model the numbers between are those that the last one stands for.
+        # In a folded model the last number represents those between.
         shown = ranges(sorted(numbers)) if sum(counts) == len(counts) else f"{min(numbers)}-{max(numbers)}"
         folded.append((f"{stack}.{shown}".strip("."), named(part), sum(counts) or 1))
     return folded
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: `[0, 1, 2, 5]` -> `"0-2,5"`."""
+    """Abbreviate ascending numbers: `[0, 1, 2, 5]` -> `"0-2,5"`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -182,7 +178,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def elide(name: str, width: int) -> str:
-    """A name in at most `width` columns; what is left out of its middle becomes `…`."""
+    """Shorten a name to at most `width` columns with `…` in its middle."""
     if len(name) <= width:
         return name
     head = max(0, (width - 1) // 3)
@@ -190,7 +186,7 @@ def elide(name: str, width: int) -> str:
 
 
 def ranges_words(report: Record) -> str:
-    """What was measured of the values that are float16; "" where nothing was."""
+    """Describe the measured values in float16; "" if there are none."""
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""
@@ -201,7 +197,7 @@ def ranges_words(report: Record) -> str:
 
 
 def trust(report: Record) -> list[tuple[str, str]]:
-    """(label, sentence) for what the verdict rests on: what was not measured or seen, and what else is to be known of the step."""
+    """Return (label, sentence) of what the verdict rests on: unmeasured or untraced parts, and other notes."""
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
@@ -229,7 +225,7 @@ def trust(report: Record) -> list[tuple[str, str]]:
 
 
 def sharding_notes(setup: Setup) -> Iterator[str]:
-    """What the memory of a sharded step rests on."""
+    """Yield the assumptions behind the memory of a sharded step."""
     if setup.fsdp and setup.devices == 1:
         yield "over how many devices FSDP shards: the memory is that of one with all weights; --devices N (devices=N) says it"
     elif setup.fsdp == 1:
@@ -237,11 +233,9 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
-    """(label, sentence) for what to do now: what repair does, what is the caller's, what nobody knows a fix for.
+    """Return (label, sentence) of what to do next: by repair, by the caller, or without a known fix.
 
-    Args:
-        report: of `check`.
-        commands: whether the sentences have the commands of fixes; else they say that these stand above.
+    `commands`: the sentences contain the commands of fixes; else they refer to those above.
     """
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
@@ -272,7 +266,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """What the caller has to do for them, each order once, with the code of its first finding."""
+    """Return the caller's tasks, each once, with the code of its first finding."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]
@@ -284,7 +278,7 @@ def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
 
 
 def script_steps(report: Record) -> list[tuple[str, str]]:
-    """`next_steps` where the step is one of the user's own script, which no command of ours repairs."""
+    """Return `next_steps` for a step of the user's script, which no isotype command repairs."""
     rows, setup = [], report.trace.setup
     ours = [
         fix for finding in report.findings for fix in finding.fixes if fix.verified and fix.scope == "model"
@@ -301,7 +295,7 @@ def script_steps(report: Record) -> list[tuple[str, str]]:
 
 
 def repairable(fix: Fix) -> bool:
-    """Whether `isotype.repair` tries the fix: it has actions, and none is mere advice."""
+    """Return True if `isotype.repair` tries the fix: it has actions and is not only advice."""
     return fix.scope != "advice"
 
 
@@ -315,15 +309,14 @@ def lines(
     command_width: int | None = None,
     whole: bool = True,
 ) -> list[Line]:
-    """The report as styled lines of at most `width` columns, where names and words allow it: the verdict, the findings,
-    what to do, and the step in numbers.
+    """Return the report as styled lines: the verdict, the findings, what to do, and the cost of the step.
 
     Args:
         report: of `check`.
-        width: columns.
-        in_script: whether the step is one of a script that `isotype run` runs.
+        width: maximum columns, except for long names and words.
+        in_script: the step is one of a script run by `isotype run`.
         command_width: columns of a command; None: one line, as for a file.
-        whole: with all that findings have to say, and with how memory and time come about.
+        whole: with all details of findings, and the parts of memory and time.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     text: list[Line] = [
@@ -347,7 +340,7 @@ def lines(
 
 
 def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
-    """(label, words) of what the step takes, and of what the verdict rests on."""
+    """Return (label, words) of the step's cost, and of what the verdict rests on."""
     setup = report.trace.setup
     weights = [("weights", words) for words in unquantized_experts(report.trace)]
     if not whole:
@@ -371,7 +364,7 @@ def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
 
 
 def _left_out(report: Record) -> str:
-    """How many notes and fixes of findings a report that is not whole goes without."""
+    """Count the notes and fixes of findings that a short report omits."""
     notes = sum(len(finding.notes[_NOTES_SHOWN:]) for finding in report.findings)
     fixes = sum(len(finding.fixes[_FIXES_SHOWN:]) for finding in report.findings)
     counted = [*([f"notes ({notes:,})"] if notes else []), *([f"fixes ({fixes:,})"] if fixes else [])]
@@ -379,12 +372,12 @@ def _left_out(report: Record) -> str:
 
 
 def to_text(report: Record, width: int = WIDTH) -> str:
-    """The whole report without colour, ending in a line break."""
+    """Return the whole report without colour, ending in a line break."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
 
 
 def render(report: Record, console: Console, *, in_script: bool = False, whole: bool = False) -> None:
-    """Print the report; `in_script` and `whole` as `lines` takes them."""
+    """Print the report; `in_script` and `whole` as for `lines`."""
     from rich.text import Text
 
     for line in lines(report, console.width, in_script, width_of(console), whole):
@@ -393,7 +386,7 @@ def render(report: Record, console: Console, *, in_script: bool = False, whole: 
 
 
 _NOTES_SHOWN, _FIXES_SHOWN = 2, 3
-"""Notes and fixes of a finding, where not all of them are shown."""
+"""Notes and fixes of a finding in a short report."""
 
 
 def _finding(
@@ -424,7 +417,7 @@ def _finding(
 
 
 def _command(command: Sequence[str], width: int | None) -> list[Line]:
-    """A command on lines of its own; none where there is none."""
+    """Return a command on lines of its own; none without a command."""
     lines = printed_command(command, width, 4).split("\n") if command else []
     return [((line, ""),) for line in lines]
 
@@ -480,7 +473,7 @@ def _field(label: str, text: str, width: int) -> list[Line]:
 
 
 def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
-    """Labels, each once, and what stands beside them."""
+    """Return labels, each once, beside their texts."""
     text: list[Line] = []
     for before, (label, words) in zip(("", *(label for label, _ in rows)), rows, strict=False):
         shown = "" if label == before else label
@@ -489,7 +482,7 @@ def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 
 def _hang(head: Line, text: str, width: int, style: str = "") -> list[Line]:
-    """`head` and the words of `text` after it; what does not fit goes on under the first word."""
+    """Return `head` followed by the words of `text`, wrapped under the first word."""
     indent = sum(len(part) for part, _ in head)
     kept = _UNIT.sub("\N{NO-BREAK SPACE}", text)
     wrapped = textwrap.wrap(kept, max(24, width - indent), break_long_words=False, break_on_hyphens=False)

@@ -1,1 +1,1 @@
-"""A training run as a report: the record, and its JSON, HTML, curves and model card."""
+"""The report of a training run: the record, and its JSON, HTML, curves and model card."""

@@ -1,4 +1,4 @@
-"""The model card of a run: what the hub shows, filled in from the record of the run."""
+"""The model card of a run, filled in from its record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isotype.report.text import format_count, format_duration
 
 
 def model_card(record: RunRecord) -> str:
-    """Markdown with the metadata block that the hub reads (huggingface.co/docs/hub/model-cards)."""
+    """Return Markdown with the hub's metadata block (huggingface.co/docs/hub/model-cards)."""
     adapter = record.parameters_trainable < record.parameters_total
     metadata = [
         f"base_model: {json.dumps(record.model)}",

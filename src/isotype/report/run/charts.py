@@ -1,7 +1,7 @@
-"""The curves of a run as data: columns of the steps, and which of them stand in one chart.
+"""The curves of a run as data: columns of the steps, and the charts they belong to.
 
-`run.js` draws them with uPlot (`vendor/uplot`, MIT): a choice of horizontal axes, zoom, smoothing, a second run laid
-over the first, CSV. What is drawn here is what `run_report.json` holds, so that another run's file fits the same charts.
+`run.js` draws them with uPlot (`vendor/uplot`, MIT): a choice of horizontal axes, zoom, smoothing, a second run over
+the first, CSV. It reads `run_report.json`, so another run's file fits the same charts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ class Chart:
 
     Attributes:
         id: of its element in the page.
-        title: its headline.
         unit: title of the value axis.
-        columns: of the steps, or derived from them by `run.js` (`tokens_per_second`, `memory_gib`,
+        columns: of the steps, derived from them by `run.js` (`tokens_per_second`, `memory_gib`,
             `loss_scale_exponent`), or metrics that the trainer logged.
-        labels: what each column is called in legend and readout.
+        labels: names of the columns in legend and readout.
         remark: shown while the pointer is elsewhere.
         zero: the value axis includes 0.
-        smooth: a smoothed curve is drawn over the values.
-        held: the held-back losses are drawn too.
-        stairs: the value holds until the next step.
-        format: how values are written; `"power"` takes them for exponents of 2.
+        smooth: draw a smoothed curve over the values.
+        held: draw the held-back losses, too.
+        stairs: a value holds until the next step.
+        format: of the values; `"power"` treats them as exponents of 2.
         marks: steps to mark at the foot of the chart.
     """
 
@@ -65,11 +64,11 @@ _METRICS = (
     Chart("length", "Length of completions", "tokens", ("completions/mean_length",), ("mean",), zero=True),
     Chart("token_accuracy", "Token accuracy", "share of tokens", ("mean_token_accuracy",), ("accuracy",), smooth=True),
 )  # fmt: skip
-"""What TRL's trainers log beside the loss, by the names they log it under."""
+"""Metrics that TRL's trainers log beside the loss, by name."""
 
 
 def charts_of(record: RunRecord) -> tuple[Chart, ...]:
-    """The charts of a run: those of which at least one value was measured."""
+    """Return the charts of a run with at least one measured value."""
     steps, summary = record.steps, summarize(record)
     if not steps and not record.evals:
         return ()
@@ -114,7 +113,7 @@ def _loss_scale(steps: Sequence[StepRecord]) -> list[Chart]:
 
 
 def in_words(chart: Chart, record: RunRecord) -> str:
-    """What a chart shows, for a screen reader."""
+    """Describe a chart for a screen reader."""
     if chart.id != "loss" or not record.steps:
         return (
             f"{chart.title}, {chart.unit}: {chart.remark}" if chart.remark else f"{chart.title}, {chart.unit}"
@@ -124,7 +123,7 @@ def in_words(chart: Chart, record: RunRecord) -> str:
 
 
 def page_data(record: RunRecord, charts: Sequence[Chart]) -> str:
-    """Everything `run.js` needs, as JSON that may stand inside of a `<script>`."""
+    """Return the data of `run.js` as JSON that is safe inside `<script>`."""
     names = [field.name for field in fields(StepRecord) if field.name != "metrics"]
     metrics = list(dict.fromkeys(name for step in record.steps for name, _ in step.metrics))
     logged = [dict(step.metrics) for step in record.steps]
@@ -144,7 +143,7 @@ def page_data(record: RunRecord, charts: Sequence[Chart]) -> str:
 
 
 def _number(value: Any) -> Any:
-    """JSON has no NaN and no infinities; the script marks where one stood by its name."""
+    """Replace NaN and infinities, which JSON lacks, by their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -1,6 +1,6 @@
-"""How much of float16's range the blocks of a model use over a run: records, and what they come down to.
+"""The part of float16's range that a model's blocks use over a run, and its summary.
 
-A single batch may hold one unusual row. So limits are quantiles over the samples, and the change over a run is that of medians.
+A single batch may contain an unusual row, so limits are quantiles over the samples, and changes compare medians.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.report.charts import escape, format_number
 
 _LEAST = 6
-"""Samples from which on a change over the run is told."""
+"""Minimum number of samples for a change over the run."""
 _LITTLE = 2.0
-"""Headroom below which it is said to be little: batches differ by as much."""
+"""Headroom below which a warning is printed: batches differ by as much."""
 
 
 @dataclass(frozen=True)
 class HeadroomSample:
-    """The largest magnitudes that the blocks gave in one micro-batch.
+    """The largest magnitudes of the blocks' outputs in one micro-batch.
 
     Attributes:
-        step: optimizer step that the micro-batch belongs to.
-        largest: of each block, in their order; infinite where it overflowed.
+        step: optimizer step of the micro-batch.
+        largest: of each block, in order; infinite after an overflow.
     """
 
     step: int
@@ -37,8 +37,8 @@ class Headroom:
     """Samples of a run that computes in float16.
 
     Attributes:
-        blocks: fully qualified names, in their order.
-        dtype: that the blocks' outputs are carried in: what is beyond 65504 is lost in `"float16"` alone.
+        blocks: fully qualified names, in order.
+        dtype: of the blocks' outputs: values beyond 65504 are lost only in `"float16"`.
         samples: in the order of the steps.
     """
 
@@ -52,11 +52,10 @@ class BlockHeadroom:
     """One block over the run.
 
     Attributes:
-        name: fully qualified name.
         median: median over the samples of the largest magnitude.
-        high: the largest magnitude that nine of ten samples do not pass.
-        headroom: 65504 over `high`; infinite where a block gave zeros only.
-        change: median of the last third of the samples over that of the first; None of fewer than six samples.
+        high: the 0.9 quantile of the largest magnitude.
+        headroom: 65504 over `high`; infinite if the block returned only zeros.
+        change: median of the last third of the samples over that of the first; None if there are fewer than six.
     """
 
     name: str
@@ -67,7 +66,7 @@ class BlockHeadroom:
 
 
 def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
-    """What the samples come down to, block by block."""
+    """Summarize the samples block by block."""
     blocks = []
     for number, name in enumerate(headroom.blocks):
         values = [sample.largest[number] for sample in headroom.samples]
@@ -85,7 +84,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def in_words(headroom: Headroom) -> str:
-    """The block with the least headroom, and how it changed over the run."""
+    """Describe the block with the least headroom, and its change over the run."""
     blocks = by_block(headroom)
     least = min(blocks, key=lambda block: block.headroom)
     count = len(headroom.samples)
@@ -112,7 +111,7 @@ def in_words(headroom: Headroom) -> str:
 
 
 def bar(block: BlockHeadroom) -> str:
-    """The part of float16's range that a block uses, in powers of two."""
+    """Return the part of float16's range that a block uses, in powers of two."""
     used = min(1.0, max(0.0, math.log2(max(block.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
     words = escape(f"{block.name}: up to {format_number(block.high, 4)}")
     return (

@@ -1,7 +1,7 @@
-"""A run report as one HTML file that needs nothing else: no network, no font, no second file.
+"""A run report as one self-contained HTML file.
 
-Its content security policy forbids every load from outside and every script but the two it carries: uPlot, and
-`run.js`, which draws the curves with it.
+Its content security policy forbids every load from outside and every script but uPlot and `run.js`, which draws the
+curves with it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STATUS = {
 
 
 def to_html(record: RunRecord) -> str:
-    """The whole report as one HTML document."""
+    """Return the report as one HTML document."""
     summary, charts = summarize(record), charts_of(record)
     name = PurePath(record.model).name or record.model
     return render(
@@ -71,17 +71,17 @@ def to_html(record: RunRecord) -> str:
 
 
 def _script(curves: bool) -> str:
-    """What draws the curves, where there are any, and copies the command."""
+    """Return the scripts that draw the curves, if there are any, and copy the command."""
     if not curves:
         return package_file("copy.js")
-    # The first line of uPlot names a web address; its licence lies beside it in the package.
+    # The first line of uPlot names a web address; its licence is beside it in the package.
     library = package_file("run/vendor/uplot/uPlot.iife.min.js").partition("*/")[2]
     licence = "/* uPlot 1.6.32, (c) Leon Sorokin, MIT licence */"
     return "\n".join([licence, library, package_file("run/run.js"), package_file("copy.js")])
 
 
 def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str]]:
-    """Name, value and a small remark of each number in the summary line."""
+    """Return name, value and a remark of each number in the summary line."""
     skipped = f"{summary.skipped:,} skipped" if summary.skipped else ""
     final = "not measured" if summary.final_loss is None else format_loss(summary.final_loss)
     mean = f"mean of the last {summary.window}" if summary.window > 1 else ""
@@ -107,7 +107,7 @@ def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str
 
 
 def _weights(record: RunRecord) -> dict[str, object] | None:
-    """The weights by storage dtype: a sentence, a bar, and rows of dtype, size, bytes and share."""
+    """Return the weights by storage dtype: a sentence, a bar, and rows of dtype, size, bytes and share."""
     if not record.weight_bytes:
         return None
     total = sum(amount for _, amount in record.weight_bytes)
@@ -125,7 +125,7 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
 
 
 def _headroom(record: RunRecord) -> dict[str, object] | None:
-    """How much of float16's range the blocks used: a sentence, and rows of block, magnitudes, headroom, change, bar."""
+    """Return the used part of float16's range: a sentence, and rows of block, magnitudes, headroom, change and bar."""
     if record.headroom is None:
         return None
     return {
@@ -149,7 +149,7 @@ def _places(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _data(data: DataSummary | None) -> list[tuple[str, str]]:
-    """What was trained on, as name and value."""
+    """Describe the training data as names and values."""
     if data is None:
         return []
     packs = "" if data.packs is None else f" in {plural(data.packs, 'pack')}"

@@ -1,7 +1,4 @@
-"""What one training run did, as data: records, their JSON form, and the two files of a run report.
-
-Numbers stay numbers here; `run_html` renders them.
-"""
+"""One training run as data: records, their JSON form, and the two files of a run report."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
 SCHEMA_VERSION = 2
-"""Version of the JSON form; it grows when a reader of the former version would misread the new one."""
+"""Version of the JSON form; raised if a reader of the previous version would misread it."""
 
 HTML_NAME = "run_report.html"
 JSON_NAME = "run_report.json"
@@ -32,19 +29,17 @@ class StepRecord:
 
     Attributes:
         step: global step, counted from 1.
-        loss: training loss of the step; NaN and infinities are kept as they are.
-        learning_rate: learning rate the step was taken with.
-        grad_norm: norm of the gradients, unscaled and before clipping, None where it was not measured.
-        tokens: tokens, without padding, of the sequences the loss was computed on, in all processes. Completions
-            that GRPO and RLOO reuse count in every step that uses them.
-        seconds: duration of this step in seconds, generation of completions included.
-        memory_bytes: the most bytes in use during the step, in this process, 0 where it was not measured: on a
-            GPU what torch had allocated there; else the largest resident size of the process among samples 20 ms
-            apart, which misses shorter peaks.
-        loss_scale: the GradScaler's scale that the step ran with, None without loss scaling.
-        skipped: whether the GradScaler skipped the optimizer step.
-        metrics: what the trainer logged after the step beside loss, norm and rate, by its own names
-            (`rewards/margins`).
+        loss: training loss; NaN and infinities are kept.
+        learning_rate: learning rate of the step.
+        grad_norm: norm of the gradients, unscaled and before clipping, None if not measured.
+        tokens: tokens without padding of the sequences in the loss, in all processes. Completions that GRPO and RLOO
+            reuse count in every step that uses them.
+        seconds: duration of the step in seconds, including the generation of completions.
+        memory_bytes: peak bytes in use in this process, 0 if not measured: on a GPU, allocated by torch; else the
+            largest resident size among samples 20 ms apart, which misses shorter peaks.
+        loss_scale: the GradScaler's scale of the step, None without loss scaling.
+        skipped: true if the GradScaler skipped the optimizer step.
+        metrics: other values that the trainer logged after the step, by its names (`rewards/margins`).
     """
 
     step: int
@@ -64,7 +59,7 @@ class EvalRecord:
     """The loss on held-back data.
 
     Attributes:
-        step: steps taken before.
+        step: number of steps before it.
         loss: mean loss.
     """
 
@@ -74,13 +69,13 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question, and answers.
+    """A question and its answers.
 
     Attributes:
         question: of the data set.
-        before, after: the model's answer before and after training; None where it was not recorded.
-        reference: the data set's.
-        pictures: that the question is about, small, as data URLs.
+        before, after: the model's answer before and after training; None if not recorded.
+        reference: the data set's answer.
+        pictures: of the question, small, as data URLs.
     """
 
     question: str
@@ -92,18 +87,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What a run is trained on.
+    """The training data of a run.
 
     Attributes:
         rows: training rows.
-        held_back: rows that the held-back loss is measured on.
-        effective_batch: rows, or packs, in an optimizer step, over gradient accumulation and all processes.
+        held_back: rows for the held-back loss.
+        effective_batch: rows, or packs, per optimizer step, over gradient accumulation and all processes.
         epochs: passes over the rows until the end of the run.
-        lengths: tokens a row at 50, 90 and 99 % of the rows, before any is cut; None where they are not known.
+        lengths: tokens per row at 50, 90 and 99 % of the rows, before any is cut; None if unknown.
         cut_rows: rows longer than the length limit.
-        cut_share: of all tokens, those beyond the limit, 0 to 1.
-        padding_share: of the tokens in a batch, those that are padding, 0 to 1; None where it is not known.
-        packs: of the rows, as many of which as fill `--max_length` are one (`--packing`); None where they are not packed.
+        cut_share: share of all tokens beyond the limit, 0 to 1.
+        padding_share: share of a batch's tokens that is padding, 0 to 1; None if unknown.
+        packs: number of packs that fill `--max_length` (`--packing`); None if rows are not packed.
     """
 
     rows: int
@@ -118,13 +113,13 @@ class DataSummary:
 
     @property
     def step_words(self) -> str:
-        """What a step takes: `8 rows`, `1 pack`."""
+        """Size of a step: `8 rows`, `1 pack`."""
         return plural(self.effective_batch, "row" if self.packs is None else "pack")
 
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """One line of the precision policy: which role has which dtype, and why."""
+    """One line of the precision policy: a role, its dtype and the reason."""
 
     role: str
     dtype: str
@@ -133,28 +128,28 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One training run, as `run_report.json` in its output directory holds it.
+    """One training run, as `run_report.json` in its output directory.
 
     Attributes:
         method: the recipe: "sft", "dpo", "grpo", …
-        command: the exact shell command that started the run.
+        command: the shell command that started the run.
         started: ISO-8601 time.
-        finished: ISO-8601 time, None where the end was not reached or not seen. Both or neither carry a UTC offset.
+        finished: ISO-8601 time, None if the end was not reached or not seen. Both or neither have a UTC offset.
         status: how the run ended, or `"running"`.
         error: the error that ended a failed run.
         policy: the precision policy.
         versions: libraries and their versions.
         parameters_total: parameters of the model, adapters included.
-        parameters_trainable: those that were trained.
+        parameters_trainable: number of trained parameters.
         weight_bytes: bytes of the weights by storage dtype, such as `("nf4", n)`.
         settings: hyperparameters as name and value.
-        resumed_from: the step of the checkpoint the run went on from, None for a run from the start.
-        data: what it was trained on, None where that is not known.
-        headroom: how much of float16's range the model's blocks used; None of a run in another dtype.
-        earlier_seconds: seconds of the commands before, which it went on from; `started` is of the last one.
+        resumed_from: step of the checkpoint that the run was resumed from, None if it was not resumed.
+        data: the training data, None if unknown.
+        headroom: used part of float16's range; None for a run in another dtype.
+        earlier_seconds: seconds of the previous commands of a resumed run; `started` is of the last one.
 
     Raises:
-        IsotypeError: a time is not ISO-8601, or only one of the two carries a UTC offset.
+        IsotypeError: a time is not ISO-8601, or only one of the two has a UTC offset.
     """
 
     method: str
@@ -213,7 +208,7 @@ class RunRecord:
 
 
 def parse_time(text: str) -> datetime:
-    """An ISO-8601 time; the suffix `Z` counts as `+00:00`. Raises ValueError."""
+    """Parse an ISO-8601 time, with `Z` as `+00:00`; raise ValueError if it is none."""
     return datetime.fromisoformat(f"{text[:-1]}+00:00" if text.endswith("Z") else text)
 
 
@@ -222,19 +217,19 @@ def parse_time(text: str) -> datetime:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The few numbers a run comes down to; None where nothing was measured.
+    """The summary of a run; None for what was not measured.
 
     Attributes:
         steps: optimizer steps recorded.
-        skipped: those the GradScaler skipped.
-        tokens: without padding, in all of them.
-        seconds: wall-clock time from start to end; the sum of the steps where the end is not known. Of a run that went
-            on from a checkpoint, that of the commands before is in it.
+        skipped: steps that the GradScaler skipped.
+        tokens: without padding, of all steps.
+        seconds: wall-clock time from start to end, previous commands of a resumed run included; the sum of the steps
+            if the end is unknown.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if one of them is.
-        window: steps in each of these means: a tenth of the run, at least 1 and at most 10.
+        window: steps in each of these means: a tenth of the run, between 1 and 10.
         tokens_per_second: median over the steps.
-        peak_memory_bytes: the largest `memory_bytes` of a step; loading, evaluation and saving are not in it.
+        peak_memory_bytes: largest `memory_bytes` of a step; loading, evaluation and saving are not included.
     """
 
     steps: int
@@ -249,7 +244,7 @@ class RunSummary:
 
 
 def summarize(record: RunRecord) -> RunSummary:
-    """Boil a run down to the numbers its headline shows."""
+    """Summarize a run."""
     steps = record.steps
     window = min(10, max(1, len(steps) // 10))
     rates = [rate for step in steps if (rate := tokens_per_second(step)) is not None]
@@ -273,15 +268,14 @@ def summarize(record: RunRecord) -> RunSummary:
 
 
 def tokens_per_second(step: StepRecord) -> float | None:
-    """Throughput of one step; None where its duration is not a positive number."""
+    """Return the throughput of one step; None if its duration is not a positive number."""
     return step.tokens / step.seconds if 0 < step.seconds < math.inf else None
 
 
 def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], ...]:
-    """Sentences on the training loss, on the held-back loss, and, of a run with a reward function, on the rewards.
+    """Return sentences on the training loss, the held-back loss and, with a reward function, the rewards.
 
-    Returns:
-        Each sentence in pieces, `"".join(pieces)` being the text; pieces at odd-numbered places are its numbers.
+    Each sentence is a tuple of pieces; those at odd places are its numbers.
     """
     rewards = _reward_sentence(record.steps)
     return (_training_sentence(record), _held_back_sentence(record.evals), *([rewards] if rewards else []))
@@ -342,12 +336,12 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the reward functions of GRPO and RLOO said of the completions since the rewards before.
+    """The rewards of GRPO's or RLOO's completions since they were last logged.
 
     Attributes:
         step: after which they were logged.
-        mean, spread: of all completions; the spread is their standard deviation.
-        equal: the share of groups (the completions of one prompt) whose rewards are all equal, 0 to 1: they have no gradient.
+        mean, spread: mean and standard deviation over all completions.
+        equal: share of groups (completions of one prompt) with equal rewards, 0 to 1: they have no gradient.
     """
 
     step: int
@@ -357,7 +351,7 @@ class Rewards:
 
 
 def rewards_of(step: StepRecord) -> Rewards | None:
-    """The rewards that TRL logged after a step; None where it logged none."""
+    """Return the rewards that TRL logged after a step; None if it logged none."""
     logged = dict(step.metrics)
     values = [logged.get(name) for name in ("reward", "reward_std", "frac_reward_zero_std")]
     known = [value for value in values if value is not None]
@@ -365,13 +359,13 @@ def rewards_of(step: StepRecord) -> Rewards | None:
 
 
 def reward_words(rewards: Rewards) -> str:
-    """`reward 0.250 ± 0.433, all equal in 40 % of groups`."""
+    """Format rewards: `reward 0.250 ± 0.433, all equal in 40 % of groups`."""
     mean, spread = format_loss(rewards.mean), format_loss(rewards.spread)
     return f"reward {mean} ± {spread}, all equal in {format_share(rewards.equal)} of groups"
 
 
 def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
-    """The share of all groups whose rewards are all equal, 0 to 1; None without rewards."""
+    """Return the share of all groups with equal rewards, 0 to 1; None without rewards."""
     logged = [rewards for step in steps if (rewards := rewards_of(step)) is not None]
     numbers = [0, *(each.step for each in logged)]
     steps_of = [after - before for before, after in pairwise(numbers)]
@@ -379,7 +373,7 @@ def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
 
 
 def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
-    """A warning where no group of a run had rewards to learn from."""
+    """Return a warning if all rewards of every group were equal."""
     if equal_rewards(steps) != 1:
         return ()
     return (
@@ -402,16 +396,16 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
 
 
 _FEWEST = 10
-"""Training losses, each of other rows, in which a trend can be told from the noise of the rows."""
+"""Minimum number of training losses (each of other rows) to tell a trend from noise."""
 _SAME = 1e-3
-"""Relative difference of two losses that nobody would call a change."""
+"""Relative difference of two losses that counts as no change."""
 
 
 def _noise(losses: Sequence[float], window: int) -> float:
-    """The difference of the means of the first and the last `window` losses that noise alone may make.
+    """Return the difference of the means of the first and last `window` losses that noise alone may cause.
 
-    Twice its standard error. The noise of one loss is read off the differences between neighbours, whose median
-    magnitude is 0.954 standard deviations of it for normal noise: a trend over the run hardly moves them.
+    It is twice its standard error. The noise is estimated from differences of neighbours, whose median magnitude is
+    0.954 standard deviations for normal noise; a trend over the run hardly changes them.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0
@@ -433,7 +427,7 @@ def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
 
 
 def format_loss(loss: float) -> str:
-    """A loss as a person reads it: three decimals, an exponent where these would not do, `NaN`, `∞`, `−∞`."""
+    """Format a loss: three decimals, an exponent if these do not suffice, `NaN`, `∞`, `−∞`."""
     if math.isnan(loss):
         return "NaN"
     if math.isinf(loss):
@@ -448,17 +442,17 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def to_json(record: RunRecord) -> str:
-    """A run as strict JSON: `schema_version` and the fields of `RunRecord`, nested records as objects.
+    """Return a run as strict JSON: `schema_version` and the fields of `RunRecord`, nested records as objects.
 
-    JSON has no NaN and no infinities: they are the strings `"NaN"`, `"Infinity"`, `"-Infinity"`.
+    NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
     """
     return text_of(record, SCHEMA_VERSION)
 
 
 def from_json(text: str) -> RunRecord:
-    """The run that `to_json` wrote.
+    """Return the run that `to_json` wrote.
 
     Raises:
-        ValueError: it is not JSON, or of another version of the form.
+        ValueError: it is not JSON, or another version of the form.
     """
     return record_of(text, RunRecord, SCHEMA_VERSION)
