@@ -1,4 +1,4 @@
-"""Mixed storage: each linear layer's format by what it does to the model's output, within the bytes there are."""
+"""Mixed storage: the format of each linear layer by its damage to the model's output, within a memory limit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
 _SUMS = 1 << 15
-"""Sums of bytes that are told apart: 1/32768 of the room is lost in rounding at most for each layer."""
+"""Distinct sums of bytes: rounding loses at most 1/32768 of the room per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to store a layer: its bytes, and what it does to the model's output."""
+    """A way to store a layer: its bytes, and its damage to the model's output."""
 
     bytes: int
     damage: float
@@ -33,13 +33,13 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Options that were chosen.
+    """Chosen options.
 
     Attributes:
         options: index of each layer's option.
         bytes: sum of their bytes.
         damage: sum of their damages.
-        bound: no choice that fits has less damage than this; `damage` itself where the choice is exact.
+        bound: lower bound of the damage of all fitting choices; equals `damage` if the choice is exact.
     """
 
     options: tuple[int, ...]
@@ -49,13 +49,10 @@ class Choice:
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> Choice | None:
-    """Return the options, one a layer, of least damage within `room` bytes; None if even the smallest do not
+    """Return one option per layer with the least damage within `room` bytes; None if even the smallest do not
     fit.
 
-    Args:
-        layers: the options of each layer.
-        room: bytes that all of them together may take.
-        sums: sums of bytes that are told apart, at least 1.
+    `sums` is the number of distinct sums of bytes, at least 1.
     """
     least = [min(option.bytes for option in options) for options in layers]
     spare = room - sum(least)
@@ -86,7 +83,7 @@ def _damage(layers: Sequence[Sequence[Option]], picked: Sequence[int]) -> float:
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Indices of the best options within `room` steps, by dynamic programming."""
+    """Return the indices of the best options within `room` steps, by dynamic programming."""
     best = torch.zeros(room + 1, dtype=torch.float64)
     taken = []
     for options, sizes in zip(layers, steps, strict=True):
@@ -107,10 +104,10 @@ def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], r
 def _relaxed(
     layers: Sequence[Sequence[Option]], extra: Sequence[Sequence[int]], spare: int
 ) -> tuple[float, list[int]]:
-    """Return the least damage where a layer may be stored by parts in two formats, and the choice in which
-    the last one is not.
+    """Return the least damage if a layer may be split between two formats, and the choice without the split
+    one.
 
-    Steps between neighbours on the lower convex hull of each layer's options, the steepest first.
+    Takes the steps between neighbours on the lower convex hull of each layer's options, steepest first.
     """
     picked, steps = [], []
     for layer, (options, sizes) in enumerate(zip(layers, extra, strict=True)):
@@ -131,7 +128,7 @@ def _relaxed(
 
 
 def _hull(options: Sequence[Option], sizes: Sequence[int]) -> list[int]:
-    """Indices of the options on the lower convex hull of (bytes, damage), from the smallest on."""
+    """Return the indices of the options on the lower convex hull of (bytes, damage), smallest first."""
     hull: list[int] = []
     for at in sorted(range(len(options)), key=lambda each: (sizes[each], options[each].damage)):
         if hull and options[at].damage >= options[hull[-1]].damage:
@@ -145,24 +142,24 @@ def _hull(options: Sequence[Option], sizes: Sequence[int]) -> list[int]:
 
 
 def _slope(options: Sequence[Option], sizes: Sequence[int], first: int, second: int) -> float:
-    """Damage taken away by a byte."""
+    """Return the reduction of damage per byte."""
     return (options[first].damage - options[second].damage) / (sizes[second] - sizes[first])
 
 
 _TENTH = 10
-"""Part of nf4's bytes that come on top where nobody says how many there are."""
+"""Divisor of nf4's bytes for the default room: a tenth more."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What was decided.
+    """A decision on mixed storage.
 
     Attributes:
-        storage: format of most layers: one of 4 bits where there is any such.
-        layers: those in another format.
-        double_quant: whether the constants of 4 bits are quantized, too.
+        storage: format of most layers: a 4-bit one if there is any.
+        layers: layers in another format.
+        double_quant: whether the constants of 4-bit layers are quantized.
         bytes: of all layers.
-        damage: nats a token, estimated.
+        damage: estimated, in nats per token.
         reason: in words.
     """
 
@@ -182,18 +179,18 @@ class Mixture:
             quant_storage=request.quant_storage if self.storage == "nf4" else None,
             layers=self.layers,
             base_memory=None,
-            quantized_parts="all",  # each layer by its damage
+            quantized_parts="all",  # every layer by its damage
         )
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """The request by which everything but the layers' formats is decided: constants are quantized, which costs next to nothing."""
+    """Return the request for everything but the layers' formats; its constants are quantized, which costs little."""
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
 
 
 def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
-    """Return the request for the base that a policy has, mixed or not."""
+    """Return the request for a policy's base, mixed or not."""
     return replace(
         request,
         quantization=policy.quantization,
@@ -206,26 +203,27 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """`policy` with the moments that `saved` has for the same layers in the same formats: a run goes on with the constants of 4 bits
-    that it was begun with, whatever was measured since."""
+    """Return `policy` with the moments of `saved` if all layers have the same formats.
+
+    A resumed run keeps its initial 4-bit constants, whatever was measured since.
+    """
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
     return replace(policy, layers=saved.layers)
 
 
 def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int | None = None) -> Mixture:
-    """Return the format of each layer of least damage: nf4 in blocks of 64 or 32 with fitted constants, int8,
-    or unquantized.
+    """Return the formats with the least damage: nf4 in blocks of 64 or 32 with fitted constants, int8, or
+    unquantized.
 
     Args:
         damages: measured of the model.
-        policy: in which all layers are nf4.
-        parameters: number of the model's parameters, those of layers included.
-        memory: bytes that the base's weights take at most; None: a tenth more for the layers than nf4
-            takes.
+        policy: with all layers in nf4.
+        parameters: number of the model's parameters, including layers.
+        memory: limit of the base's weights in bytes; None: nf4's bytes plus a tenth for the layers.
 
     Raises:
-        PrecisionError: the smallest formats take more.
+        PrecisionError: the smallest formats exceed `memory`.
     """
     plain = dtype_name(policy.plain)
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
@@ -273,7 +271,7 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
 
 
 def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> int:
-    """Bytes of a base's weights under a policy: what `base_memory` counts."""
+    """Return the bytes of a base's weights under a policy, as counted by `base_memory`."""
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
     layers = sum(
         layer.bytes(policy.storage_of(layer.module), double_quant=policy.double_quant)
@@ -283,6 +281,6 @@ def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> in
 
 
 def _most(chosen: Mapping[str, str], plain: str) -> str:
-    """The format that the model is said to be stored in: nf4 where any layer has 4 bits, for libraries ask how many bits a model has."""
+    """Return the model's nominal format: nf4 if any layer has 4 bits, since libraries query the bits of a model."""
     forms = set(chosen.values())
     return "nf4" if forms & set(FITTED) else "int8" if "int8" in forms else plain

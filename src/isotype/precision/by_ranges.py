@@ -1,4 +1,4 @@
-"""What float16 needs, decided from measured ranges: the residual stream's dtype, exceptions, the first loss scale."""
+"""Decisions for float16 from measured ranges: the residual stream's dtype, exceptions, the initial loss scale."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from isotype.precision.facts import ModelFacts
 
 MARGIN = 2.0
-"""float16's largest number over the largest magnitude that is let through: see docs/ranges.md for where it comes from."""
+"""float16's largest number divided by the largest accepted magnitude; derived in docs/ranges.md."""
 LIMIT = FLOAT16_LARGEST / MARGIN
 
 _UNSEEN = (
@@ -38,21 +38,21 @@ _UNSEEN = (
 )
 
 _SUBNORMAL = 2.0**-15
-"""Weights whose median is below lose digits that bfloat16 has: float16 has fewer than 11 bits below 2^-14."""
+"""Weights with a smaller median lose digits: float16 has fewer bits than bfloat16's below 2^-14."""
 _PRODUCTS = 64.0
-"""The largest gradient times the largest input overstates a weight's gradient: both are rarely at one token."""
+"""Largest gradient times largest input overstates a weight's gradient, since they are rarely at the same token."""
 
 
 @dataclass(frozen=True)
 class RangeDecision:
-    """What a policy takes over from measured ranges.
+    """Parts of a policy that follow from measured ranges.
 
     Attributes:
         wide: whether the residual stream is carried in float32.
-        exceptions: modules that float16 cannot run as the others.
-        loss_scale: the loss scale to begin with.
-        reasons: role -> why, of `residual` and `loss_scaling`.
-        warnings: what the decision could not rule out.
+        exceptions: modules that cannot run in float16 as the others do.
+        loss_scale: the initial loss scale.
+        reasons: role -> reason, for `residual` and `loss_scaling`.
+        warnings: risks that could not be excluded.
     """
 
     wide: bool = False
@@ -65,14 +65,10 @@ class RangeDecision:
 def decide_by_ranges(
     facts: ModelFacts, profile: DeviceProfile, compute: torch.dtype, storage: str, ranges: Ranges | None
 ) -> RangeDecision:
-    """What `compute` needs so that no value passes its range; nothing for float32 and bfloat16.
+    """Return the decisions that keep all values in `compute`'s range; none for float32 and bfloat16.
 
-    Args:
-        facts: of the model.
-        profile: of the device: an exception is scaled or runs in float32, whichever is faster there.
-        compute: the compute dtype.
-        storage: the policy's storage.
-        ranges: what was measured, or None.
+    An exception is scaled or runs in float32, whichever is faster on the device of `profile`. `ranges` None:
+    not measured.
     """
     if compute != torch.float16:
         why = "as everything else" if compute == torch.float32 else "as the weights"
@@ -103,8 +99,7 @@ def decide_by_ranges(
 
 
 def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """`policy` with what `saved` knew of value ranges: for float16, what a model was trained under goes on holding
-    where nobody has its measurement."""
+    """Return a float16 `policy` with the decisions from ranges in `saved`, for resuming without a measurement."""
     if saved is None or not policy.compute == saved.compute == torch.float16:
         return policy
     roles = {role: saved.reasons[role] for role in ("residual", "loss_scaling") if role in saved.reasons}
@@ -132,7 +127,7 @@ def _reached(ranges: Ranges, worst: tuple[str, float]) -> str:
 
 
 def number(value: float) -> str:
-    """Return a magnitude as messages write it: `104,000`, `3.2`, `4e-09`."""
+    """Return a magnitude for messages: `104,000`, `3.2`, `4e-09`."""
     if not math.isfinite(value):
         return "infinity" if value > 0 else "NaN"
     return f"{float(f'{value:.3g}'):,.0f}" if 1000 <= value < 1e9 else f"{value:.3g}"
@@ -143,7 +138,7 @@ def number(value: float) -> str:
 
 @cache
 def known_families() -> Mapping[str, Mapping[str, str]]:
-    """model_type -> what is publicly known of its ranges (`reaches`) and where it was said (`source`)."""
+    """Return model_type -> published ranges (`reaches`) and their `source`."""
     table: Mapping[str, Mapping[str, str]] = loads(
         (files("isotype") / "precision" / "families.json").read_text(encoding="utf-8")
     )
@@ -175,7 +170,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 
 
 def _largest(ranges: Ranges) -> tuple[str, float] | None:
-    """Return (module, value) of the largest magnitude that float16 throughout would round."""
+    """Return (module, value) of the largest magnitude that an all-float16 forward would round."""
     found = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),
@@ -190,20 +185,20 @@ def _largest(ranges: Ranges) -> tuple[str, float] | None:
 
 
 def _own_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Operators that a forward runs in 16 bits, each with its largest magnitude.
+    """Yield the operators that a forward runs in 16 bits, with their largest magnitudes.
 
-    Norms go to float32 inside, whatever they are given.
+    Norms are excluded: they compute in float32.
     """
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
-            # A fill value among the operands says nothing, what else there is does.
+            # A fill value among the operands carries no information, the others do.
             values = (value for value in (operator.output, *operator.inputs) if not is_fill(value))
             yield operator, max((0.0, *values))
 
 
 def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
-    """Modules that float16 cannot run even where the residual stream is float32."""
+    """Yield the modules that cannot run in float16 even with a float32 residual stream."""
     stream = _carriers(ranges)
     own: dict[str, tuple[OperatorRange, float]] = {}
     for operator, value in _own_operators(ranges):
@@ -215,7 +210,7 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
             if exception is not None:
                 yield exception
         elif module.kind == "embedding" and (module.weight > FLOAT16_LARGEST or module.output > LIMIT):
-            # Some scale what they look up, in the dtype of their weight.
+            # Some scale the looked-up rows, in the dtype of their weight.
             largest, what = max((module.weight, "weights"), (module.output, "results"))
             yield ModuleException(module.name, "float32", reason=f"its {what} reach {number(largest)}")
         elif module.kind == "other" and module.name in own and module.name not in stream:
@@ -227,7 +222,7 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
 
 
 def _carriers(ranges: Ranges) -> frozenset[str]:
-    """Modules that only pass the residual stream on: its blocks and everything that contains one."""
+    """Return the modules that only pass on the residual stream: its blocks and all their parents."""
     carriers = {"", *ranges.stream}
     for name in ranges.stream:
         parts = name.split(".")
@@ -237,7 +232,7 @@ def _carriers(ranges: Ranges) -> frozenset[str]:
 
 def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> ModuleException | None:
     quantized = storage in QUANTIZATIONS
-    int8 = storage == "int8"  # its weights have a float32 scale for each row, so they have any range
+    int8 = storage == "int8"  # any range: its rows have float32 scales
     if module.weight > FLOAT16_LARGEST and not int8:
         return ModuleException(module.name, "float32", reason=f"its weights reach {number(module.weight)}")
     if 0 < module.median_weight < _SUBNORMAL and not int8:
@@ -250,7 +245,7 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
     if largest <= LIMIT or not math.isfinite(largest):
         return None
     reason = f"its {end} reach {number(largest)}"
-    # Two casts and two products of activations against a matmul at the rate of float32.
+    # Two casts and two products of activations, against a matmul at float32's rate.
     if not quantized and not _float16_is_faster(profile):
         return ModuleException(module.name, "float32", reason=reason)
     return ModuleException(
@@ -264,9 +259,9 @@ def _float16_is_faster(profile: DeviceProfile) -> bool:
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
-    """Linear layers whose adapters' gradients can pass float16's range at the loss scale.
+    """Yield linear layers whose adapters' gradients can exceed float16's range at the loss scale.
 
-    The gradient of lora_B is the sum over tokens of the gradient of the layer's result times lora_A's result, that of
+    The gradient of lora_B is the sum over tokens of the output's gradient times lora_A's output, that of
     lora_A likewise times the layer's input (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:
@@ -279,7 +274,7 @@ def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
 
 
 def _loss_scale(ranges: Ranges) -> tuple[float, str]:
-    """The loss scale at which the largest measured gradient is a sixteenth of float16's largest number."""
+    """Return the loss scale at which the largest measured gradient is a sixteenth of 65504, and the reason."""
     gradients = [
         *(module.gradient for module in ranges.modules),
         *(

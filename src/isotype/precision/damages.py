@@ -1,4 +1,4 @@
-"""What storing each linear layer in fewer bits does to a model's output, as data: what mixed storage is chosen by."""
+"""Damage to a model's output from storing each linear layer in fewer bits, the basis of mixed storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isotype.core.units import format_bytes
 from isotype.precision.measurement import Measurement
 
 MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
-"""What a linear layer is measured in; float32 changes nothing."""
+"""Formats in which a linear layer is measured; float32 changes nothing."""
 
 _NESTED = 256
 _FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -22,10 +22,10 @@ _SHOWN = 12
 
 
 def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = False) -> int:
-    """Bytes of a weight `[rows, columns]` in a format, with the constants that its codes are multiplied with.
+    """Return the bytes of a weight `[rows, columns]` in a format, including its constants.
 
-    4 bits: a float32 for each block; with double quantization (https://arxiv.org/abs/2305.14314, section 3) one byte, and a
-    float32 for each 256 of them and one more. int8: a float32 a row.
+    4 bits: a float32 per block; with double quantization (https://arxiv.org/abs/2305.14314, section 3) one
+    byte per block, a float32 per 256 blocks, and one more. int8: a float32 per row.
     """
     values = rows * columns
     if form in _FLOATS:
@@ -39,15 +39,15 @@ def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class LayerDamage:
-    """What each format of one linear layer does to the model's output.
+    """Damage of one linear layer to the model's output in each format.
 
     Attributes:
         module: fully qualified name.
         rows, columns: shape of its weight as the layer computes with it, `[out, in]`.
-        damage: format -> nats a token, to first order in the loss: Kullback-Leibler divergence of the distribution of the next token
-            from that of the float32 model, where only this layer is stored so.
+        damage: format -> nats per token, to first order in the loss: Kullback-Leibler divergence of the
+            next token's distribution from that of the float32 model if only this layer is stored so.
         error: format -> squared norm of the error of its weight.
-        moments: of its input channels, as `isotype.precision.policy.written` writes them.
+        moments: of its input channels, as text of `isotype.precision.policy.write_moments`.
     """
 
     module: str
@@ -58,28 +58,29 @@ class LayerDamage:
     moments: str = ""
 
     def bytes(self, form: str, *, double_quant: bool = False) -> int:
-        """Bytes of its weight in a format."""
+        """Return the bytes of its weight in a format."""
         return stored_bytes(self.rows, self.columns, form, double_quant=double_quant)
 
     def damage_in(self, form: str) -> float:
-        """Nats a token in a format; none in float32."""
+        """Return the nats per token in a format; 0 in float32."""
         return 0.0 if form == "float32" else self.damage[form]
 
 
 @dataclass(frozen=True)
 class Damages(Measurement):
-    """One measurement of one model.
+    """A damage measurement of one model.
 
     Attributes:
-        source: what was measured, in words.
-        key: fingerprint of the checkpoint; "" of a model in memory.
+        source: the model, in words.
+        key: fingerprint of the checkpoint; "" for a model in memory.
         when: date and time, ISO 8601 in UTC.
-        dtype: that it was computed in.
-        text: what was run, in words.
+        dtype: of the computation.
+        text: the texts, in words.
         tokens: number of tokens.
-        layers: every linear layer that quantization reaches, in the model's order.
-        measured: format -> nats a token where all layers are stored so, of the same tokens: exact, no estimate.
-        notes: what there is to say about it.
+        layers: all linear layers that quantization covers, in the model's order.
+        measured: format -> nats per token with all layers stored so, for the same tokens: exact, not an
+            estimate.
+        notes: remarks on the measurement.
     """
 
     subject: ClassVar = "damages"
@@ -101,7 +102,7 @@ class Damages(Measurement):
         return {layer.module: layer for layer in self.layers}
 
     def total(self, form: str) -> float:
-        """Nats a token where every layer is stored in a format: as measured, else the sum of the layers'."""
+        """Return the nats per token with every layer in a format: measured, else the sum over layers."""
         return (
             self.measured[form]
             if form in self.measured
@@ -109,9 +110,9 @@ class Damages(Measurement):
         )
 
     def estimate(self, storage: Mapping[str, str], otherwise: str) -> float:
-        """Nats a token where the layers named in `storage` are stored as it says, and the others in the format `otherwise`.
+        """Return the nats per token with the layers in `storage` stored so, and the others in `otherwise`.
 
-        Sums of the layers' damages, times what the measured total of `otherwise` is over theirs.
+        The sum of the layers' damages, times the ratio of `otherwise`'s measured total to its sum.
         """
         mixed = self._sum((layer, storage.get(layer.module, otherwise)) for layer in self.layers)
         plain = self._sum((layer, otherwise) for layer in self.layers)
@@ -122,7 +123,7 @@ class Damages(Measurement):
         return math.fsum(layer.damage_in(form) for layer, form in pairs)
 
     def bytes(self, form: str, *, double_quant: bool = False) -> int:
-        """Bytes of all layers' weights in one format."""
+        """Return the bytes of all layers' weights in one format."""
         return sum(layer.bytes(form, double_quant=double_quant) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -154,6 +155,6 @@ class Damages(Measurement):
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def require_whole(self) -> None:
-        """Raises ValueError where a layer lacks a format."""
+        """Raise ValueError if a layer lacks a format."""
         if any(set(MEASURED) - set(layer.damage) for layer in self.layers):
             raise ValueError("not a measurement: a layer lacks a format")

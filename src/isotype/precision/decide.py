@@ -1,5 +1,7 @@
-"""Decide the precision policy. Pure: facts about the model, a device profile and the user's request go in, a policy
-or one error that names every conflict comes out. `isotype.resolve_precision` gathers the facts and calls it.
+"""Decision of the precision policy: a pure function of model facts, a device profile and the user's request.
+
+It returns a policy, or raises one error that names every conflict. `isotype.resolve_precision` gathers the
+facts and calls it.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ TRAINABLE = ("lora", "full")
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """What the user asked for; None and "auto" mean: decide for me.
+    """The user's request; None and "auto" leave the decision to isotype.
 
-    `layers` are linear layers that are stored otherwise than `quantization` says. With the quantization `"mixed"`, which
-    `isotype.precision.by_damage` resolves, the base's weights take at most `base_memory` bytes. `quantized_parts` is `"language"`, or
-    `"all"`: of a model that takes pictures or sound, its towers and projectors are quantized, too.
+    `layers` are linear layers stored in another format than `quantization`. With the quantization `"mixed"`,
+    resolved by `isotype.precision.by_damage`, the base's weights take at most `base_memory` bytes.
+    `quantized_parts` is `"language"`, or `"all"` to quantize towers and projectors of pictures and sound too.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -56,14 +58,14 @@ def decide(
     """Return the policy for a model, a device and the user's request.
 
     Args:
-        facts: what the checkpoint's headers and config say.
-        profile: what the device can do.
-        request: what was asked for explicitly.
-        obstacles: problems found elsewhere (library versions) to be reported together with ours.
-        ranges: measured magnitudes of this model's values, None if nobody has measured them.
+        facts: from the checkpoint's headers and config.
+        profile: the device.
+        request: the user's explicit choices.
+        obstacles: problems from elsewhere (library versions), reported together with these.
+        ranges: measured magnitudes of this model's values; None if not measured.
 
     Raises:
-        PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
+        PrecisionError: every conflict with its fix, and the nearest policy that works.
     """
     draft = _Draft(facts, profile, request)
     compute, master, storage = draft.roles()
@@ -121,7 +123,7 @@ def decide(
 
 @dataclass(frozen=True)
 class _Draft:
-    """What is decided of one request, what stands in its way, and what it costs."""
+    """State of a decision: problems, warnings, and reasons by role."""
 
     facts: ModelFacts
     profile: DeviceProfile
@@ -131,7 +133,7 @@ class _Draft:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def roles(self) -> tuple[torch.dtype, torch.dtype, str]:
-        """Return (compute dtype, master dtype, storage), of no meaning where there are problems."""
+        """Return (compute dtype, master dtype, storage); meaningless if there are problems."""
         storage_format = self._storage_format()
         compute = self._compute(storage_format)
         master = self._master(compute)
@@ -141,7 +143,7 @@ class _Draft:
         self.problems.append(Problem(given, expected, fix))
 
     def _storage_format(self) -> str | None:
-        """Return the quantization format of the frozen weights, or None for a float dtype."""
+        """Return the quantization format of the frozen weights; None for a float dtype."""
         requested = self.request.quantization
         saved = self.facts.quantization.format if self.facts.quantization else None
         if self.request.trainable not in TRAINABLE:
@@ -285,7 +287,7 @@ class _Draft:
         compute: torch.dtype,
         master: torch.dtype,
     ) -> str:
-        """Return the float dtype that was asked for the frozen weights, and what it costs."""
+        """Return the requested float dtype of the frozen weights; warn about its cost."""
         if requested in QUANTIZATIONS:
             self._refuse(
                 f"storage {requested}",
@@ -325,7 +327,7 @@ class _Draft:
 
 
 def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
-    """The format that stacked experts keep: their own, where any quantization is asked for or there already; else empty."""
+    """Return the checkpoint's format of stacked experts if they keep it under quantization; else ""."""
     saved = facts.quantization
     if saved is None or not saved.experts or request.trainable == "full":
         return ""
@@ -335,7 +337,7 @@ def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
 def _auto_compute(
     facts: ModelFacts, profile: DeviceProfile, storage_format: str | None
 ) -> tuple[torch.dtype, str]:
-    """Return the compute dtype that nobody asked for, and its reason."""
+    """Return the default compute dtype and its reason."""
     trained, best = facts.trained_dtype, profile.best_dtype()
     if trained is None or trained not in COMPUTE_DTYPES:
         return best, f"the best that {profile.title} runs natively; the checkpoint names no dtype"
@@ -391,7 +393,7 @@ def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """Return the first policy that works among request that give up ever more, described in one line."""
+    """Return the first policy that works after dropping parts of the request, as one line."""
     if obstacles:
         return None
     given_up: tuple[Mapping[str, Any], ...] = (
@@ -426,7 +428,7 @@ def _nearest(
 
 
 def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
-    """Role -> why, of the roles that follow from the compute dtype, the float weights' dtype and the pins."""
+    """Return role -> reason for roles that follow from the compute dtype, the float weights' dtype and the pins."""
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
@@ -455,7 +457,7 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
 
 
 def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Role -> why, where autocast casts float weights of another dtype; `compute` is the compute dtype's reason."""
+    """Return role -> reason if autocast casts float weights; `compute` is the compute dtype's reason."""
     name = dtype_name(plain)
     return {
         "compute": (

@@ -1,4 +1,4 @@
-"""What the precision policy is decided from: facts about a model, gathered elsewhere."""
+"""Facts about a model from which the precision policy is decided."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _DEQUANTIZED = frozenset({"mxfp4", "fp8", "compressed-tensors", "modelopt"})
 
 @dataclass(frozen=True)
 class QuantizationFacts:
-    """How the weights are quantized already.
+    """Existing quantization of the weights.
 
     Attributes:
         method: the library or scheme: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
-        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for other methods their name and bits, `"gptq-4bit"`.
-        compute_dtype: dtype that the weights are dequantized to; None if nothing says it.
-        double_quant: whether the quantization constants are quantized too; None if that has no meaning.
-        quant_storage: dtype of the packed bytes; None if nothing says it.
-        skip_modules: modules that are left unquantized.
-        experts: the format of stacked experts, if they can stay in it and it is not that of linear layers: `"mxfp4"`; else empty.
-        in_memory: whether a model in memory is quantized so, not a checkpoint.
+        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for other methods their name and bits,
+            `"gptq-4bit"`.
+        compute_dtype: dtype to which weights are dequantized; None if unknown.
+        double_quant: whether the quantization constants are quantized too; None if not applicable.
+        quant_storage: dtype of the packed bytes; None if unknown.
+        skip_modules: unquantized modules.
+        experts: the format that stacked experts can keep if linear layers cannot: `"mxfp4"`; else "".
+        in_memory: whether this is a model in memory instead of a checkpoint.
     """
 
     method: str
@@ -38,29 +39,29 @@ class QuantizationFacts:
 
     @property
     def dequantized(self) -> bool:
-        """True if loading makes dense weights of these."""
+        """True if loading dequantizes the weights."""
         return self.method in _DEQUANTIZED and (self.method == "mxfp4" or not self.in_memory)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model is, as far as dtypes go. Of a PEFT model, the base model's.
+    """Facts about a model's dtypes; for a PEFT model, those of the base model.
 
     Attributes:
-        source: what was given, in words: a path, a hub id or a class name.
-        model_type: as in config.json (`"llama"`), or None without a config.
+        source: the model, in words: a path, a hub id or a class name.
+        model_type: as in config.json (`"llama"`); None without a config.
         architecture: name of the model class.
-        trained_dtype: what the weights were trained in: the dtype of most elements that are not quantized, else
-            the config's; None if nothing says it.
-        quantization: how the weights are quantized already, or None.
-        pinned: patterns of parameters kept in float32 when float16 is asked for (`_keep_in_fp32_modules`).
-        pinned_strict: patterns of parameters kept in float32 always (`_keep_in_fp32_modules_strict`).
+        trained_dtype: dtype of training: that of most unquantized elements, else the config's; None if
+            unknown.
+        quantization: existing quantization of the weights, or None.
+        pinned: patterns of parameters kept in float32 if float16 is requested (`_keep_in_fp32_modules`).
+        pinned_strict: patterns of parameters always kept in float32 (`_keep_in_fp32_modules_strict`).
         parameters: number of parameters, each counted once and as if dense.
-        parameter_bytes: bytes they take as stored, with their quantization constants.
-        dense: modules that no quantization takes unless it is asked for: towers of pictures and sound with their projectors, and what
-            transformers leaves out beside them; empty of a model of text alone.
-        routers: whether routers choose experts by themselves, as those of transformers' classes do.
-        notes: what could not be found out, and why.
+        parameter_bytes: stored bytes, including quantization constants.
+        dense: modules that are quantized only on request: towers of pictures and sound with their
+            projectors, and modules that transformers leaves out too; empty for a text model.
+        routers: whether routers choose experts themselves, as in transformers' classes.
+        notes: unknown facts, with the reason.
     """
 
     source: str
@@ -78,13 +79,13 @@ class ModelFacts:
 
     @property
     def saved_format(self) -> str | None:
-        """The quantization that the weights are stored in and keep when they are loaded."""
+        """The quantization that the stored weights keep when loaded."""
         quantization = self.quantization
         return None if quantization is None or quantization.dequantized else quantization.format
 
 
 def unreadable(facts: ModelFacts) -> Problem | None:
-    """Why a model that is saved quantized is not read; None if it is."""
+    """Return the problem of a quantized model that cannot be read; None if it can."""
     if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
     return Problem(

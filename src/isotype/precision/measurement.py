@@ -1,4 +1,4 @@
-"""What measurements of a model have in common: how they are written and read again."""
+"""Saving and loading of measurements of a model."""
 
 from __future__ import annotations
 
@@ -14,27 +14,23 @@ from isotype.core.json_records import decoded
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement that is kept as JSON.
+    """A measurement stored as JSON.
 
     Attributes:
-        subject: what is measured, in a word.
-        layout: key and number of the layout of a saved measurement: one of another number is measured again.
+        subject: the measured quantity, in a word.
+        layout: key and version of the file layout; files of another version are measured again.
     """
 
     subject: ClassVar[str]
     layout: ClassVar[tuple[str, int]]
 
     def to_json(self) -> str:
-        """As text; `from_json` is the inverse."""
+        """Return JSON text; `from_json` is the inverse."""
         return json.dumps(dict([self.layout]) | asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the measurement that `to_json` wrote.
-
-        Raises:
-            ValueError: it is no measurement, or one of another layout.
-        """
+        """Return the measurement that `to_json` wrote; raises ValueError for other text or another layout."""
         key, number = cls.layout
         try:
             values: dict[str, Any] = json.loads(text)
@@ -47,7 +43,7 @@ class Measurement:
             raise ValueError(f"not a measurement: {error}") from error
 
     def require_whole(self) -> None:
-        """Raises ValueError where what was read is not whole."""
+        """Raise ValueError if the loaded measurement is incomplete."""
 
     def save(self, path: str | Path) -> Path:
         """Write the measurement to the file `path` (temporary name, then rename)."""
@@ -56,11 +52,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Return the measurement in the file `path`.
-
-        Raises:
-            CheckpointError: the file is not one.
-        """
+        """Return the measurement in the file `path`; raises CheckpointError for another file."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:

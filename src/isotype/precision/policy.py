@@ -1,4 +1,4 @@
-"""The precision policy: the dtype of every role of a training run, each with its reason."""
+"""The precision policy: the dtype of every role of a training run, with reasons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isotype.core.formats import FORMATS, MIXED, QUANTIZATIONS
 from isotype.core.names import plural, starred
 
 POLICY_FILE = "precision_policy.json"
-"""Name of the file in a saved adapter's folder that holds the policy it was trained under."""
+"""File in a saved adapter's folder with the policy of its training."""
 
 _ROLES = (
     ("storage", "frozen base weights"),
@@ -39,18 +39,18 @@ _ROLES = (
 
 
 DEFAULT_LOSS_SCALE = 65536.0
-"""The loss scale that a GradScaler begins with."""
+"""The initial loss scale of a GradScaler."""
 
 
 @dataclass(frozen=True)
 class ModuleException:
-    """A module that float16 compute cannot run as it runs the others, because of its measured values.
+    """A module that cannot run in float16 as the others do, because of its measured values.
 
     Attributes:
         module: fully qualified name in the base model.
-        how: `"scale"`: the input of a linear layer times 2^-exponent, the result widened to float32 and multiplied by
-            2^exponent: no digit is lost but of subnormal numbers; `"float32"`: all of the module's own operators; or
-            `"adapters"`: the adapters of a linear layer only.
+        how: `"scale"`: a linear layer's input is multiplied by 2^-exponent, its result widened to float32
+            and multiplied by 2^exponent, which is exact except for subnormal numbers; `"float32"`: all of the
+            module's own operators; `"adapters"`: the adapters of a linear layer only.
         exponent: of `"scale"`.
         reason: the measured value, in words.
     """
@@ -63,14 +63,15 @@ class ModuleException:
 
 @dataclass(frozen=True)
 class LayerStorage:
-    """A linear layer that is stored otherwise than most.
+    """A linear layer stored in another format than most.
 
     Attributes:
         module: fully qualified name in the base model.
-        storage: `"nf4"`, `"nf4-32"` (nf4 in blocks of 32 weights instead of 64), `"nf4-fitted"` and `"nf4-32-fitted"` (with constants
-            that are fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the float dtype that weights which are not quantized
-            have.
-        moments: of its input channels, as `isotype.precision.policy.written` writes them; for fitted constants.
+        storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights instead of 64), `"nf4-fitted"` and
+            `"nf4-32-fitted"` (constants fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the
+            float dtype of unquantized weights.
+        moments: of its input channels for fitted constants, as text of
+            `isotype.precision.policy.write_moments`.
     """
 
     module: str
@@ -80,13 +81,13 @@ class LayerStorage:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The dtypes of one training run. A value: pass it, compare it, save it; it never changes.
+    """The dtypes of one training run; immutable.
 
     Attributes:
         compute: dtype of matmul operands.
         storage: how a frozen base weight is stored: a float dtype's name, `"nf4"`, `"fp4"` or `"int8"`.
         master: dtype of trainable parameters, which the optimizer updates.
-        reduce: dtype in which gradients are summed across ranks: the masters', whose gradients they are.
+        reduce: dtype in which gradients are summed across ranks: the masters'.
         loss_scaling: whether a GradScaler is needed (float16 compute with float32 masters, nothing else).
         trainable: `"lora"` (adapters on a frozen base) or `"full"` (every weight).
         device: name of the device profile the policy was decided for.
@@ -94,16 +95,17 @@ class PrecisionPolicy:
         double_quant: whether the quantization constants are quantized too (nf4 and fp4 only).
         quant_storage: dtype of the packed 4-bit bytes; FSDP needs the compute dtype here.
         wide_residual: whether the residual stream is carried in float32 although matmuls run in 16 bits.
-        layers: linear layers that are stored in another format than `storage` (a mixed base).
-        dense: modules that stay unquantized, as transformers' `llm_int8_skip_modules` has them; empty for transformers' own choice.
-        exceptions: modules whose values pass the compute dtype's range.
-        loss_scale: the loss scale that a GradScaler begins with.
-        keep_frozen: whether frozen float weights stay in the dtype they have, whatever `storage` says: true of a
-            policy that was read off a model (`PrecisionCallback` without a policy).
-        experts: how stacked experts are stored where that is otherwise: `"mxfp4"`, as the checkpoint has them; else empty.
-        routers: whether routers of experts compute, and choose, in float32.
-        reasons: role -> why.
-        warnings: what an explicit request costs.
+        layers: linear layers in another format than `storage` (a mixed base).
+        dense: modules that stay unquantized, as transformers' `llm_int8_skip_modules` has them; empty for
+            transformers' own choice.
+        exceptions: modules whose values exceed the compute dtype's range.
+        loss_scale: the initial loss scale of a GradScaler.
+        keep_frozen: whether frozen float weights keep their dtype regardless of `storage`: True for a
+            policy derived from a model (`PrecisionCallback` without a policy).
+        experts: storage of stacked experts if it differs: `"mxfp4"`, the checkpoint's; else "".
+        routers: whether routers of experts compute and choose in float32.
+        reasons: role -> reason.
+        warnings: costs of explicit requests.
     """
 
     compute: torch.dtype
@@ -134,12 +136,12 @@ class PrecisionPolicy:
 
     @property
     def quantization(self) -> str | None:
-        """What has to be asked for to get this storage, layers of their own aside; None if no quantization has."""
+        """The quantization to request for this storage, except for `layers`; None for float storage."""
         return self.storage if self.quantized else self.experts or None
 
     @property
     def form(self) -> str:
-        """The storage in a word: what to ask for, with layers of their own `mixed`, else the float dtype's name."""
+        """The storage in a word: the quantization, `mixed` if `layers` differ, else the float dtype's name."""
         return MIXED if self.layers else self.quantization or self.storage
 
     @cached_property
@@ -147,27 +149,27 @@ class PrecisionPolicy:
         return {layer.module: layer for layer in self.layers}
 
     def storage_of(self, module: str) -> str:
-        """How the weight of a linear layer that is quantized under this policy is stored, by its name in the base model."""
+        """Return the storage of a quantized linear layer, by its name in the base model."""
         layer = self._layers_by_name.get(module)
         return self.storage if layer is None else layer.storage
 
     def code_book_of(self, module: str) -> str:
-        """The code book of the same layer's format, as bitsandbytes names it; a float dtype's name is its own."""
+        """Return bitsandbytes' code book for a layer's format; a float dtype's name for float storage."""
         storage = self.storage_of(module)
         return FORMATS[storage].code if storage in FORMATS else storage
 
     @property
     def layer_formats(self) -> dict[str, str]:
-        """Format of each layer that is stored otherwise than `storage` says, by its module."""
+        """Module -> format of each layer not stored in `storage`."""
         return {layer.module: layer.storage for layer in self.layers}
 
     def moments_of(self, module: str) -> torch.Tensor | None:
-        """`[in]`, of the input channels of a linear layer whose constants are fitted to them; None of another."""
+        """Return `[in]` moments of a linear layer's input channels if its constants are fitted to them; else None."""
         layer = self._layers_by_name.get(module)
         return read_moments(layer.moments) if layer is not None and layer.moments else None
 
     def moments_by_weight(self) -> dict[str, torch.Tensor]:
-        """Name of a weight -> `[in]`, for every layer of which `moments_of` knows them."""
+        """Return weight name -> `[in]` moments, for every layer with moments."""
         moments = {layer.module: self.moments_of(layer.module) for layer in self.layers}
         return {f"{module}.weight": each for module, each in moments.items() if each is not None}
 
@@ -178,12 +180,12 @@ class PrecisionPolicy:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Dtype for `torch.autocast`, or None if float32 compute needs none."""
+        """Dtype for `torch.autocast`; None for float32 compute."""
         return None if self.compute == torch.float32 else self.compute
 
     @property
     def residual(self) -> torch.dtype:
-        """Dtype that hidden states are carried in between blocks: the float weights', unless ranges forbid it."""
+        """Dtype of hidden states between blocks: the float weights', unless ranges require float32."""
         return torch.float32 if self.wide_residual else self.plain
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
@@ -208,13 +210,13 @@ class PrecisionPolicy:
         )
 
     def storage_words(self) -> str:
-        """`nf4 (double quantization), mixed, experts mxfp4`."""
+        """Return `nf4 (double quantization), mixed, experts mxfp4`."""
         nested = " (double quantization)" if self.double_quant else ""
         experts = f", experts {self.experts}" if self.experts else ""
         return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
-        """One line for each format and kind of layer that are stored otherwise, with the numbers of the layers."""
+        """Return one line per format and kind of differently stored layers, with their layer numbers."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
             number = next((part for part in layer.module.split(".") if part.isdigit()), "")
@@ -244,14 +246,14 @@ class PrecisionPolicy:
         return "\n".join(lines)
 
     def exception_lines(self) -> tuple[str, ...]:
-        """One line for each kind of module that is an exception, with the first reason."""
+        """Return one line per kind of module with exceptions, with the first reason."""
         groups: dict[tuple[str, str], list[ModuleException]] = {}
         for exception in self.exceptions:
             groups.setdefault((starred(exception.module), exception.how), []).append(exception)
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
-        """Plain JSON values for a reader: all but the moments, a character for each input channel of each layer."""
+        """Return plain JSON values for display: all but the moments, one character per input channel."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
         return {
@@ -262,7 +264,7 @@ class PrecisionPolicy:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse."""
+        """Return plain JSON values; `from_dict` is the inverse."""
         moments = {layer.module: layer.moments for layer in self.layers if layer.moments}
         return {**self.summary(), "moments": moments}
 
@@ -284,15 +286,15 @@ class PrecisionPolicy:
         return cls(**rest)
 
     def save(self, directory: str | Path) -> Path:
-        """Write the policy as readable JSON into `directory` (temporary name, then renamed)."""
+        """Write the policy as JSON into `directory` (temporary name, then rename)."""
         return write_whole(Path(directory) / POLICY_FILE, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def read(cls, directory: str | Path) -> PrecisionPolicy | None:
-        """Return the policy saved in `directory`, or None if there is none.
+        """Return the policy saved in `directory`; None if there is none.
 
         Raises:
-            CheckpointError: the file is there but is not a policy.
+            CheckpointError: the file exists but is not a policy.
         """
         path = Path(directory) / POLICY_FILE
         if not path.is_file():
@@ -320,35 +322,26 @@ def _exception_line(name: str, group: list[ModuleException]) -> str:
 
 
 def is_pinned(name: str, patterns: Sequence[str]) -> bool:
-    """Whether the parameter `name` is pinned: transformers matches patterns anywhere in the name, `*` as `.*`."""
+    """Return whether parameter `name` is pinned: transformers matches patterns anywhere in the name, `*` as `.*`."""
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Levels to an octave. The constants are as good with whole octaves (benchmarks/quality.py)."""
+"""Levels per octave; whole octaves would be as good (benchmarks/quality.py)."""
 _PRIOR = 8
-"""Tokens that count beside those measured, each with the mean of all channels: an expert that two tokens reach says little."""
+"""Prior weight in tokens of the mean over channels, for experts that few tokens reach."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:
-    """Return the moments as text, the largest as `_`.
-
-    Args:
-        squares: `[in]`, sums over tokens of the channels' squares, in any unit.
-        tokens: how many.
-    """
-    squares = squares.cpu().double()  # which some devices have not
+    """Return the moments as text, the largest as `_`; `squares` `[in]` are sums over `tokens`, in any unit."""
+    squares = squares.cpu().double()  # some devices lack float64
     moments = squares + _PRIOR * squares.mean() / max(1, tokens)
     levels = (moments / moments.max()).log2().mul(_OCTAVE).round() + len(_LEVELS) - 1
     return "".join(_LEVELS[level] for level in levels.nan_to_num(0).clamp(0, len(_LEVELS) - 1).int().tolist())
 
 
 def read_moments(text: str) -> torch.Tensor:
-    """`[in]` float32 moments relative to the largest.
-
-    Raises:
-        ValueError: a character is none of those that are written.
-    """
+    """Return `[in]` float32 moments relative to the largest; raises ValueError for an invalid character."""
     levels = torch.tensor([_LEVELS.index(each) for each in text], dtype=torch.float32)
     return torch.exp2((levels - (len(_LEVELS) - 1)) / _OCTAVE)

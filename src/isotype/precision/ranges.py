@@ -1,4 +1,4 @@
-"""Measured value ranges of a model, as data: what the policy for float16 is decided from."""
+"""Measured value ranges of a model, the basis of float16 policies."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from isotype.precision.measurement import Measurement
 FLOAT16_LARGEST = 65504.0
 """The largest number of float16."""
 FLOAT16_FLUSHED = 2.0**-25
-"""Float16's smallest number is 2^-24; what is at most half of it is rounded to zero."""
+"""float16's smallest number is 2^-24; values up to half of it are rounded to zero."""
 _FILL = 1e37
-"""What is larger and finite fills a mask (the smallest number of float32 or bfloat16) and is no activation."""
+"""Larger finite values fill masks (the smallest number of float32 or bfloat16) and are no activations."""
 _LOSS_SCALES = (2.0**0, 2.0**24)
 
 MATMULS = (
@@ -29,16 +29,13 @@ MATMULS = (
     "_grouped_mm",
     "_scaled_dot_product",
 )
-"""Beginnings of the names of operators that autocast runs in 16 bits: their operands and results are rounded."""
+"""Prefixes of operators that autocast runs in 16 bits: their operands and results are rounded."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
-"""Beginnings of the names of attention's kernels.
-
-Of their results only the first is a value; the others are statistics, with infinities for rows that do not exist.
-"""
+"""Prefixes of attention kernels. Only their first result is a value; the others are statistics, with infinities."""
 
 
 def is_attention(op: str) -> bool:
-    """Whether an operator (`aten._scaled_dot_product_flash_attention.default`) is a kernel of attention."""
+    """Return whether an operator (`aten._scaled_dot_product_flash_attention.default`) is an attention kernel."""
     return op.removeprefix("aten.").removeprefix("torch_attn.").startswith(ATTENTION)
 
 
@@ -48,7 +45,7 @@ def is_fill(value: float) -> bool:
 
 
 def first_loss_scale(gradient: float) -> float:
-    """The power of two, 1 to 2^24, times which `gradient`, the largest of a step, is at most a sixteenth of 65504."""
+    """Return the power of two from 1 to 2^24 that scales the largest `gradient` to at most 65504 / 16."""
     low, high = _LOSS_SCALES
     if not gradient:
         return high
@@ -60,17 +57,17 @@ class OperatorRange:
     """Magnitudes of one operator in one place of a step, the largest of all batches.
 
     Attributes:
-        module: fully qualified name, in the base model, of the innermost module it runs in ("" is the model
-            itself); in the backward, the module of the forward call.
+        module: fully qualified name, in the base model, of the innermost module it runs in ("" is the
+            model itself); in the backward, the module of the forward call.
         op: `aten.mm.default`.
-        index: which call of this operator in this module and phase, from 0.
+        index: number of the call of this operator in this module and phase, from 0.
         phase: forward or backward; gradients are those of the mean loss, before any loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: share of the results' nonzero elements that are at most 2^-25, which float16 rounds to zero, of an even
-            sample where there are many; the largest of all batches.
-        source: `file:line` that called it, "" where there is none.
-        flushed_scaled: the same share of the results times 65536, the loss scale that a GradScaler begins with.
+        flushed: share of the results' nonzero elements up to 2^-25, which float16 rounds to zero (sampled
+            evenly if there are many); the largest of all batches.
+        source: `file:line` of the call; "" if there is none.
+        flushed_scaled: the same share for the results times 65536, a GradScaler's initial loss scale.
     """
 
     module: str
@@ -96,18 +93,18 @@ class OperatorRange:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRange:
-    """Largest magnitudes that enter and leave a module, over all batches.
+    """Largest magnitudes of a module's inputs and outputs, over all batches.
 
     Attributes:
         name: fully qualified name in the base model.
         kind: `"linear"`, `"embedding"`, `"norm"` or `"other"`, see `isotype.model.walk.Place.kind`.
         input: of its float inputs.
         output: of its float outputs.
-        gradient: of the gradient of its outputs, of the mean loss, before any loss scaling; 0 where none arrives.
-        weight: of its own float parameters; 0 where it has none.
-        median_weight: median magnitude of the nonzero values of its largest parameter, of an even sample where there
-            are many; 0 where it has none.
-        weight_gradient: of the gradients of its own trainable parameters; 0 where none is trainable.
+        gradient: of its outputs' gradients, of the mean loss before any loss scaling; 0 without any.
+        weight: of its own float parameters; 0 without any.
+        median_weight: median magnitude of the nonzero values of its largest parameter (sampled evenly if
+            there are many); 0 without any.
+        weight_gradient: of its own trainable parameters' gradients; 0 without any.
     """
 
     name: str
@@ -122,22 +119,24 @@ class ModuleRange:
 
 @dataclass(frozen=True)
 class Ranges(Measurement):
-    """One measurement of one model.
+    """A range measurement of one model.
 
     Attributes:
-        source: what was measured, in words: a path, a hub id or a class name.
+        source: the model: a path, a hub id or a class name.
         key: fingerprint of the checkpoint's headers and file sizes; "" of a model in memory.
         when: date and time of the measurement, ISO 8601 in UTC.
-        dtype: dtype that it was computed in: `"float32"`, or `"bfloat16"` where float32 did not fit.
-        text: what was run, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
-        tokens: number of tokens of all batches. Gradients are those of the mean over the tokens of one forward.
-        batches: number of batches, or of texts that lay in one batch and are told apart in `spread`.
-        spread: how far batches differ: the largest ratio between a module's output in one batch and in another.
-        modules: every module that was called, in the order of the first call.
-        operators: every operator whose result is floating point, in the order of the first call.
-        stream: names of the modules whose outputs are the residual stream, in order: embedding and blocks.
+        dtype: of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
+        text: the inputs, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
+        tokens: number of tokens of all batches. Gradients are those of the mean over the tokens of one
+            forward.
+        batches: number of batches, or of texts in one batch that `spread` compares.
+        spread: the largest ratio between a module's outputs in two batches.
+        modules: called modules, in the order of the first call.
+        operators: operators with floating point results, in the order of the first call.
+        stream: names of the modules whose outputs are the residual stream, in order: embedding and
+            blocks.
         loss: mean loss of each forward.
-        notes: what could not be measured, and why.
+        notes: unmeasured parts, with the reason.
     """
 
     subject: ClassVar = "ranges"

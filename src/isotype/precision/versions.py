@@ -1,7 +1,8 @@
-"""Which installed libraries do not fit each other, and which one to change.
+"""Incompatible versions of installed libraries, and the change that fixes them.
 
-What the packages declare in their metadata decides, isotype's own bounds among it; what its libraries check only at run time lies
-within these. Nothing here imports the packages. Everything works on a mapping of versions, so any combination can be asked about.
+Decided by the packages' declared metadata, including isotype's bounds; run-time checks of its libraries are
+within these. No package is imported. All functions take a mapping of versions, so any combination can be
+checked.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ PACKAGES: tuple[str, ...] = (
     "numpy",
     "psutil",
 )
-"""The packages whose versions are looked at."""
+"""The packages whose versions are checked."""
 
 Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
 class Incompatibility:
-    """Two versions that do not work together.
+    """A conflict of versions.
 
     Attributes:
-        packages: those concerned, each as `"name version"`.
-        fact: what is wrong.
-        change: what to install, as a pip requirement.
-        severity: `"error"` when something will fail, `"warning"` when it may.
+        packages: each as `"name version"`.
+        fact: the conflict.
+        change: the pip requirement to install.
+        severity: `"error"` if something will fail, `"warning"` if it may.
     """
 
     packages: tuple[str, ...]
@@ -57,11 +58,11 @@ class Incompatibility:
 
     @property
     def command(self) -> str:
-        """What makes the change."""
+        """The command that makes the change."""
         return pip_command([self]) or self.change
 
 
-# Extras that declare what isotype uses of a package; their other extras (tests, docs) bind nobody.
+# Extras with the requirements that isotype uses; other extras (tests, docs) are ignored.
 _EXTRAS: dict[str, tuple[str, ...]] = {
     "isotype": ("train",),
     "transformers": ("torch", "accelerate"),
@@ -70,8 +71,8 @@ _EXTRAS: dict[str, tuple[str, ...]] = {
 # --------------------------------------------------------------------------------------------- what is installed
 
 
-# Every check and every policy asks what is installed; to read it takes as long as a small trace, and while a process runs
-# it does not change.
+# Every check and policy reads the versions; that takes as long as a small trace, and they do not change while
+# a process runs.
 @cache
 def _version(package: str) -> str | None:
     try:
@@ -81,15 +82,15 @@ def _version(package: str) -> str | None:
 
 
 def installed() -> dict[str, str | None]:
-    """Return the installed version of each of `PACKAGES`, None if it is missing; nothing is imported."""
+    """Return the installed version of each of `PACKAGES` without importing it; None if it is missing."""
     return {package: _version(package) for package in PACKAGES}
 
 
 def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """What the installed packages require, as requirement strings, by their metadata.
+    """Return the requirement strings of the installed packages, from their metadata.
 
-    Only for packages whose version in `versions` is the installed one (metadata of others is not at hand), and
-    for isotype itself.
+    Only of packages whose version in `versions` is the installed one (others have no metadata here), and of
+    isotype.
     """
     asked = {**versions, "isotype": _version("isotype")}
     here = [package for package, version in asked.items() if version and version == _version(package)]
@@ -105,7 +106,7 @@ def _required(package: str) -> tuple[str, ...]:
 
 
 def _applies(requirement: Requirement, package: str) -> bool:
-    """Return whether the markers hold here, with the extras of `package` that isotype uses."""
+    """Return whether the markers apply here, with the extras of `package` that isotype uses."""
     marker = requirement.marker
     return marker is None or any(
         marker.evaluate({"extra": extra}) for extra in ("", *_EXTRAS.get(package, ()))
@@ -113,7 +114,7 @@ def _applies(requirement: Requirement, package: str) -> bool:
 
 
 def tightest(specifier: SpecifierSet) -> SpecifierSet:
-    """Return the same set of versions with only the highest `>=` and the lowest `<` of each kind left."""
+    """Return the same set of versions with only the highest `>=` and the lowest `<` of each kind."""
     bounds = {">=": max, "<": min}
     kept = [str(part) for part in specifier if part.operator not in bounds]
     for operator, pick in bounds.items():
@@ -128,7 +129,7 @@ def _holds(specifier: SpecifierSet, version: Version) -> bool:
 
 @lru_cache(maxsize=64)
 def _demands(package: str, texts: tuple[str, ...]) -> tuple[dict[str, SpecifierSet], list[str]]:
-    """What `package` demands of each other package, all its lines joined; and the lines that cannot be read."""
+    """Return the demands of `package` on each other package, joined, and the unreadable lines."""
     demands, unreadable = dict[str, SpecifierSet](), list[str]()
     for text in texts:
         try:
@@ -147,7 +148,7 @@ def _declared(
 ) -> Iterator[Incompatibility]:
     for package, texts in requires.items():
         owner = labels.get(canonicalize_name(package))
-        if owner is None:  # not installed, so it demands nothing
+        if owner is None:  # not installed: no demands
             continue
         demands, unreadable = _demands(package, tuple(texts))
         for text in unreadable:
@@ -165,14 +166,13 @@ def incompatibilities(
     versions: Mapping[str, str | None],
     requires: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Incompatibility]:
-    """Everything in a set of versions that does not fit together; empty when all is well.
+    """Return all incompatibilities in a set of versions, errors first.
+
+    A version that is not a version number is reported as a warning and not compared.
 
     Args:
-        versions: package -> version, None if it is not installed (as `installed()` returns).
-        requires: package -> requirement strings that it declares; by default those of the installed packages.
-
-    Returns:
-        Errors first. A version that is not a version number is reported as a warning and not compared.
+        versions: package -> version, None if it is not installed (as from `installed()`).
+        requires: package -> its requirement strings; by default those of the installed packages.
     """
     if requires is None:
         requires = installed_requirements(versions)
@@ -203,22 +203,19 @@ def is_installed(package: str) -> bool:
 
 @cache
 def incompatible_here() -> tuple[Incompatibility, ...]:
-    """What of the libraries installed here does not fit together."""
+    """Return the incompatibilities of the libraries installed here."""
     return tuple(incompatibilities(installed()))
 
 
 def missing(
     versions: Mapping[str, str | None], extra: str = "train", requires: Sequence[str] | None = None
 ) -> list[str]:
-    """Return the requirements of an extra of isotype whose package is not installed, as pip requirements.
+    """Return the uninstalled requirements of an extra of isotype, as pip requirements.
 
-    Args:
-        versions: package -> version or None; a package not in it counts as not installed.
-        extra: name of the extra.
-        requires: what isotype declares; by default its own metadata.
+    `requires` is isotype's metadata by default.
 
     Raises:
-        PrecisionError: isotype runs from source without being installed, so that it declares nothing.
+        PrecisionError: isotype runs from source without being installed, so it has no metadata.
     """
     if requires is None:
         requires = _own_requirements()
@@ -247,7 +244,7 @@ def _own_requirements() -> Sequence[str]:
 
 
 def pip_command(found: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
-    """One pip command that makes every change, with several demands on one package joined; None for no change."""
+    """Return one pip command for all changes, demands on one package joined; None for no change."""
     demands: dict[str, SpecifierSet] = {}
     for text in (*(incompatibility.change for incompatibility in found), *absent):
         requirement = Requirement(text)

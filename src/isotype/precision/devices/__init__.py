@@ -1,1 +1,1 @@
-"""Device profiles: what a device computes natively, its memory and rates; this machine's, measured."""
+"""Device profiles: native dtypes, memory and rates of a device; measurements of this machine."""

@@ -1,10 +1,11 @@
-"""Which kernel torch's attention takes for a call on an NVIDIA GPU, by the conditions of `scaled_dot_product_attention`.
+"""The attention kernel that torch selects on an NVIDIA GPU in `scaled_dot_product_attention`.
 
-From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.14), in the order of `priority_order`: cuDNN's kernel comes
-first on Hopper and Blackwell's large GPUs (capability 9.x and 10.x, with cuDNN 9.15.1 or later, as torch's builds for CUDA 13 have), and takes
-masks of any float dtype and grouped heads in 16 bits. FlashAttention takes grouped heads and no mask, on compute capability 8.0 and later.
-The memory-efficient kernel takes masks and older GPUs, and grouped heads from torch 2.14 on. What none takes goes to plain operators
-(`math`), which write out all scores in float32. Of other devices nothing is known here.
+From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.14), in the order of
+`priority_order`: cuDNN's kernel comes first on Hopper and Blackwell's large GPUs (capability 9.x and 10.x,
+with cuDNN 9.15.1 or later, as in torch's builds for CUDA 13), and supports masks of any float dtype and
+grouped heads in 16 bits. FlashAttention supports grouped heads but no mask, from capability 8.0 on. The
+memory-efficient kernel supports masks and older GPUs, and grouped heads from torch 2.14 on. All other calls
+use plain operators (`math`), which materialize all scores in float32. Other devices are not covered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Release = tuple[int, int]
 
 RELEASE: Release = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
-"""Of the torch that is installed, (major, minor)."""
+"""(major, minor) of the installed torch."""
 
 _AMPERE = (8, 0)
 _HOPPER = (9, 0)
@@ -28,16 +29,17 @@ _FLASH_HEAD = 256
 _CUDNN_MAJORS = (9, 10)
 _CUDNN_HEAD = 128
 _CUDNN_PAIRS: tuple[tuple[tuple[int, int], Release], ...] = (((192, 128), (2, 10)), ((256, 256), (2, 14)))
-"""Sizes of a head of queries and of values that cuDNN takes besides, and the release that they are taken from on: those of multi-head
-latent attention, and 256, whose backward takes no others."""
+"""Additional (query, value) head sizes of cuDNN and their first release: of multi-head latent attention, and 256."""
 _GROUPED_EFFICIENT: Release = (2, 14)
-"""From this release on the memory-efficient kernel takes grouped heads (https://github.com/pytorch/pytorch/pull/191085)."""
+"""First release whose memory-efficient kernel takes grouped heads
+(https://github.com/pytorch/pytorch/pull/191085).
+"""
 _ALIGNED = 16
-"""Bytes that rows of the memory-efficient kernel are a multiple of."""
+"""Row alignment of the memory-efficient kernel in bytes."""
 
 CUDNN_TILE = 128
 _NAN_RELEASES: tuple[Release, Release] = ((2, 11), (2, 14))
-"""The first and the last release that bring a cuDNN (before 9.26) whose backward may return NaN."""
+"""First and last torch release with a cuDNN (before 9.26) whose backward may return NaN."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class AttentionCall:
         dtype: of queries, keys and values.
         heads: of the queries.
         key_heads: of keys and values.
-        sizes: numbers of a head of queries, keys and values.
-        masked: whether a mask is given.
+        sizes: head dimensions of queries, keys and values.
+        masked: whether it has a mask.
     """
 
     dtype: torch.dtype
@@ -62,14 +64,9 @@ class AttentionCall:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, *, cudnn: bool = True
 ) -> Kernel | None:
-    """Return the kernel that a call takes on an NVIDIA GPU by a release of torch; None if nothing is known of
-    the device.
+    """Return the kernel for a call on an NVIDIA GPU in a torch release; None for unknown devices.
 
-    Args:
-        profile: of the device.
-        call: the call.
-        release: of torch.
-        cudnn: whether cuDNN's kernel is on, `isotype.compat.torch.cudnn_is_on` for the process.
+    `cudnn`: whether cuDNN's kernel is enabled (`isotype.compat.torch.cudnn_is_on` for this process).
     """
     if not _is_known(profile) or profile.capability is None:
         return None
@@ -85,23 +82,22 @@ def attention_kernel(
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
-    """Whether grouped heads have a fused kernel only when keys and values are repeated for each head of the queries."""
+    """Return whether grouped heads have a fused kernel only after repeating keys and values per query head."""
     without = _is_known(profile) and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 
 
 def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
-    """Whether a release of torch brings a cuDNN whose attention may return NaN on a GPU (`may_return_nan`)."""
+    """Return whether a torch release has a cuDNN whose attention may return NaN on a GPU (`may_return_nan`)."""
     first, last = _NAN_RELEASES
     return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
 
 
 def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
-    """Return whether the backward of a call may give queries gradients that are NaN, at lengths that are 64
-    more than a multiple of 128.
+    """Return whether the backward may give NaN query gradients, at lengths of 64 more than a multiple of 128.
 
-    cuDNN before 9.26 does on Hopper where a mask is given and a row's scores are all below -88
-    (https://github.com/pytorch/pytorch/issues/196678); later releases of torch bring a later one.
+    cuDNN before 9.26 does on Hopper with a mask if all scores of a row are below -88
+    (https://github.com/pytorch/pytorch/issues/196678); later torch releases ship a later one.
     """
     faulty = call.masked and has_faulty_cudnn(profile, release)
     return faulty and attention_kernel(profile, call, release) == "cudnn"

@@ -1,8 +1,8 @@
-"""What a CPU can do, as its operating system and torch's oneDNN say.
+"""CPU features, from the operating system and torch's oneDNN.
 
-Bigger CPUs run other kernels, and those accept other dtypes: oneDNN, which torch hands convolutions, recurrent layers
-and 16-bit matmuls to, takes bfloat16 from AVX512 on and float16 from AVX512-FP16 and AMX on; what it does not take
-goes to torch's own kernels. So the contract table of a CPU follows from what its oneDNN takes.
+Kernels, and the dtypes they accept, depend on the CPU: oneDNN, used for convolutions, recurrent layers and
+16-bit matmuls, supports bfloat16 from AVX512 on and float16 from AVX512-FP16 and AMX on; otherwise torch's
+own kernels run. So the contract table of a CPU follows from oneDNN's dtypes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _F16, _BF16 = torch.float16, torch.bfloat16
 
 @dataclass(frozen=True)
 class CpuFeatures:
-    """What an operating system says of a CPU.
+    """CPU features as reported by the operating system.
 
     Attributes:
         title: model name.
-        flags: instruction-set flags by their Linux names (`avx512_bf16`, `asimdhp`); None when they are unknown.
+        flags: instruction-set flags by their Linux names (`avx512_bf16`, `asimdhp`); None if unknown.
         source: where the flags were read, or why they could not be.
-        machine: architecture as `platform.machine()` spells it (`x86_64`, `aarch64`, `arm64`).
+        machine: architecture as in `platform.machine()` (`x86_64`, `aarch64`, `arm64`).
     """
 
     title: str
@@ -38,30 +38,30 @@ class CpuFeatures:
 
 @dataclass(frozen=True)
 class OneDnn:
-    """What torch's oneDNN does on a CPU.
+    """Support of 16-bit dtypes in torch's oneDNN on a CPU.
 
     Attributes:
-        takes: the 16-bit dtypes it has kernels for, `ONEDNN_MAX_CPU_ISA` minded.
-        limit: the value of `ONEDNN_MAX_CPU_ISA`, in capitals; empty where it is not set.
+        takes: the 16-bit dtypes with kernels, under `ONEDNN_MAX_CPU_ISA`.
+        limit: the value of `ONEDNN_MAX_CPU_ISA`, in capitals; "" if it is not set.
     """
 
     takes: frozenset[torch.dtype]
     limit: str = ""
 
     def forbids(self, flag: str) -> bool:
-        """Return whether the limit keeps oneDNN from the instructions of an x86 flag (`avx512_bf16`)."""
+        """Return whether the limit disables oneDNN's instructions of an x86 flag (`avx512_bf16`)."""
         allowed = _ALLOWED.get(self.limit)
         return allowed is not None and flag not in allowed
 
 
-# Linux flag -> what people call it; any one of a dtype's makes its matmuls run in hardware.
+# Linux flag -> common name; any one of a dtype's flags makes its matmuls run in hardware.
 CPU_INSTRUCTIONS: dict[torch.dtype, dict[str, str]] = {
     _BF16: {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"},
     _F16: {"amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16", "asimdhp": "Arm FP16"},
 }
 _SYSCTL_FLAGS = {"FEAT_BF16": "bf16", "FEAT_FP16": "asimdhp"}
 
-# Value of ONEDNN_MAX_CPU_ISA -> the 16-bit instructions that it leaves; any other value is no limit.
+# Value of ONEDNN_MAX_CPU_ISA -> the 16-bit instructions it allows; other values set no limit.
 # https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
 _CORE_BF16 = frozenset({"avx512_bf16"})
 _CORE_FP16 = _CORE_BF16 | {"avx512_fp16"}
@@ -76,7 +76,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 
 def _fields(text: str) -> dict[str, str]:
-    """`key : value` lines; the first occurrence of a key wins (cpuinfo repeats itself for every core)."""
+    """Parse `key : value` lines; the first occurrence of a key wins (cpuinfo repeats keys for every core)."""
     fields_read: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -86,7 +86,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def parse_cpuinfo(text: str) -> CpuFeatures:
-    """CPU features from the text of `/proc/cpuinfo` (x86: `flags`, Arm: `Features`)."""
+    """Parse the text of `/proc/cpuinfo` (x86: `flags`, Arm: `Features`)."""
     fields = _fields(text)
     title = fields.get("model name") or fields.get("Model") or fields.get("Hardware") or "CPU"
     flags = fields.get("flags", fields.get("Features"))
@@ -97,7 +97,7 @@ def parse_cpuinfo(text: str) -> CpuFeatures:
 
 
 def parse_sysctl(text: str) -> CpuFeatures:
-    """CPU features from `sysctl machdep.cpu hw.optional` on macOS (Apple and Intel chips)."""
+    """Parse the output of `sysctl machdep.cpu hw.optional` on macOS (Apple and Intel chips)."""
     fields = _fields(text)
     title = fields.get("machdep.cpu.brand_string", "CPU")
     arm = {flag for feature, flag in _SYSCTL_FLAGS.items() if fields.get(f"hw.optional.arm.{feature}") == "1"}
@@ -111,7 +111,7 @@ def parse_sysctl(text: str) -> CpuFeatures:
 
 
 def parse_capabilities(capabilities: Mapping[str, object]) -> CpuFeatures:
-    """CPU features from `torch.cpu.get_capabilities()`, which newer torch offers on every system."""
+    """Convert `torch.cpu.get_capabilities()`, available on every system in newer torch."""
     flags = frozenset(key for key, value in capabilities.items() if value is True)
     title = str(capabilities.get("cpu_name", "CPU"))
     machine = str(capabilities.get("architecture", platform.machine()))
@@ -131,7 +131,7 @@ def this_cpu() -> CpuFeatures:
         return parse_cpuinfo(cpuinfo.read_text(encoding="utf-8", errors="replace"))
     if platform.system() == "Darwin":
         return parse_sysctl(_sysctl("machdep.cpu", "hw.optional"))
-    # torch.cpu.get_capabilities is newer than the oldest torch we run on.
+    # torch.cpu.get_capabilities is missing in the oldest supported torch.
     capabilities: Callable[[], Mapping[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is not None:
         return parse_capabilities(capabilities())
@@ -144,9 +144,9 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
 
 def compiler_options() -> tuple[str, ...]:
-    """What a C++ compiler is told to use the instructions that torch uses here.
+    """Return the C++ compiler options for the instructions that torch uses here.
 
-    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit torch and this alike.
+    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit both.
     """
     capability: str = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
@@ -158,7 +158,7 @@ def compiler_options() -> tuple[str, ...]:
 
 
 def this_onednn() -> OneDnn | None:
-    """What torch's oneDNN takes here; None if torch was built without it."""
+    """Return oneDNN's dtypes here; None if torch was built without it."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     asked = {
@@ -170,7 +170,7 @@ def this_onednn() -> OneDnn | None:
 
 
 def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn: OneDnn | None) -> str | None:
-    """Why matmuls in a 16-bit dtype run slowly on a CPU, as a clause; None if they run in hardware."""
+    """Return why matmuls in a 16-bit dtype are slow on a CPU, as a clause; None if they run in hardware."""
     instructions = CPU_INSTRUCTIONS[dtype]
     if features.flags is None:
         return f"whether this CPU has {name} instructions is unknown ({features.source})"
@@ -186,18 +186,14 @@ def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn:
 
 @dataclass(frozen=True)
 class ContractSource:
-    """Which measured table says what operators accept on a CPU.
-
-    Attributes:
-        table: name of the table (`cpu-avx2`).
-        unlike: why that table was not measured on such a CPU, as a clause; empty where it was.
-    """
+    """The contract table of a CPU, and why the table's CPU differs from it, as a clause ("" if it does not)."""
 
     table: str
     unlike: str = ""
 
 
-# What oneDNN takes decides. More than AMX makes it take float16 (AVX512-FP16, AVX2-VNNI-2), only AMX was measured.
+# oneDNN's dtypes decide. Others than AMX add float16 too (AVX512-FP16, AVX2-VNNI-2), but only AMX was
+# measured.
 _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
     frozenset[torch.dtype](): ("cpu-avx2", ""),
     frozenset({_BF16}): ("cpu-avx512", ""),
@@ -206,7 +202,7 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_source(features: CpuFeatures, onednn: OneDnn | None) -> ContractSource:
-    """Return the contract table that fits a CPU best, and whether it was measured on such a one."""
+    """Return the contract table that fits a CPU best."""
     if onednn is None:
         return ContractSource("cpu-avx2", "this torch has no oneDNN, the tables were measured with it")
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))

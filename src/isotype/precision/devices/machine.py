@@ -1,4 +1,4 @@
-"""What this machine and its libraries can do: measured, compared and tried out."""
+"""Checks of this machine and its libraries: rates, versions, a trial of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing
 
-# Half the widest gap between two nf4 levels (0.696 and 1): a value in [-1, 1] is never stored further off.
+# Half the widest gap between two nf4 levels (0.696 and 1) bounds the error of values in [-1, 1].
 _NF4_BOUND = 0.153
 _ANSWER = "isotype-doctor:"
 _BITSANDBYTES_SCRIPT = f"""
@@ -34,7 +34,7 @@ if sys.argv[1]:  # a device; none where it is not in this machine
     answer["nf4_error"] = (functional.dequantize_4bit(packed, state) - weight).abs().max().item()
 print("{_ANSWER}" + json.dumps(answer))
 """
-# The class bitsandbytes wraps its native library in says which one it loaded.
+# The wrapper class of bitsandbytes' native library tells which one was loaded.
 _LIBRARIES = {
     "BNBNativeLibrary": "its native CPU library",
     "CudaBNBNativeLibrary": "its native GPU library",
@@ -45,13 +45,13 @@ _LIBRARIES = {
 
 @dataclass(frozen=True)
 class BitsandbytesStatus:
-    """Whether bitsandbytes can quantize here.
+    """Result of trying bitsandbytes.
 
     Attributes:
-        version: installed version, None if it is missing.
-        works: True or False after it was tried on the device; None when it could not be tried.
-        backend: what serves the device, as a clause; None unless it works.
-        message: why it does not work, or why it was not tried; None when it works.
+        version: installed version; None if it is missing.
+        works: whether quantization works on the device; None if it could not be tried.
+        backend: the library in use, as a clause; None unless it works.
+        message: why it does not work or was not tried; None if it works.
     """
 
     version: str | None
@@ -62,18 +62,19 @@ class BitsandbytesStatus:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What the machine and the installed libraries can do.
+    """State of the machine and its libraries.
 
     Attributes:
-        profile: of the device asked about.
-        rates: measured matmul rates by dtype; empty when the device is not in this machine.
-        versions: installed versions, None if missing.
-        toolkits: GPU toolkit that torch was built for; empty for a CPU build.
+        profile: of the device.
+        rates: measured matmul rates by dtype; empty if the device is not in this machine.
+        versions: installed versions; None if missing.
+        toolkits: GPU toolkit of the torch build; empty for a CPU build.
         python: version and platform of the interpreter.
-        incompatibilities: versions that do not fit each other.
+        incompatibilities: incompatible versions.
         missing: requirements of the `train` extra that are not installed.
-        bitsandbytes: whether it can quantize here.
-        compiler: what training on this CPU gets from a C++ compiler, or lacks without one, as a clause; empty for other devices.
+        bitsandbytes: result of trying it.
+        compiler: the parts of CPU training that a C++ compiler speeds up, or that lack one, as a clause;
+            "" for other devices.
     """
 
     profile: DeviceProfile
@@ -95,13 +96,13 @@ class DoctorReport:
 
     @property
     def torch_failure(self) -> str | None:
-        """Why torch cannot compute on the device, or None when it can or when the device is not here."""
+        """Why torch cannot compute on the device; None if it can or if the device is not here."""
         rate = self.rates.get(torch.float32)
         return rate.message if rate else None
 
     @property
     def ok(self) -> bool:
-        """False when some versions are in error or torch cannot compute on the device."""
+        """False for version errors, or if torch cannot compute on the device."""
         return self.torch_failure is None and not any(
             incompatibility.severity == "error" for incompatibility in self.incompatibilities
         )
@@ -110,12 +111,12 @@ class DoctorReport:
 def gather_doctor_report(
     device: str | torch.device = "auto", probe_seconds: float = 3.0, bitsandbytes_timeout: float = 120.0
 ) -> DoctorReport:
-    """Look at the device, measure it where it is here, and compare the installed versions.
+    """Probe the device, measure it if it is in this machine, and compare the installed versions.
 
     Args:
         device: a real device or the name of a profile.
         probe_seconds: time budget of the matmul measurements.
-        bitsandbytes_timeout: seconds after which the process that tries bitsandbytes is given up.
+        bitsandbytes_timeout: seconds to wait for the bitsandbytes trial.
 
     Raises:
         PrecisionError: the device is unknown or not there.
@@ -135,7 +136,7 @@ def gather_doctor_report(
 
 
 def compiler_here() -> str:
-    """What a training on a CPU gets from a C++ compiler, or lacks without one."""
+    """Return the parts of CPU training that a C++ compiler speeds up, or that lack one."""
     try:
         check_folder()
         return f"{find_compilers()[0][0]} is there: attention, LoRA layers, norms and the loss are compiled at the first step"
@@ -146,14 +147,7 @@ def compiler_here() -> str:
 def try_bitsandbytes(
     version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
 ) -> BitsandbytesStatus:
-    """Import bitsandbytes in a process of its own (it prints, and is slow) and quantize where the device is here.
-
-    Args:
-        version: the installed version, or None.
-        profile: the device; one that is not here is not tried.
-        timeout: seconds to wait for the process.
-        script: what the process runs.
-    """
+    """Import bitsandbytes in a child process (it prints, and is slow) and quantize if the device is here."""
     if version is None:
         return BitsandbytesStatus(None, None, None, "it is not installed")
     command = [sys.executable, "-c", script, profile.name if profile.present else ""]
@@ -174,7 +168,7 @@ def try_bitsandbytes(
 
 
 def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
-    """What the process found: `library`, the class of the native library; `nf4_error`, the largest error."""
+    """Return the status for the child's answer: `library`, native library's class; `nf4_error`, largest error."""
     error = answer["nf4_error"]
     if not error <= _NF4_BOUND:  # also true of nan
         message = (
@@ -185,6 +179,6 @@ def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
 
 
 def _toolkits() -> dict[str, str]:
-    """Return the GPU toolkit this torch was built for: `{"cuda": "13.0"}`, `{"rocm": "7.1"}`, or nothing."""
+    """Return the GPU toolkit of the torch build: `{"cuda": "13.0"}`, `{"rocm": "7.1"}`, or nothing."""
     built = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
     return {name: version for name, version in built.items() if version}

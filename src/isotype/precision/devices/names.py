@@ -1,4 +1,4 @@
-"""The cards that a name may mean, however it is written: `rtx-4090`, `RTX 4090`, `4090`, `NVIDIA GeForce RTX 4090`."""
+"""Matching of GPU names in any spelling: `rtx-4090`, `RTX 4090`, `4090`, `NVIDIA GeForce RTX 4090`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Words that tell no card from another.
+# Words shared by many cards.
 _MAKERS = frozenset({"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "gpu"})
 _CARDS = ("cuda", "rocm")
 _CAPACITY = re.compile(r"(\d+)\s*gi?b?\b")
 _SPELLING = re.compile(r"[a-z0-9 _-]*")
 _WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
-# Of a series or a board, which alone name no card.
+# Words of a series or a board, which alone name no card.
 _SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
-# A card has the memory that its box names, less what the driver keeps, in binary units.
+# Usable memory is the advertised one less the driver's share, in binary units.
 _LEAST, _MOST = 0.97, 1.12
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    """The words of a card's name in small letters, without its maker's; a memory as `80g`. Of what is no such name, none."""
+    """Return the lower-case words of a card's name without its maker; a memory as `80g`. Empty for other text."""
     if not _SPELLING.fullmatch(name.lower()):
         return ()
     text = _CAPACITY.sub(r"\1g", name.lower()).replace("rtx", "rtx ").replace("gtx", "gtx ")
@@ -27,13 +27,7 @@ def words_of(name: str) -> tuple[str, ...]:
 
 
 def cards_named(name: str, records: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the profiles of GPUs that `name` may mean, and whether it names a card at all, not only a series
-    or a memory.
-
-    Args:
-        name: as somebody wrote it.
-        records: profile name -> its record in `profiles.json`.
-    """
+    """Return the profiles that `name` may mean, and whether it names a card, not only a series or a memory."""
     words = words_of(name)
     fitting = tuple(key for key, record in records.items() if words and _fits(words, key, record))
     return fitting, not all(_SHARED.fullmatch(word) for word in words)

@@ -1,13 +1,13 @@
-"""How fast matmuls of each dtype really run on this machine, within a time budget.
+"""Measured matmul rates of each dtype on this machine, within a time budget.
 
-A dtype without hardware support can be a hundred times slower than its neighbour, so nothing here assumes a rate:
-the matrix grows only while the next size is sure to fit the budget. What is compared is measured alike: after a
-warm-up, several calls of each dtype, which take turns, so that a machine that is busy for a while slows them all.
-Where the calls of one dtype differ much all the same, its rate is no basis for advice (`MatmulRate.steady`).
+A dtype without hardware support can be a hundred times slower than another, so the matrix grows only while
+the next size surely fits the budget. After a warm-up, the dtypes take turns with several calls each, so that
+a temporary load slows all of them. If the calls of a dtype differ much all the same, its rate gives no advice
+(`MatmulRate.steady`).
 
-One call is what a frozen linear layer runs in a LoRA step: the forward x @ w.T and the input gradient y @ w. Both
-count, because without hardware support the layout alone changes the rate: bfloat16 on an AVX2 CPU ran the first at
-4.2 GFLOP/s and the second at 1.3.
+One call is the work of a frozen linear layer in a LoRA step: the forward x @ w.T and the input gradient y @
+w. Without hardware support the layout changes the rate: bfloat16 on an AVX2 CPU ran the first at 4.2 GFLOP/s
+and the second at 1.3.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from isotype.core.errors import PrecisionError, first_line
 from isotype.precision.devices.profile import device_profile
 
 _FIRST_SIDE = 64
-# Accelerators need a large matrix before the launch of a kernel stops counting.
+# On accelerators the launch time is negligible only for a large matrix.
 _ACCELERATOR_SIZE = 4096
 _CPU_SIZE = 1024
-# Below, starting a call takes a share of its time that a training's matrices do not know.
+# For smaller matrices the call overhead matters, unlike for those of a training.
 _LEAST_SIDE = 256
 _LEAST_CALLS = 5
 _STEADY = 1.5
@@ -35,15 +35,16 @@ _STEADY = 1.5
 
 @dataclass(frozen=True)
 class MatmulRate:
-    """What one dtype reached.
+    """The measured rate of one dtype.
 
     Attributes:
         dtype: of both operands and the result.
-        flops_per_second: 4 n^3 over the seconds of the fastest call; None when the operator refused the dtype.
+        flops_per_second: 4 n^3 over the seconds of the fastest call; None if the operator rejected the
+            dtype.
         repeats: timed calls at the final size.
         size: side n of the square matrices of those calls.
-        message: why there is no rate, in the operator's own words; None when there is one.
-        spread: the median of those calls over the fastest; 1 on a machine that does nothing else.
+        message: the operator's error; None if there is a rate.
+        spread: median over fastest time of those calls; 1 on an idle machine.
     """
 
     dtype: torch.dtype
@@ -55,16 +56,15 @@ class MatmulRate:
 
     @property
     def steady(self) -> bool:
-        """True if the rate can be compared with another: of matrices large enough, in calls that took alike long."""
+        """True if the rate is comparable: large enough matrices, calls of similar time."""
         return self.size >= _LEAST_SIDE and self.repeats >= _LEAST_CALLS and self.spread <= _STEADY
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
-    """Return the next side to try after one call at `side` took `call_seconds`: twice as large, or the same
-    to stop.
+    """Return the next side after one call at `side` took `call_seconds`: twice as large, or the same to stop.
 
-    A call costs n^3; a doubled one is allowed a quarter of what remains, so that caches that overflow (which
-    make it cost more than 8 times as much) still leave it inside the budget.
+    A call costs n^3. A doubled one may take a quarter of the rest, since overflowing caches can make it cost
+    more than 8 times as much.
     """
     larger = min(2 * side, size)
     predicted = call_seconds * (larger / side) ** 3
@@ -72,11 +72,7 @@ def next_side(side: int, size: int, call_seconds: float, remaining: float) -> in
 
 
 def real_device(device: str | torch.device) -> torch.device:
-    """Return the torch device of `device`.
-
-    Raises:
-        PrecisionError: it is not in this machine.
-    """
+    """Return the torch device of `device`; raises PrecisionError if it is not in this machine."""
     profile = device_profile(device)
     if not profile.present:
         given, expected = f"device {str(device)!r}", "a device of this machine"
@@ -91,13 +87,13 @@ def _operands(side: int, dtype: torch.dtype, device: torch.device) -> tuple[torc
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """What to measure seconds by: of a CPU in one thread its own, which other processes do not lengthen."""
+    """Return the clock for a device: thread time for a single-threaded CPU, which other processes do not affect."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait for a device's work: that of this one, whichever of several is the current one."""
+    """Synchronize with the given device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -114,7 +110,7 @@ def _time_call(operands: tuple[torch.Tensor, torch.Tensor], device: torch.device
 
 @dataclass
 class _Probe:
-    """The calls of one dtype. `times` are those at the final size; a refusal ends it."""
+    """The calls of one dtype; `times` are those at the final size. An error ends it."""
 
     dtype: torch.dtype
     device: torch.device
@@ -126,10 +122,10 @@ class _Probe:
     operands: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def grow(self, size: int) -> None:
-        """Find the largest side that the budget allows, up to `size`, and warm up there."""
+        """Find the largest side up to `size` that the budget allows, and warm up there."""
         self._prepare(min(_FIRST_SIDE, size))
         while self.message is None:
-            # The better of two: one call that had to wait says nothing of the next size.
+            # The better of two calls: one that had to wait does not predict the next size.
             took = min(self._call(), self._call())
             larger = next_side(self.side, size, took, self.seconds - self.spent)
             if larger == self.side:
@@ -137,18 +133,18 @@ class _Probe:
             self._prepare(larger)
 
     def measure(self) -> None:
-        """One more call at the final size."""
+        """Time another call at the final size."""
         if self.message is None:
             self.times.append(self._call())
 
     @property
     def done(self) -> bool:
-        """True if the budget is spent, on calls enough to compare."""
+        """True if the budget is spent and there are enough calls to compare."""
         enough = len(self.times) >= _LEAST_CALLS and self.spent + self.times[-1] > self.seconds
         return self.message is not None or enough
 
     def rate(self) -> MatmulRate:
-        """What was reached."""
+        """Return the measured rate."""
         if self.message is not None:
             return MatmulRate(self.dtype, None, 0, self.side, self.message)
         fastest = min(self.times)
@@ -156,11 +152,11 @@ class _Probe:
         return MatmulRate(self.dtype, 4 * self.side**3 / fastest, len(self.times), self.side, spread=spread)
 
     def _prepare(self, side: int) -> None:
-        """New operands, and a first call, which loads kernels and libraries."""
+        """Create operands and run a first call, which loads kernels and libraries."""
         self.side = side
         try:
             self.operands = _operands(side, self.dtype, self.device)
-        except (RuntimeError, TypeError) as error:  # how torch refuses a dtype, a device or an allocation
+        except (RuntimeError, TypeError) as error:  # torch's errors for a dtype, a device or an allocation
             self.message = first_line(error)
             return
         self._call()
@@ -187,12 +183,12 @@ def measure_all(
 
     Args:
         device: a device of torch in this machine.
-        seconds_total: time budget of all, shared equally; exceeded by a few calls of a slow dtype.
+        seconds_total: total time budget, shared equally; exceeded by a few calls of a slow dtype.
         dtypes: of the operands.
         size: largest side of the square matrices; a slow dtype is measured on a smaller one.
 
     Returns:
-        The rates; `flops_per_second` is None, with the operator's message, where a dtype is refused.
+        The rates; `flops_per_second` is None, with the operator's message, for a rejected dtype.
 
     Raises:
         PrecisionError: the device is not in this machine.

@@ -1,7 +1,7 @@
-"""What a device can compute: native dtypes, memory and peak rates, of this machine or of a named one.
+"""Device profiles: native dtypes, memory and peak rates of this machine or a named device.
 
-A `DeviceProfile` is data. Named profiles come from `profiles.json` (data sheets); real devices are probed, with the
-parsing kept in pure functions over text or small records, so that any machine can be described without owning it.
+Named profiles come from `profiles.json` (data sheets). Real devices are probed by pure functions over text or
+small records, so that tests can describe any machine.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _HALVES = frozenset({_F16, _BF16})
 
 @dataclass(frozen=True)
 class StepRates:
-    """What a whole step reaches on a device, beside the rates of its products and of its memory.
+    """Step-level rates of a device.
 
     Attributes:
-        between: the share of the bytes and launches between products, as a trace has them, that is left when kernels fuse them.
-        launch: seconds that the host takes for the launch of a kernel.
-        spread: how many times faster or slower than foreseen a step may be.
+        between: share of the traced bytes and launches between products that remains after kernel fusion.
+        launch: host seconds per kernel launch.
+        spread: factor by which a step may be faster or slower than predicted.
     """
 
     between: float
@@ -56,31 +56,34 @@ class StepRates:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What one device can do.
+    """Properties of one device.
 
     Attributes:
         name: key of the profile (`"t4"`) or the device itself (`"cpu"`, `"cuda:0"`).
-        title: what people call it.
-        kind: which backend of torch runs it.
+        title: common name.
+        kind: its torch backend.
         native: dtypes whose matmuls run in hardware at full rate.
         emulated: dtype -> why its matmuls run, but slowly.
         refused: dtype -> why its matmuls do not run at all.
-        memory_bytes: memory that torch can use, in bytes (on a GPU what the driver reports as the total, which is
-            below the number on the box); None if it varies.
-        peak_flops: dtype -> dense matmul peak in FLOP/s, without sparsity, with float32 accumulation and without
-            TF32; only dtypes with a published rate.
+        memory_bytes: memory that torch can use, in bytes (on a GPU the driver's total, which is below the
+            advertised size); None if it varies.
+        peak_flops: dtype -> dense matmul peak in FLOP/s, without sparsity, with float32 accumulation and
+            without TF32; only dtypes with a published rate.
         memory_bandwidth: peak bytes/s, or None.
         flash_attention: dtypes that scaled_dot_product_attention runs without materialising the scores.
         present: True when this device is in this machine.
-        source: where the numbers come from.
-        capability: compute capability as torch.cuda gives it (on ROCm that of the gfx architecture), or None.
-        speed: dtype -> rate of its matmuls over float32's, measured on such a device; empty where nobody has.
-        contracts: name of the contract table of such a device where its kind has several (`"cpu-avx2"`), else "".
-        unlike: why that table was not measured on such a device, as a clause; "" where it was.
-        repacks_4bit: whether bitsandbytes repacks 4-bit weights there when they are evaluated.
-        random_rate: random values that one thread draws in a second (dropout's masks), where that was measured, else None.
-        page_rate: bytes a second in which a CPU's system hands out cleared pages, where that was measured, else None.
-        steps: what whole steps reach there; None if that is not known: they take the sum of their operators.
+        source: of the numbers.
+        capability: compute capability as torch.cuda gives it (on ROCm that of the gfx architecture), or
+            None.
+        speed: dtype -> rate of its matmuls over float32's, measured on such a device; empty if not
+            measured.
+        contracts: name of the contract table of such a device where its kind has several (`"cpu-avx2"`),
+            else "".
+        unlike: why that table's device differs, as a clause; "" if it does not.
+        repacks_4bit: whether bitsandbytes repacks 4-bit weights there in evaluation.
+        random_rate: random values per second and thread (dropout masks); None if not measured.
+        page_rate: bytes per second of zeroed pages from a CPU's system; None if not measured.
+        steps: step-level rates; None if unknown: then a step takes the sum of its operators.
     """
 
     name: str
@@ -105,24 +108,24 @@ class DeviceProfile:
     steps: StepRates | None = None
 
     def supports(self, dtype: torch.dtype) -> Support:
-        """How matmuls in `dtype` run here; a dtype that the profile does not list is refused."""
+        """Return the support of matmuls in `dtype`; a dtype not in the profile is refused."""
         if dtype in self.native:
             return "native"
         return "emulated" if dtype in self.emulated else "refused"
 
     def reason(self, dtype: torch.dtype) -> str:
-        """Why `supports(dtype)` says what it says, as a clause."""
+        """Return the reason for `supports(dtype)`, as a clause."""
         if dtype in self.native:
             return f"{dtype_name(dtype)} matmuls run in hardware on {self.title}"
         unknown = f"no {dtype_name(dtype)} matmul is known on {self.title}"
         return self.emulated.get(dtype) or self.refused.get(dtype) or unknown
 
     def best_dtype(self) -> torch.dtype:
-        """The compute dtype to prefer here: bfloat16, else float16, else float32, whichever is native first."""
+        """Return the preferred compute dtype: bfloat16, else float16, else float32, whichever is native first."""
         return next((dtype for dtype in (_BF16, _F16) if dtype in self.native), _F32)
 
     def slower(self, dtype: torch.dtype, other: torch.dtype) -> float | None:
-        """How many times slower matmuls in `dtype` run here than in `other`; None where nobody has measured it."""
+        """Return how many times slower matmuls in `dtype` are than in `other`; None if not measured."""
         rates = self.speed
         return rates[other] / rates[dtype] if {dtype, other} <= rates.keys() else None
 
@@ -167,13 +170,13 @@ def _records() -> dict[str, Any]:
 
 @cache
 def _names() -> dict[str, str]:
-    """Return every accepted profile name -> its record: the records' own names and their aliases."""
+    """Return accepted profile name -> record name, for names and aliases."""
     aliases = {alias: name for name, record in _records().items() for alias in record.get("aliases", ())}
     return {name: name for name in _records()} | aliases
 
 
 def profile_names() -> tuple[str, ...]:
-    """Return the names `device_profile` knows without probing, aliases included, sorted."""
+    """Return the profile names of `device_profile`, with aliases, sorted."""
     return tuple(sorted(_names()))
 
 
@@ -183,7 +186,7 @@ def _by_driver_name() -> dict[str, str]:
 
 
 def _data_sheet(driver_name: str) -> DeviceProfile | None:
-    """Return the named profile of the card that a driver calls `driver_name`; only exact names count."""
+    """Return the named profile of a card by its exact driver name; None if there is none."""
     name = _by_driver_name().get(driver_name)
     return None if name is None else _from_record(name, _records()[name])
 
@@ -192,13 +195,7 @@ def _data_sheet(driver_name: str) -> DeviceProfile | None:
 
 
 def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn | None) -> DeviceProfile:
-    """Return the profile of a CPU with these features.
-
-    Args:
-        features: title and flags.
-        memory_bytes: usable memory in bytes, or None.
-        onednn: what torch's oneDNN takes; None without it: torch then has no fast bfloat16 or float16 matmul on a CPU.
-    """
+    """Return the profile of a CPU; without oneDNN (None) torch has no fast 16-bit matmuls."""
     reasons = {
         dtype: why_not_native(dtype, dtype_name(dtype), features, onednn) for dtype in CPU_INSTRUCTIONS
     }
@@ -228,15 +225,15 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
 
 @cache
 def this_cpu_emulates(dtype: torch.dtype) -> bool:
-    """Return whether this machine's CPU has no instructions for products in `dtype`."""
+    """Return whether this CPU has no instructions for products in `dtype`."""
     return (
         dtype in CPU_INSTRUCTIONS and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
     )
 
 
 def _this_memory() -> int | None:
-    """Usable memory in bytes: what the machine has, or less where a container allows less; None if unknown."""
-    names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # absent on Windows
+    """Return the usable memory in bytes: the machine's, or a container's limit; None if unknown."""
+    names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # missing on Windows
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
         return None
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -250,13 +247,13 @@ def _this_memory() -> int | None:
 
 @dataclass(frozen=True)
 class AcceleratorProperties:
-    """What a driver says of an accelerator; enough to write its profile without the accelerator.
+    """Driver properties of an accelerator, sufficient for its profile.
 
     Attributes:
         title: the driver's name of the card.
         memory_bytes: total memory, or None.
-        capability: CUDA compute capability, (0, 0) elsewhere.
-        arch: ROCm architecture (`"gfx942:sramecc+:xnack-"`), empty elsewhere.
+        capability: CUDA compute capability, (0, 0) for others.
+        arch: ROCm architecture (`"gfx942:sramecc+:xnack-"`), "" for others.
         matrix_engine: XPU only: whether it has XMX matrix engines.
         float64: XPU only: whether it has float64 arithmetic.
     """
@@ -277,7 +274,7 @@ def _accelerator(
     refused: Mapping[torch.dtype, str],
     flash: frozenset[torch.dtype],
 ) -> DeviceProfile:
-    """The data sheet's profile where the card is a known one, else one made of what the driver says."""
+    """Return the data sheet's profile of a known card, else one from the driver's properties."""
     unknown = DeviceProfile(
         name=name,
         title=properties.title,
@@ -307,7 +304,7 @@ def _accelerator(
 
 
 def cuda_profile(properties: AcceleratorProperties, name: str = "cuda") -> DeviceProfile:
-    """Return the profile of an NVIDIA GPU from its compute capability.
+    """Return the profile of an NVIDIA GPU by its compute capability.
 
     Source: CUDA C++ Programming Guide, arithmetic instruction throughput by compute capability.
     """
@@ -321,7 +318,7 @@ def cuda_profile(properties: AcceleratorProperties, name: str = "cuda") -> Devic
 
 
 def rocm_profile(properties: AcceleratorProperties, name: str = "cuda") -> DeviceProfile:
-    """The profile of an AMD GPU from its architecture (matrix instructions: CDNA2 and later, RDNA3 and later)."""
+    """Return the profile of an AMD GPU by its architecture (matrix instructions from CDNA2 and RDNA3 on)."""
     arch = properties.arch.partition(":")[0]
     cdna = arch in {"gfx90a", "gfx942", "gfx950"}
     emulated = {}
@@ -331,7 +328,7 @@ def rocm_profile(properties: AcceleratorProperties, name: str = "cuda") -> Devic
 
 
 def xpu_profile(properties: AcceleratorProperties, name: str = "xpu") -> DeviceProfile:
-    """Return the profile of an Intel GPU: bfloat16 and float16 run in its XMX engines where it has them."""
+    """Return the profile of an Intel GPU: bfloat16 and float16 run in XMX engines if it has them."""
     emulated = (
         {} if properties.matrix_engine else {_BF16: "no XMX engines: torch converts bfloat16 in software"}
     )
@@ -340,7 +337,7 @@ def xpu_profile(properties: AcceleratorProperties, name: str = "xpu") -> DeviceP
 
 
 def mps_profile(properties: AcceleratorProperties, name: str = "mps") -> DeviceProfile:
-    """The profile of an Apple GPU from its chip's name (`"Apple M2 Pro"`); M3 and later have bfloat16."""
+    """Return the profile of an Apple GPU by its chip's name (`"Apple M2 Pro"`); M3 and later have bfloat16."""
     generic = _from_record("mps", _records()["mps"])
     chip = re.search(r"\bM(\d+)\b", properties.title)
     modern = chip is not None and int(chip.group(1)) >= 3
@@ -391,7 +388,7 @@ def _probe_cpu(device: torch.device) -> DeviceProfile:
 
 @dataclass(frozen=True)
 class _Backend:
-    """A device type of torch: how many there are, and how one is probed."""
+    """A device type of torch: the number of devices, and the function that probes one."""
 
     count: Callable[[], int]
     probe: Callable[[torch.device], DeviceProfile]
@@ -413,9 +410,9 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
     """Return the profile of a real device of this machine, or a named one.
 
     Args:
-        device: `"auto"` for the best accelerator present, else this CPU; a real device (`"cpu"`, `"cuda"`,
-            `"cuda:1"`, `"mps"`, `"xpu"`), probed now; or a profile name (`"t4"`), however it is written (`"NVIDIA T4"`). `"mps"` and `"xpu"` name the
-            generic profile where this machine has none.
+        device: `"auto"` for the best accelerator here, else this CPU; a real device (`"cpu"`, `"cuda"`,
+            `"cuda:1"`, `"mps"`, `"xpu"`), probed now; or a profile name in any spelling (`"t4"`, `"NVIDIA
+            T4"`). `"mps"` and `"xpu"` are generic profiles on machines without one.
 
     Raises:
         PrecisionError: the name is unknown, or the real device is not there.

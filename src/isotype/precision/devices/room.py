@@ -1,4 +1,4 @@
-"""The memory of a device that a step may take: the one share that every verdict, plan and choice goes by."""
+"""The share of a device's memory available to a step, used by every check, plan and choice."""
 
 from __future__ import annotations
 
@@ -11,42 +11,34 @@ from isotype.core.units import format_bytes, free_memory
 from isotype.precision.devices.profile import DeviceProfile
 
 SHARE_OF_GPU = 0.85
-"""Of a GPU's memory: the allocator's rounding and gaps, kernels' workspaces and the driver's context come on top of a step's tensors."""
+"""Of a GPU's memory: the rest is for the allocator's rounding and gaps, workspaces and the driver's context."""
 
 SHARE_OF_CPU = 0.5
-"""Of a CPU's memory: the libraries, the data and other programs take from the same, and the heap has gaps."""
+"""Of a CPU's memory: the rest is for libraries, data, other programs and gaps in the heap."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that a step may take.
-
-    Attributes:
-        size: bytes; None if they are not known.
-        words: what it is a part of, or why it is not known.
-    """
+    """Memory available to a step: bytes (None if unknown), and in words its source, or why it is unknown."""
 
     size: int | None
     words: str
 
     def __str__(self) -> str:
-        """`20.0 GiB (85 % of NVIDIA GeForce RTX 4090's 23.5 GiB)`."""
+        """Return `20.0 GiB (85 % of NVIDIA GeForce RTX 4090's 23.5 GiB)`."""
         return self.words if self.size is None else f"{format_bytes(self.size)} ({self.words})"
 
     def holds(self, peak: int) -> bool:
-        """Return a step with this peak in bytes fits; also if the room is not known."""
+        """Return whether a step with this peak in bytes fits; True if the room is unknown."""
         return self.size is None or peak <= self.size
 
 
 def room_of(profile: DeviceProfile, *, all_free: bool = False) -> Room:
-    """Return the share of a device's memory that a step may take: of one that is in this machine, of what is
-    free now.
+    """Return the memory available to a step: a share of the free memory if the device is here, else of the
+    total.
 
-    Processes that a launcher has started on a machine share its CPU's memory.
-
-    Args:
-        profile: the device.
-        all_free: whether what is taken now counts as free: of a step whose model is there already.
+    Processes of a launcher share their machine's CPU memory. `all_free` counts used memory as free: the
+    step's model is already there.
     """
     is_cpu, total = profile.kind == "cpu", profile.memory_bytes
     share, part = (

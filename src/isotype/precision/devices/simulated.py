@@ -1,6 +1,7 @@
-"""What code that chooses its path by the machine asks of a fake tensor: the CPU that is simulated, which need not be this one.
+"""The simulated device of fake tensors, for code that selects its path by the machine.
 
-Fakes are on the CPU whatever device is simulated. Their mode carries what a path depends on.
+Fake tensors are on the CPU whatever device is simulated. Their mode carries the properties that a path
+depends on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from isotype.compat.torch import FakeTensor, FakeTensorMode
 from isotype.precision.devices.profile import DeviceProfile, this_cpu_emulates
 
 VALUE = "_isotype_value"
-"""Attribute of a fake tensor whose value a trace knows."""
+"""Attribute with the known value of a fake tensor."""
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -20,8 +21,8 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors of one simulated device.
 
     Attributes:
-        is_cpu: whether it is a CPU; no where none is named.
-        emulated: 16-bit dtypes that the simulated CPU has no instructions for; empty for another device.
+        is_cpu: whether it is a CPU; False without a profile.
+        emulated: 16-bit dtypes for which the simulated CPU has no instructions; empty for other devices.
     """
 
     def __init__(self, profile: DeviceProfile | None = None) -> None:
@@ -34,20 +35,20 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def simulates_cpu(fake: FakeTensor) -> bool:
-    """Return whether the device whose part `fake` takes is a CPU."""
+    """Return whether `fake` simulates a tensor on a CPU."""
     return isinstance(fake.fake_mode, SimulatedMode) and fake.fake_mode.is_cpu
 
 
 def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
-    """Return whether the CPU whose part `fake` takes has no instructions for products in `dtype`."""
+    """Return whether the CPU simulated by `fake` has no instructions for products in `dtype`."""
     return isinstance(fake.fake_mode, SimulatedMode) and dtype in fake.fake_mode.emulated
 
 
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
-    """Return the dtype that products run in: `compute`, or float32 on a CPU that emulates it, many times
+    """Return the dtype of products: `compute`, or float32 on a CPU that emulates `compute`, which is much
     slower.
 
-    A product of 16-bit numbers that is summed in float32 and rounded once is what the slow kernels give, too.
+    The slow kernels give the same: products of 16-bit numbers summed in float32 and rounded once.
     """
     if x.device.type != "cpu":
         return compute
@@ -56,5 +57,5 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """True if a trace has given the fake tensor its value: if it is small and depends on no weight."""
+    """Return whether a trace knows the fake tensor's value: if it is small and depends on no weight."""
     return hasattr(fake, VALUE)
