@@ -15,16 +15,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isotype import rules
+from isotype import Damages, Ranges, rules
 from isotype.checkpoint import locate
 from isotype.cli import main
+from isotype.core.package import VERSION
 from isotype.data.methods import METHODS
+from isotype.planning import from_request
+from isotype.precision import policy
+from isotype.report.check import json
+from isotype.report.run import record
 from tests.checkpoint.test_gguf_export import byte_level, tiny, write_gguf
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isotype"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TEMPLATES = sorted(set((ROOT / ".github").rglob("*.*")) - set(WORKFLOWS))
 BLOCKS = [
@@ -215,6 +220,31 @@ def test_every_step_of_a_workflow_is_a_pinned_action_or_a_make_target(workflow):
 def test_every_make_target_named_exists(page):
     named = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M))
     assert named <= _targets()
+
+
+def test_one_version_stands_everywhere():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    newest = re.search(r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$", changelog, re.M)
+    assert newest
+    assert {project["version"], citation["version"], newest[1]} == {VERSION}
+    assert citation.get("date-released", "unreleased") == newest[2]
+
+
+def test_the_page_on_file_versions_has_the_versions_that_are_written():
+    page = (ROOT / "docs" / "deprecations.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (?:`|measured )([a-z_]+(?:\.json| check| plan)?).*?\| `(\w+)` \| (\d+)", page, re.M
+    )
+    assert [(name, key, int(number)) for name, key, number in rows] == [
+        ("precision_policy.json", "format_version", policy.FORMAT_VERSION),
+        ("run_report.json", "schema_version", record.SCHEMA_VERSION),
+        ("isotype check", "schema_version", json.SCHEMA_VERSION),
+        ("isotype plan", "schema_version", from_request.SCHEMA_VERSION),
+        ("ranges", *Ranges.layout),
+        ("damages", *Damages.layout),
+    ]
 
 
 @pytest.mark.parametrize("form", [each for each in TEMPLATES if each.suffix == ".yml"], ids=_name)

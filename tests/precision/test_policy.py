@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
+from isotype.core.package import VERSION
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import device_profile, profile_names
 from isotype.precision.facts import ModelFacts, QuantizationFacts
@@ -339,6 +340,19 @@ def test_no_policy_and_a_broken_one(tmp_path):
         (tmp_path / POLICY_FILE).write_text(text)
         with pytest.raises(CheckpointError, match="unreadable precision policy"):
             PrecisionPolicy.read(tmp_path)
+
+
+def test_a_policy_of_another_format_version_is_its_own_error(tmp_path):
+    policy = PrecisionPolicy(BF16, "nf4")
+    file = policy.save(tmp_path)
+    values = json.loads(file.read_text())
+    assert values.pop("format_version") == 1
+    file.write_text(json.dumps(values))  # as isotype 0.1.0 wrote it
+    assert PrecisionPolicy.read(tmp_path) == policy
+    file.write_text(json.dumps({**values, "format_version": 2, "unknown": 3}))
+    with pytest.raises(CheckpointError, match="another format version") as error:
+        PrecisionPolicy.read(tmp_path)
+    assert f"{file}: format version 2; isotype {VERSION} reads version 1" in str(error.value)
 
 
 def test_the_code_book_of_a_layer_is_that_of_its_format():

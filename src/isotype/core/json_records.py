@@ -11,6 +11,8 @@ from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from isotype.core.package import VERSION
+
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
 """A share of a whole. Type annotations are JSON Schema keywords; an `int` without them has minimum 0."""
 Signed = Annotated[int, ("type", "integer")]
@@ -23,6 +25,16 @@ NONFINITE = tuple(_NUMBERS)
 """Strings written for floats that JSON cannot represent."""
 
 Record = TypeVar("Record")
+
+
+class FormatVersionError(ValueError):
+    """A file has a format version that this isotype does not read."""
+
+
+def require_version(written: object, version: int) -> None:
+    """Raises FormatVersionError unless a file's version is the one that is read."""
+    if written != version:
+        raise FormatVersionError(f"format version {written}; isotype {VERSION} reads version {version}")
 
 
 def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
@@ -67,14 +79,18 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def record_of(text: str, kind: type[Record], version: int) -> Record:
-    """Return the record that `text_of` wrote; raises ValueError for other text, versions or record types."""
+    """Return the record that `text_of` wrote.
+
+    Raises:
+        FormatVersionError: it has another version.
+        ValueError: it is not JSON, or another kind of record.
+    """
     try:
         content = json.loads(text)
     except RecursionError as error:
         raise ValueError(str(error)) from error
     written = content.pop("schema_version", None) if isinstance(content, dict) else None
-    if written != version:
-        raise ValueError(f"schema_version {written}, expected {version}")
+    require_version(written, version)
     try:
         record: Record = decoded(content, kind)
     except (KeyError, TypeError, AttributeError) as error:

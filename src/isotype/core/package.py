@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 PACKAGE = Path(__file__).parents[1]

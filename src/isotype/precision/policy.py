@@ -17,10 +17,13 @@ from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
 from isotype.core.formats import FORMATS, MIXED, QUANTIZATIONS
+from isotype.core.json_records import FormatVersionError, require_version
 from isotype.core.names import plural, starred
 
 POLICY_FILE = "precision_policy.json"
 """File in a saved adapter's folder with the policy of its training."""
+FORMAT_VERSION = 1
+"""Version of that file; it grows if a reader of the former version would misread the new one."""
 
 _ROLES = (
     ("storage", "frozen base weights"),
@@ -266,16 +269,21 @@ class PrecisionPolicy:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; `from_dict` is the inverse."""
         moments = {layer.module: layer.moments for layer in self.layers if layer.moments}
-        return {**self.summary(), "moments": moments}
+        return {"format_version": FORMAT_VERSION, **self.summary(), "moments": moments}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
-        """Return the policy that `to_dict` described."""
+        """Return the policy that `to_dict` described.
+
+        Raises:
+            FormatVersionError: another format version. Files of isotype 0.1.0 have none, which counts as 1.
+        """
+        require_version(values.get("format_version", 1), FORMAT_VERSION)
         dtypes = {k: getattr(torch, values[k]) for k in ("compute", "master", "reduce", "quant_storage")}
         moments = values.get("moments", {})
         layers = values.get("layers", {}).items()
         rest = {
-            **{name: value for name, value in values.items() if name != "moments"},
+            **{name: value for name, value in values.items() if name not in ("moments", "format_version")},
             **dtypes,
             "pinned": tuple(values["pinned"]),
             "warnings": tuple(values["warnings"]),
@@ -294,13 +302,17 @@ class PrecisionPolicy:
         """Return the policy saved in `directory`; None if there is none.
 
         Raises:
-            CheckpointError: the file exists but is not a policy.
+            CheckpointError: the file is not a policy, or has another format version.
         """
         path = Path(directory) / POLICY_FILE
         if not path.is_file():
             return None
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except FormatVersionError as error:
+            headline, expected = "precision policy of another format version", "a version that is read"
+            fix = "install the isotype that wrote it, or delete the file to decide again"
+            raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError.of(
                 "unreadable precision policy",
