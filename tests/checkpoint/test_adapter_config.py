@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from isotype.checkpoint.adapter import read_adapter
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.cli.main import main
-from isotype.core import patterns
+from isotype.core import names
 from isotype.core.errors import IsotypeError, Problem
 from tests.adapters import save_adapter
 from tests.models import save_tiny
@@ -33,7 +33,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "_SECONDS", 2)
+    monkeypatch.setattr(names, "_SECONDS", 2)
 
 
 def changed(adapter: Path, directory: Path, **fields: Any) -> Path:
@@ -178,11 +178,13 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from([each for each in peft.LoraConfig.__dataclass_fields__ if each != "runtime_config"])
+field_names = st.sampled_from(
+    [each for each in peft.LoraConfig.__dataclass_fields__ if each != "runtime_config"]
+)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(fields=st.dictionaries(names | st.text(max_size=10), values, min_size=1, max_size=4))
+@given(fields=st.dictionaries(field_names | st.text(max_size=10), values, min_size=1, max_size=4))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_random_fields_are_read_or_refused(adapter: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     directory = changed(adapter, tmp_path / "a", **fields)

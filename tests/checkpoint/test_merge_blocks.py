@@ -17,12 +17,12 @@ from torch import nn
 from isotype.checkpoint import adapter as adapters
 from isotype.checkpoint.adapter import read_adapter
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.formats import shards
-from isotype.checkpoint.formats.shards import Shards, header_room
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge import layers as merge_layers
+from isotype.checkpoint.merge import write as shards
 from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.merge.merge import merge_adapter
+from isotype.checkpoint.merge.write import Shards, header_room
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import UsageError
 from isotype.model.adapters import add_lora

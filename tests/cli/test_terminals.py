@@ -18,12 +18,18 @@ from rich.text import Text
 
 import isotype
 from isotype.cli.main import main
-from isotype.core.commands import printed_command
 from isotype.core.files import write_whole
-from isotype.core.terminal import _NEAREST, as_typed, lost_output, outlive_output, print_the_nearest
+from isotype.core.terminal import (
+    _NEAREST,
+    as_typed,
+    lost_output,
+    outlive_output,
+    print_the_nearest,
+    printed_command,
+)
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.html import write_report
-from isotype.report.narrow import fitting, wrapped
+from isotype.report.text import fitting, wrapped
 from isotype.train.describe import show_policy
 
 PICTURES = ("charts.py", "html.py", "palette.py")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.core.commands import printed_command
+from isotype.core.terminal import printed_command
 
 PLAN = [
     "torchrun", "--standalone", "--nproc_per_node", "8", "-m", "isotype", "sft", "--model_name_or_path",

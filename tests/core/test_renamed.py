@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from isotype.core.arguments import REMOVED, RENAMED
 from isotype.core.errors import UsageError
-from isotype.core.renamed import REMOVED, RENAMED
 from isotype.data.methods import METHODS
 from isotype.train.command.parse import training_parser
 from isotype.train.command.settings import parse_settings

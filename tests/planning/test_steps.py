@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from isotype.planning.largest import largest
+from isotype.planning.steps import largest
 
 
 def test_the_largest_of_a_convex_measure_is_found_in_few_measures() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import isotype
 from isotype.checkpoint.values.dequantize import dequantize
-from isotype.core import bar
+from isotype.core import console
 from isotype.core.errors import UsageError
 from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
 from isotype.ranges import measure as ranges_measure
@@ -228,8 +228,8 @@ def test_a_bar_comes_when_it_takes_long(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     now = [0.0]
-    monkeypatch.setattr(bar.time, "monotonic", lambda: now[0])
-    shown = bar.Bar("measuring")
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    shown = console.Bar("measuring")
     shown.total = 3
     shown.advance()
     assert capfd.readouterr().err == ""

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from isotype.report.palette import OTHER, PALETTE, dtype_class, palette_css
+from isotype.report.html import OTHER, PALETTE, dtype_class, palette_css
 
 # Machado, Oliveira, Fernandes 2009, severity 1.0, for linear RGB.
 VISION = {

@@ -25,11 +25,10 @@ from hypothesis import strategies as st
 
 from isotype.core.errors import IsotypeError, SaveError
 from isotype.core.units import format_bytes
-from isotype.report.run import charts
+from isotype.report.run import html as page
 from isotype.report.run.card import model_card
-from isotype.report.run.charts import charts_of
 from isotype.report.run.headroom import Headroom, HeadroomSample, by_block, in_words
-from isotype.report.run.html import to_html
+from isotype.report.run.html import charts_of, to_html
 from isotype.report.run.record import (
     SCHEMA_VERSION,
     DataSummary,
@@ -857,7 +856,7 @@ console.log(JSON.stringify({ whole: incrementsOf("step").concat(incrementsOf("to
     shutil.which("node") is None, reason="no node on this machine to run the page's script in"
 )
 def test_ticks_of_steps_are_whole_and_few_values_are_shown_in_full():
-    script = (Path(charts.__file__).parent / "run.js").read_text(encoding="utf-8")
+    script = (Path(page.__file__).parent / "run.js").read_text(encoding="utf-8")
     parts = [
         ("// Steps and tokens are counted", "// A least-squares line"),
         ("// Limits that one spike", "// -----"),

@@ -13,8 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from isotype.cli.output import check_surroundings
 from isotype.core.errors import UsageError
-from isotype.core.processes import check_surroundings
 from isotype.train.output.checkpoints import damage, unreadable_state
 from tests.train.tiny import rows, save_chat_model, save_rows
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from tools.command_table import LIBRARIES, table_text
 
-from isotype.core.commands import printed_command
 from isotype.core.errors import UsageError
+from isotype.core.terminal import printed_command
 from isotype.data.methods import METHODS
 from isotype.train.command.command import Command, with_dtype, with_storage
 from isotype.train.command.parse import parse_command

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from isotype.checkpoint.opened import open_checkpoint, require_weights
-from isotype.core import patterns
+from isotype.core import names
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
@@ -70,7 +70,7 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
 
 
 def test_expressions_that_cannot_be_matched_by_are_refused(monkeypatch):
-    monkeypatch.setattr(patterns, "_SECONDS", 2)
+    monkeypatch.setattr(names, "_SECONDS", 2)
     assert given("--lora_target_modules", "(")[0].startswith("--lora_target_modules '(': missing )")
     assert given("--lora_target_modules", "(.*)*x") == ["--lora_target_modules '(.*)*x'"]
     check_settings(settings("--lora_target_modules", r".*\.(q|v)_proj"))

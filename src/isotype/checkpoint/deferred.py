@@ -19,8 +19,7 @@ from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
 from isotype.checkpoint.values.dequantize import DenseStack, dequantize, held_weight
 from isotype.compat.glibc import give_back_memory
-from isotype.core.grouping import grouped
-from isotype.core.names import unparametrized
+from isotype.core.names import grouped, unparametrized
 from isotype.model.experts.stack import QuantizedStack, codes_of, place_stack, quantized_stack
 from isotype.model.finite import refuse
 from isotype.model.quantize import quantize_blank

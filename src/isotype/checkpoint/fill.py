@@ -18,7 +18,7 @@ from isotype.checkpoint.mapping.weight_map import Source, WeightMap
 from isotype.checkpoint.parts import Tensors, read_parts, read_source
 from isotype.checkpoint.values.unpack import Turn
 from isotype.compat.torch import EXTRA_STATE, own_parameters
-from isotype.core.bar import Bar
+from isotype.core.console import Bar
 from isotype.core.formats import FORMATS, MXFP4
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.experts.quantize import quantize_parts

@@ -12,7 +12,7 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import dense_shape
 from isotype.checkpoint.mapping.weight_map import CONVERSION_ERRORS, TURNED, Source, converted
 from isotype.checkpoint.values.unpack import Turn, dense
-from isotype.core.grouping import grouped
+from isotype.core.names import grouped
 
 
 class Tensors(Protocol):

@@ -95,7 +95,7 @@ def inspect(argv: Sequence[str], console: Console) -> int:
 
 def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
     quiet_libraries()
-    from isotype.checkpoint.inspect_plan import inspect_plan
+    from isotype.checkpoint.inspect import inspect_plan
     from isotype.report.inspect import plan_json, render_plan
 
     inspection = inspect_plan(

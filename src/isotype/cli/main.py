@@ -15,7 +15,13 @@ from importlib import import_module
 
 from rich.console import Console
 
-from isotype.cli.output import console_of_failure, console_on, print_error, show_warnings_of_libraries
+from isotype.cli.output import (
+    check_surroundings,
+    console_of_failure,
+    console_on,
+    print_error,
+    show_warnings_of_libraries,
+)
 from isotype.compat.imports import code_refused
 from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signals, terminate
 from isotype.compat.torchvision import importable
@@ -23,10 +29,9 @@ from isotype.core.cache import prepare_library_caches
 from isotype.core.console import libraries_shown
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
 from isotype.core.package import VERSION
-from isotype.core.processes import check_surroundings
 from isotype.core.terminal import lost_output, outlive_output, print_the_nearest, shown
 from isotype.data.methods import METHODS
-from isotype.report.narrow import wrapped
+from isotype.report.text import wrapped
 
 COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "doctor", "merge", "chat")
 

@@ -22,8 +22,8 @@ from isotype.core.arguments import Parser
 from isotype.core.console import TerminalConsole
 from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.core.terminal import shown
-from isotype.preflight.script.command_line import is_python_script
-from isotype.preflight.script.options import PREFLIGHT_SECONDS, Options
+from isotype.preflight.script.family import PREFLIGHT_SECONDS, Options
+from isotype.preflight.script.processes import is_python_script
 from isotype.preflight.script.session import Session, show
 
 CRASHED = 1

@@ -15,9 +15,9 @@ from rich.text import Text
 from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
 from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
-from isotype.core.commands import printed_command
 from isotype.core.files import unused
-from isotype.report.narrow import show_commands, wrapped
+from isotype.core.terminal import printed_command
+from isotype.report.text import show_commands, wrapped
 
 if TYPE_CHECKING:
     from isotype.train.command.command import Command

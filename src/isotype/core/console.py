@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -14,6 +15,9 @@ from rich.status import Status
 from rich.text import Text
 
 from isotype.core.terminal import shown
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class TerminalConsole(Console):
@@ -52,3 +56,43 @@ def libraries_shown() -> Iterator[None]:
     finally:
         logging.setLogRecordFactory(record)
         warnings.formatwarning = format_warning
+
+
+_AFTER = 3.0
+"""Seconds before the bar appears."""
+
+
+class Bar:
+    """Progress bar of `total` steps on standard error, shown after three seconds if that is a terminal."""
+
+    def __init__(self, text: str, shown: bool = True) -> None:
+        self._console = TerminalConsole(stderr=True)
+        self._shown = shown and self._console.is_terminal
+        self._text, self.total, self._done = text, 0, 0
+        self._started = time.monotonic()
+        self._progress: Progress | None = None
+
+    def advance(self) -> None:
+        """Count one finished item."""
+        self._done += 1
+        if not self._shown:
+            return
+        if self._progress is None and time.monotonic() - self._started > _AFTER:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.add_task(self._text, total=self.total)
+            self._progress.start()
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=self._done)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._progress is not None:
+            self._progress.stop()

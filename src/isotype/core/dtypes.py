@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from isotype.core.errors import PrecisionError
-from isotype.core.stored_dtypes import STORED
+from isotype.core.formats import STORED
 
 _ALIASES: dict[str, torch.dtype] = {
     **dict.fromkeys(("float32", "fp32", "float"), torch.float32),

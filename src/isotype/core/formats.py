@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from isotype.core.names import EXPERT
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,51 @@ MIXED = "mixed"
 
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
 """Formats in which a base can be stored, besides `mixed`."""
+
+
+def why_dense(shape: Iterable[int], storage: str) -> str | None:
+    """Return why a stacked weight `[experts, d1, d2]` is not quantized; None if it is."""
+    _, *matrix = shape
+    block, values = FORMATS[storage].block, math.prod(matrix)
+    if block and values % block:
+        return f"{values:,} values of an expert are no whole blocks of {block}"
+    return None
+
+
+def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
+    """Return why 3-D weights of a quantized model are in a float dtype; `storage` may name several formats."""
+    form = storage if storage in FORMATS else "int8"
+    reasons = {why_dense(shape, form) if EXPERT.search(name) else _OTHER for name, shape in weights}
+    (reason,) = reasons if len(reasons) == 1 else (None,)
+    if reason == _OTHER:
+        return f"{storage} {_OTHER}"
+    return reason or "they were left out where the model was quantized (isotype.load quantizes experts)"
+
+
+_OTHER = "reaches linear layers and experts only"
+
+
+STORED: Mapping[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "BOOL": "bool",
+}
+"""Dtype name in safetensors and GGUF headers -> name of torch's dtype."""
+
+
+def is_float(stored: str) -> bool:
+    """Return whether a stored name is that of a float dtype of torch."""
+    return "float" in STORED.get(stored, "")

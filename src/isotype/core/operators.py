@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from isotype.compat.torch import UNNAMED_VIEW, operator_schema
+from isotype.compat.torch import UNNAMED_VIEW, dispatch_depth, is_profiled, operator_schema
 
 # Experts: the meta and fake kernels of torch 2.13 take bfloat16 only (`_meta_grouped_mm_common` in
 # torch/_meta_registrations.py); CPU and CUDA kernels take float32 and float16 too.
@@ -98,3 +98,37 @@ def is_view(func: Any) -> bool:
     """Return whether an operator's result is a view of its operand."""
     aliases = (each.alias_info for each in operator_schema(func).returns)
     return func is UNNAMED_VIEW or any(alias is not None and not alias.is_write for alias in aliases)
+
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+_LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def operator(
+    schema: str, keys: Sequence[str] = ("CPU",), fake: Callable[..., Any] | None = None
+) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
+    """Register a function as operator `isotype::…` without derivatives; `fake` is its implementation for fake
+    tensors.
+
+    Outside of dispatch modes the function is called directly: dispatch takes longer than some kernels.
+    """
+
+    def defined(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        for key in keys:
+            _LIBRARY.impl(name, function, key)
+        if fake is not None:
+            torch.library.register_fake(f"isotype::{name}", fake, lib=_LIBRARY)
+        watched: Any = getattr(torch.ops.isotype, name).default
+
+        @wraps(function)
+        def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+            seen = dispatch_depth() or is_profiled()
+            result: _Made = (watched if seen else function)(*args, **kwargs)
+            return result
+
+        return called
+
+    return defined

@@ -5,8 +5,9 @@ from __future__ import annotations
 import codecs
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 _NEAREST = {
@@ -116,3 +117,35 @@ def _nearest(error: UnicodeError) -> tuple[str, int]:
     # In a table the longer text takes its room from the gap before the next column.
     gap = len(error.object) - end - len(error.object[end:].lstrip(" "))
     return text, end + max(0, min(len(text) - len(lacking), gap - 1))
+
+
+_INDENT = 4
+"""Columns by which continuation lines of a command are indented."""
+
+
+def printed_command(tokens: Sequence[str], width: int | None = None, indent: int = 0) -> str:
+    """Return a command quoted for a shell; lines longer than `width` columns continue after ` \\`."""
+    words = [as_typed(shlex.quote(token)) for token in tokens]
+    line = " " * indent + " ".join(words)
+    if width is None or len(line) <= width:
+        return line
+    lines = [" " * indent + words[0]]
+    room = width - len(" \\")
+    for part in _parts(words[1:], room - indent - _INDENT):
+        if len(lines[-1]) + 1 + len(part) <= room:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(" " * (indent + _INDENT) + part)
+    return " \\\n".join(lines)
+
+
+def _parts(words: Sequence[str], room: int) -> Iterator[str]:
+    """Yield the arguments; a flag and its values stay together if they fit into `room`."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("-") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    for group in groups:
+        whole = " ".join(group)
+        yield from [whole] if len(whole) <= room else group

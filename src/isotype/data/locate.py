@@ -12,8 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from isotype.core.errors import DataError, Problem
-from isotype.core.grouping import grouped
-from isotype.core.names import plural
+from isotype.core.names import grouped, plural
 from isotype.data import drawn
 from isotype.data.columns import quoted
 from isotype.data.pictures import SUFFIXES

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from isotype.core.bar import Bar
+from isotype.core.console import Bar
 from isotype.core.errors import Problem, first_line
 from isotype.data.cells import describe
 

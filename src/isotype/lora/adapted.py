@@ -17,10 +17,9 @@ from isotype.compat.peft import DORA_CACHE
 from isotype.compat.torch import CHILDREN, HOOKS, PARAMETERS
 from isotype.lora.spec import Adapter, Layer
 from isotype.model.boundary import boundary_of
-from isotype.model.hooks import must_be_called
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.shard import is_gathered, is_sharded
-from isotype.model.walk import LINEAR_KINDS, kind_of
+from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
 
 
 def why_not(layer: Any) -> str | None:

@@ -17,7 +17,7 @@ from isotype.lora.norms import NormParts, rms_norm
 from isotype.lora.rotary import with_loops
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of, set_boundary
-from isotype.model.hooks import must_be_called
+from isotype.model.walk import must_be_called
 
 
 class Fused(Swapped):

@@ -17,7 +17,7 @@ from torch import nn
 
 from isotype.compat.swapped import swap
 from isotype.compat.torch import forward_hooks, forward_pre_hooks, own_buffers, own_parameters
-from isotype.core.grouping import grouped
+from isotype.core.names import grouped
 from isotype.model.walk import FoldedList, lists_of_blocks
 
 STANDS_FOR = "_stands_for"

@@ -21,8 +21,7 @@ from torch import nn
 
 from isotype.compat.peft import all_linear
 from isotype.core.errors import UsageError
-from isotype.core.grouping import grouped
-from isotype.core.names import EXPERT, listed, plain_name, plural
+from isotype.core.names import EXPERT, grouped, listed, plain_name, plural
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
 from isotype.model.experts.stack import held_stack, quantized_stack, seen_dense
 from isotype.model.fold import repeats_of

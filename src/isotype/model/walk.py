@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -199,3 +199,19 @@ def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str
         yield from (
             (key, held) for key, held in holder.items() if isinstance(key, str) and key.isidentifier()
         )
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+_LISTENS = "_isotype_listens"
+
+
+def listening(hook: _Hook) -> _Hook:
+    """`hook`, marked as one that changes nothing of what goes through a module and may be left out."""
+    hook.__dict__[_LISTENS] = True
+    return hook
+
+
+def must_be_called(hooks: Mapping[int, Any]) -> bool:
+    """Whether one of a module's hooks may change what the module takes or returns, or is not ours to leave out."""
+    return any(not getattr(hook, _LISTENS, False) for hook in hooks.values())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from isotype.core.commands import printed_command
 from isotype.core.errors import IsotypeError
+from isotype.core.terminal import printed_command
 from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING

@@ -17,10 +17,9 @@ from isotype.core.errors import CheckpointError, PrecisionError, UsageError
 from isotype.core.formats import MIXED, MXFP4
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.command import command_of
-from isotype.planning.largest import largest
 from isotype.planning.record import Row, Time, Workload
 from isotype.planning.request import PlanRequest
-from isotype.planning.steps import Steps, Traced
+from isotype.planning.steps import Steps, Traced, largest
 from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.room import Room

@@ -8,14 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from isotype.core.commands import printed_command
 from isotype.core.console import TerminalConsole
 from isotype.core.names import plural
+from isotype.core.terminal import printed_command
 from isotype.core.units import format_bytes
 from isotype.planning.record import GOALS, Device, Record, Row, Workload
 from isotype.precision.devices.profile import device_profile
-from isotype.report.narrow import NARROW, fitting, say, show_commands, width_of
-from isotype.report.text import format_count, format_duration, format_share
+from isotype.report.text import (
+    NARROW,
+    fitting,
+    format_count,
+    format_duration,
+    format_share,
+    say,
+    show_commands,
+    width_of,
+)
 
 WIDTH = 100
 """Columns if the text is not for a terminal."""

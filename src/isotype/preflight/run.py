@@ -32,9 +32,8 @@ from isotype.report.check.report import Report
 from isotype.rules import judge, resolves, unjudged
 from isotype.rules.kit.contract_rule import settled
 from isotype.rules.kit.value_ranges import computes_float16
-from isotype.trace.fake.code import StepCode
+from isotype.trace.fake.code import StepCode, surroundings
 from isotype.trace.fake.step import failed_trace, trace_step
-from isotype.trace.fake.surroundings import surroundings
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.reach.measure import measure_reach
 from isotype.trace.weights import weights_of

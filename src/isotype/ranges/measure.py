@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import tree_map
-from isotype.core.bar import Bar
+from isotype.core.console import Bar
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import UsageError
 from isotype.core.random_states import random_states_kept

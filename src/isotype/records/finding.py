@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from isotype.core.commands import printed_command
 from isotype.core.json_records import Share
+from isotype.core.terminal import printed_command
 from isotype.records.trace import Call, Operand, Weight
 
 Severity = Literal["error", "warning", "note"]

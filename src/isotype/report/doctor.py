@@ -23,7 +23,7 @@ from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.versions import Incompatibility, pip_command
-from isotype.report.narrow import fitting
+from isotype.report.text import fitting
 
 # ------------------------------------------------------------------------------------------------- what it means
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,10 +18,48 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.errors import SaveError
 from isotype.core.files import write_whole
 from isotype.report.charts import xml_text
-from isotype.report.palette import dtype_class
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+@dataclass(frozen=True)
+class Swatch:
+    """Colour of one dtype as `#rrggbb`, on a light and on a dark page."""
+
+    light: str
+    dark: str
+
+
+PALETTE: dict[str, Swatch] = {
+    "float64": Swatch("#5554dd", "#a5b3fd"),
+    "float32": Swatch("#173873", "#487cfc"),
+    "bfloat16": Swatch("#2e9c80", "#75eeda"),
+    "float16": Swatch("#c77114", "#e6ae71"),
+    "float8": Swatch("#585f02", "#d1e419"),
+    "nf4": Swatch("#997bdd", "#885bb2"),
+    "fp4": Swatch("#a0498b", "#c178b4"),
+    "mxfp4": Swatch("#c81241", "#e86265"),
+    "int8": Swatch("#631e16", "#b94136"),
+}
+"""Storage and compute dtypes of reports; the float8 formats share one colour."""
+
+OTHER = Swatch("#7d838c", "#7f8791")
+"""Colour of everything else: integer and boolean buffers, `none`, unknown names."""
+
+
+def dtype_class(name: str) -> str:
+    """Return the CSS class of a dtype's colour: `"bfloat16"` -> `"dtype-bfloat16"`, unknown -> `"dtype-other"`."""
+    key = "float8" if name.startswith("float8") else name
+    return f"dtype-{key}" if key in PALETTE else "dtype-other"
+
+
+def palette_css() -> str:
+    """Return CSS rules that set the property `--dtype` in each dtype's class, for both colour schemes."""
+    swatches = {**PALETTE, "other": OTHER}
+    light = "".join(f".dtype-{name}{{--dtype:{swatch.light}}}" for name, swatch in swatches.items())
+    dark = "".join(f".dtype-{name}{{--dtype:{swatch.dark}}}" for name, swatch in swatches.items())
+    return f"{light}\n@media (prefers-color-scheme:dark){{{dark}}}\n"
 
 
 def render(template: str, **content: object) -> str:

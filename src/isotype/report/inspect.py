@@ -12,15 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
-from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS
-from isotype.core.grouping import grouped
-from isotype.core.names import listed, plural, stacked, starred
-from isotype.core.stacks import why_kept
+from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS, why_kept
+from isotype.core.names import grouped, listed, plural, stacked, starred
 from isotype.core.units import format_bytes
-from isotype.report.narrow import fitting, wrapped
+from isotype.report.text import fitting, wrapped
 
 if TYPE_CHECKING:
-    from isotype.checkpoint.inspect_plan import PlanGroup, PlanInspection
+    from isotype.checkpoint.inspect import PlanGroup, PlanInspection
 
 _NAMES_SHOWN = 4
 

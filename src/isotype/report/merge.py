@@ -14,7 +14,7 @@ from isotype.checkpoint.merge.report import ENOUGH, share
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import ASKED
 from isotype.core.units import format_bytes
-from isotype.report.narrow import fitting, show_commands
+from isotype.report.text import fitting, show_commands
 
 if TYPE_CHECKING:
     from isotype.checkpoint.merge.report import LogitsDifference, MergeReport

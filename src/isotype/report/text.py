@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
 
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from isotype.core.terminal import printed_command
 from isotype.report.charts import format_number
 
 
@@ -45,3 +56,91 @@ def format_flops(flops: float) -> str:
 def short_source(source: str) -> str:
     """Shorten `/lib/transformers/models/llama/modeling_llama.py:64` to `llama/modeling_llama.py:64`."""
     return "/".join(source.replace("\\", "/").split("/")[-2:])
+
+
+NARROW = 60
+"""Below this many columns, a table's cells are printed one under another."""
+
+_LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
+"""Text before a line's first word: its indent, a bullet, a label of one or two words."""
+
+_COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
+
+
+def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
+    """Return the table; on a console narrower than `NARROW`, each row's cells under its first, with the headers."""
+    if console.width >= NARROW:
+        return Padding(table, (0, 0, 0, indent))
+    heads = [Text(str(column.header), style="dim") for column in table.columns]
+    lines = Table.grid()
+    lines.add_column(overflow="fold")
+    if table.title:
+        lines.add_row(Text(str(table.title), style=table.title_style or ""))
+    for first, *others in zip(*(column.cells for column in table.columns), strict=True):
+        name = first if isinstance(first, Text) else Text(str(first))
+        shown = Text(_at_dots(name.plain, console.width - indent), style=name.style)
+        lines.add_row(Padding(shown, (0, 0, 0, indent)))
+        inner = Table.grid(padding=(0, 2))
+        inner.add_column(no_wrap=True)
+        inner.add_column(overflow="fold")
+        for head, cell in zip(heads[1:], others, strict=True):
+            inner.add_row(head, cell)
+        lines.add_row(Padding(inner, (0, 0, 0, indent + 2)))
+    return lines
+
+
+def width_of(console: Console) -> int | None:
+    """Return the columns of a line; None for a log file or a pipe."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else None
+
+
+def wrapped(text: str, console: Console) -> str:
+    """Wrap each line longer than the console at words, under the line's first word.
+
+    A log file gets the lines unchanged. Words are not cut: paths stay whole. A command (indented by four) stays
+    pasteable.
+    """
+    width = width_of(console)
+    if width is None:
+        return text
+    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text, `wrapped` to the console."""
+    console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
+    """Print commands to type next: a description, and the tokens below on lines that can be pasted."""
+    for words, tokens in commands.items():
+        say(console, f"\n{words}:\n{printed_command(tokens, indent=4)}")
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    if _COMMAND.match(line):
+        return printed_command(shlex.split(line), width, 4).split("\n")
+    match = _LABEL.match(line)
+    label = match.group() if match else ""
+    indent, lines = len(label), []
+    if indent > width // 2:  # the label is a line of its own
+        indent, lines = len(label) - len(label.lstrip()) + 4, [label.rstrip()]
+    words = textwrap.wrap(
+        line[len(label) :], width - indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
+    first = label if not lines else " " * indent
+    return [*lines, first + words[0], *(" " * indent + part for part in words[1:])]
+
+
+def _at_dots(name: str, width: int) -> str:
+    """Break a dotted name longer than `width` after dots."""
+    if len(name) <= width or " " in name:
+        return name
+    lines = [""]
+    for part in name.split("."):
+        if lines[-1] and len(lines[-1]) + len(part) >= width:
+            lines.append("")
+        lines[-1] += f"{part}."
+    return "\n".join(lines)[:-1]

@@ -31,8 +31,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.grouping import grouped
-from isotype.core.names import plural
+from isotype.core.names import grouped, plural
 from isotype.core.operators import ATTENTION_KERNELS
 from isotype.records.finding import Finding, Kind, finding_at
 from isotype.records.trace import Call, Trace

@@ -43,8 +43,8 @@ import torch
 
 from isotype.compat.torch import operator_schema
 from isotype.core.dtypes import dtype_name
+from isotype.core.formats import why_kept
 from isotype.core.names import plural, stacked
-from isotype.core.stacks import why_kept
 from isotype.core.units import format_bytes
 from isotype.records.finding import Cost, Finding, Fix, Kind
 from isotype.records.trace import Trace, Weight

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.grouping import grouped
+from isotype.core.names import grouped
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, trained

@@ -27,8 +27,7 @@ import re
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.grouping import grouped
-from isotype.core.names import agree, named, short
+from isotype.core.names import agree, grouped, named, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, names

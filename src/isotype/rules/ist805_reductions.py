@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.grouping import grouped
-from isotype.core.names import short
+from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.weight_sets import HALVES

@@ -27,8 +27,7 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.grouping import grouped
-from isotype.core.names import short
+from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.words import TRANSFORMERS, advice, evidence

@@ -27,8 +27,7 @@ from isotype.compat.torch import (
 from isotype.core.operators import leaves, numbers_in, operator_name
 from isotype.core.source import asking_line, shown
 from isotype.model.fold import repeats_of
-from isotype.model.hooks import listening
-from isotype.model.walk import plain_tensors
+from isotype.model.walk import listening, plain_tensors
 from isotype.records.memory import MemoryKind, Phase
 from isotype.records.trace import CASTS, FLOATS, Breach, Call, Operand, Origin
 from isotype.trace.flops import flops_of

@@ -18,7 +18,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, UsageError, first_line
 from isotype.core.terminal import as_typed, shown
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.narrow import wrapped
+from isotype.report.text import wrapped
 from isotype.train.generate import PLAIN, Message, encode, evaluating
 
 __all__ = ["chat", "load_for_inference", "stream_answer"]

@@ -16,13 +16,11 @@ from rich.text import Text
 
 from isotype.checkpoint.facts import stored_parameters
 from isotype.core.allocator import allocator_setting
-from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
-from isotype.core.formats import FORMATS
+from isotype.core.formats import FORMATS, why_kept
 from isotype.core.names import plain_name, plural, stacked
 from isotype.core.optimizers import state_of
-from isotype.core.stacks import why_kept
-from isotype.core.terminal import as_typed, lost_output
+from isotype.core.terminal import as_typed, lost_output, printed_command
 from isotype.core.units import format_bytes
 from isotype.data.pictures import data_url, pictures_in
 from isotype.lora.fuse import FusionReport
@@ -31,9 +29,8 @@ from isotype.model.parts import PARTS, Parts
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
-from isotype.report.narrow import NARROW, fitting, say
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
-from isotype.report.text import format_share
+from isotype.report.text import NARROW, fitting, format_share, say
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings
 from isotype.train.generate import Prompt, with_pictures

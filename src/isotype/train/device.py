@@ -13,7 +13,7 @@ from isotype.compat.transformers import gpus_left
 from isotype.core.errors import UsageError
 from isotype.precision.devices.attention import has_faulty_cudnn
 from isotype.precision.devices.profile import DeviceProfile, device_profile
-from isotype.report.narrow import say
+from isotype.report.text import say
 from isotype.train.command.settings import Settings
 
 

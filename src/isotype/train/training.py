@@ -23,10 +23,10 @@ from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.templates import ERRORS
 from isotype.compat.transformers import name_of, rename
-from isotype.core.commands import printed_command
 from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
 from isotype.core.files import recover
 from isotype.core.lock import only_writer
+from isotype.core.terminal import printed_command
 from isotype.data.pictures import PICTURE_COLUMNS
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.reductions import float32_reductions
@@ -36,9 +36,9 @@ from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.narrow import say
 from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
+from isotype.report.text import say
 from isotype.train import describe
 from isotype.train.adapt import parts_to_adapt
 from isotype.train.command.arguments import IsotypeArguments

@@ -28,9 +28,8 @@ from isotype.core.errors import (
     first_line,
     one_line,
 )
-from isotype.core.names import listed
+from isotype.core.names import listed, pattern_problems
 from isotype.core.optimizers import package_of
-from isotype.core.patterns import pattern_problems
 from isotype.core.pretrained import pretrained
 from isotype.data.locate import data_error
 from isotype.data.methods import METHODS

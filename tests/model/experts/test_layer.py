@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.core.stacks import why_dense
+from isotype.core.formats import why_dense
 from isotype.model.experts import layer
 from isotype.model.experts.quantize import blank_stack, quantize_parts
 from isotype.model.experts.stack import (

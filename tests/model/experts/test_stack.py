@@ -10,8 +10,8 @@ import torch
 from bitsandbytes.nn import parametrize as bnb
 from torch import nn
 
+from isotype.core.formats import why_dense
 from isotype.core.names import plain_name
-from isotype.core.stacks import why_dense
 from isotype.model.experts.quantize import blank_stack, quantize_parts
 from isotype.model.experts.stack import (
     QuantizedStack,

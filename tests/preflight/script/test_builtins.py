@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.cli.run import _execute
-from isotype.preflight.script.options import Options
+from isotype.preflight.script.family import Options
 
 
 @pytest.mark.parametrize("module", [False, True])

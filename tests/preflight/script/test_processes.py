@@ -13,8 +13,8 @@ from rich.console import Console
 
 import isotype
 from isotype.cli.run import run
-from isotype.preflight.script.command_line import watched_command
 from isotype.preflight.script.family import VARIABLE, family
+from isotype.preflight.script.processes import watched_command
 
 PYTHON = sys.executable
 FLAGS = ("--steps", "2")

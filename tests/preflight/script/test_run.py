@@ -20,8 +20,7 @@ from isotype.cli.run import parse, run
 from isotype.core.errors import UsageError
 from isotype.preflight.script.ahead import autocast_of
 from isotype.preflight.script.diagnosis import Diagnosis
-from isotype.preflight.script.family import Family
-from isotype.preflight.script.options import Options
+from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.session import cleaned
 from tests.processes import run_code
 from tests.train.tiny import save_chat_model

@@ -16,7 +16,7 @@ from isotype.checkpoint.damage.layers import EmbeddedRows, Layers, PlainWeights
 from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.measure_ranges import TOKENS, measured_and_kept
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
-from isotype.core.bar import Bar
+from isotype.core.console import Bar
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import UsageError
 from isotype.core.names import base_name, listed, plural

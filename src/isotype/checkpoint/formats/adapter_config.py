@@ -12,8 +12,7 @@ from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.json_file import Entry, entry_problems, numbers_in, read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.core.errors import CheckpointError, Problem
-from isotype.core.names import base_name, plural
-from isotype.core.patterns import pattern_problems
+from isotype.core.names import base_name, pattern_problems, plural
 from isotype.core.pretrained import pretrained
 
 CONFIG_FILE = "adapter_config.json"

@@ -20,9 +20,8 @@ from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
 from isotype.checkpoint.mapping.weight_map import WeightMap, weight_map
 from isotype.compat.transformers import may_be_missing, may_be_surplus
 from isotype.core.errors import CheckpointError, Problem
-from isotype.core.grouping import grouped
-from isotype.core.names import distinct_names, listed, plural, starred
-from isotype.core.stored_dtypes import STORED
+from isotype.core.formats import STORED
+from isotype.core.names import distinct_names, grouped, listed, plural, starred
 from isotype.precision.facts import QuantizationFacts
 
 _SHOWN = 12  # patterns of names in one error

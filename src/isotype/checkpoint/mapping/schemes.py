@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from isotype.checkpoint.formats.gguf import unpackable
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.core.formats import FOUR_BITS
-from isotype.core.stored_dtypes import STORED
+from isotype.core.formats import FOUR_BITS, STORED
 
 FP8 = "fp8"
 CAST = "cast"

@@ -22,9 +22,8 @@ from isotype.checkpoint.mapping.schemes import (
     written_shape,
 )
 from isotype.core.errors import Problem
-from isotype.core.formats import FOUR_BITS
-from isotype.core.grouping import grouped
-from isotype.core.stored_dtypes import STORED, is_float
+from isotype.core.formats import FOUR_BITS, STORED, is_float
+from isotype.core.names import grouped
 
 if TYPE_CHECKING:
     import torch

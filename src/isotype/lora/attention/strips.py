@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from isotype.core.compiled import NotCompiledError
-from isotype.core.own_operators import operator
+from isotype.core.operators import operator
 from isotype.lora.attention.plan import Spec, attention_to_nothing
 from isotype.lora.loops.loading import Loops, loops_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from isotype.core.own_operators import operator
+from isotype.core.operators import operator
 
 ACTIVATIONS = {
     name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import PLAIN, is_transformed
-from isotype.core.own_operators import operator
+from isotype.core.operators import operator
 from isotype.lora.loops.loading import NAMES, Loops, loops_of
 
 SOURCE = Path(__file__).with_suffix(".cpp")

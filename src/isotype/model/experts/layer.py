@@ -29,8 +29,8 @@ from isotype.core.errors import PrecisionError
 from isotype.model.boundary import Boundary
 from isotype.model.experts.compute import Adapter, Experts, Product, experts_output
 from isotype.model.experts.stack import QuantizedStack, codes_of, quantized_stack, shape_of
-from isotype.model.hooks import must_be_called
 from isotype.model.shard import is_sharded
+from isotype.model.walk import must_be_called
 from isotype.precision.devices.simulated import working_dtype
 
 _WRAPPER = "ParamWrapper"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from isotype.core.own_operators import operator
+from isotype.core.operators import operator
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([_E2M1, -_E2M1])

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from isotype.core.errors import CheckpointError
-from isotype.core.formats import FORMATS, MXFP4
-from isotype.core.stacks import why_dense
+from isotype.core.formats import FORMATS, MXFP4, why_dense
 from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.experts.stack import (
     NESTED,

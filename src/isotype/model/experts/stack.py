@@ -7,7 +7,7 @@ whole, for any library that asks. What computes by expert asks `QuantizedStack.p
 Codes lie by expert, so that a part of them is a slice, and FSDP2 shards them by experts:
 
 - 4 bits: uint8 `[experts, d1 * d2 / 2]`, bit by bit the codes that bitsandbytes gives the flat weight. A block never straddles
-  experts: `d1 * d2` is a multiple of the block size, or the weight stays dense (`isotype.core.stacks.why_dense`).
+  experts: `d1 * d2` is a multiple of the block size, or the weight stays dense (`isotype.core.formats.why_dense`).
 - int8: int8 `[experts, d1, d2]`, with float32 scales over the input dimension, `[experts, d1, 1]`, or `[experts, 1, d2]` where the
   module `is_transposed`; a value is `code * scale / 127`.
 - mxfp4: blocks and exponents as `isotype.model.experts.mxfp4` reads them, the very bytes of a checkpoint; none are made here.
@@ -34,8 +34,7 @@ from isotype.compat.swapped import Swapped, swap
 from isotype.compat.torch import FakeTensor, UncastBuffers, own_modules, own_parameters, state_dict_hooks
 from isotype.core.formats import FORMATS, MXFP4
 from isotype.model.experts import mxfp4
-from isotype.model.hooks import listening
-from isotype.model.walk import is_tuner_layer, places
+from isotype.model.walk import is_tuner_layer, listening, places
 
 NESTED = 256
 """Constants of 4 bits that share one of their own (bitsandbytes' `compress_statistics`)."""

@@ -33,9 +33,8 @@ from isotype.preflight.script.ahead import (
     tried,
     without_tensors,
 )
-from isotype.preflight.script.family import Family
+from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.numbers import Numbers
-from isotype.preflight.script.options import Options
 from isotype.preflight.script.outside import outside
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
@@ -54,8 +53,7 @@ from isotype.records.trace import (
 )
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render
-from isotype.report.narrow import wrapped
-from isotype.report.text import short_source
+from isotype.report.text import short_source, wrapped
 from isotype.rules import judge
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError

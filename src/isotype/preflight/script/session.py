@@ -17,10 +17,9 @@ from rich.console import Console
 from isotype.compat.imports import when_imported
 from isotype.core.console import TerminalConsole
 from isotype.core.package import PACKAGE
-from isotype.preflight.script.family import Family, family
-from isotype.preflight.script.options import Options
+from isotype.preflight.script.family import Family, Options, family
 from isotype.preflight.script.processes import Processes
-from isotype.report.narrow import say
+from isotype.report.text import say
 
 if TYPE_CHECKING:
     from isotype.preflight.script.diagnosis import Diagnosis

@@ -46,8 +46,7 @@ from isotype.report.check.text import (
     trust,
     verdict,
 )
-from isotype.report.html import package_file, render
-from isotype.report.palette import dtype_class, palette_css
+from isotype.report.html import dtype_class, package_file, palette_css, render
 from isotype.report.text import format_duration, format_flops, format_share, short_source
 from isotype.rules.ist605_memory import unquantized_experts
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isotype.contracts.contract import doubts, judged_by
-from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import listed, named, plain_name, plural
+from isotype.core.terminal import printed_command
 from isotype.core.units import format_bytes
 from isotype.precision import by_ranges
 from isotype.records.finding import Cost, Finding, Fix, Scope, marked
@@ -30,8 +30,7 @@ from isotype.report.check.cost import (
 )
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Record, repair_outlook
-from isotype.report.narrow import width_of
-from isotype.report.text import format_share, short_source
+from isotype.report.text import format_share, short_source, width_of
 from isotype.rules.ist605_memory import unquantized_experts
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.grouping import grouped
-from isotype.core.names import distinct_names, listed, short, starred
+from isotype.core.names import distinct_names, grouped, listed, short, starred
 from isotype.records.finding import Fix
 from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group

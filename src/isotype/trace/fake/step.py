@@ -41,12 +41,11 @@ from isotype.records.trace import (
     Trace,
     Weight,
 )
-from isotype.trace.fake.code import StepCode, loss_function
+from isotype.trace.fake.code import StepCode, loss_function, surroundings
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.inputs import brought_by, named_tensors
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
-from isotype.trace.fake.surroundings import surroundings
 from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT

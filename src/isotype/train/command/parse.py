@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from isotype.compat.standard import actions_of
-from isotype.core.arguments import Parser, closest
+from isotype.core.arguments import Parser, closest, renamed
 from isotype.core.errors import Problem, UsageError, one_line
-from isotype.core.renamed import renamed
 from isotype.data.methods import METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument
 from isotype.train.command.command import Command, ConfigFile, Value

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from isotype.data.methods import METHODS
-from isotype.train.dialects.reader import Reader, tables
-from isotype.train.dialects.rows import FRAME, Rows, speaks, use_rows
+from isotype.train.dialects.reader import FRAME, Reader, Rows, speaks, tables, use_rows
 
 _CUT = "not done: rows that are longer are dropped; here they are cut"
 _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.data.methods import METHODS
-from isotype.train.dialects.reader import Reader, tables
-from isotype.train.dialects.rows import Rows, speaks, use_rows
+from isotype.train.dialects.reader import Reader, Rows, speaks, tables, use_rows
 
 _JOINED = "not done: one line break between an instruction and its input, which are the prompt; an empty line is there"
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}

@@ -13,14 +13,14 @@ from rich.console import Console
 
 from isotype.checkpoint.adapter import Adapter, is_adapter, read_adapter
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
-from isotype.core.commands import printed_command
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import recover, write_whole
+from isotype.core.terminal import printed_command
 from isotype.data.build import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.report.narrow import say
 from isotype.report.run.record import JSON_NAME
+from isotype.report.text import say
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import LOFTQ, MADE_BY

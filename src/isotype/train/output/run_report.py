@@ -10,9 +10,9 @@ from rich.console import Console
 
 from isotype.core.errors import CheckpointError, Problem, SaveError
 from isotype.core.files import write_whole
-from isotype.report.narrow import say
 from isotype.report.run.html import to_html
 from isotype.report.run.record import HTML_NAME, JSON_NAME, RunRecord, from_json, to_json
+from isotype.report.text import say
 from isotype.train.output.resume import save_identity
 
 

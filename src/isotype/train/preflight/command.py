@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
 
-from isotype.core.commands import printed_command
+from isotype.core.terminal import printed_command
 from isotype.records.finding import Action, Finding, Fix
 from isotype.train.command.command import Command, here, with_dtype
 

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from isotype.compat.templates import ERRORS, render_chat
-from isotype.core.bar import Bar
+from isotype.core.console import Bar
 from isotype.core.errors import Problem, one_line
 from isotype.core.names import listed, plural
 from isotype.data.build import undecoded

@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.core.names import plural
-from isotype.report.narrow import say
 from isotype.report.run.record import DataSummary
-from isotype.report.text import format_share
+from isotype.report.text import format_share, say
 from isotype.train.rows.lengths import Lengths
 from isotype.train.rows.pictured import Pictured
 
