@@ -1,1 +1,1 @@
-"""HOLD: what a live model holds, and how it is brought under a policy and kept there."""
+"""Live models: applying a precision policy and keeping it."""

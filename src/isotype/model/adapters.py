@@ -1,4 +1,4 @@
-"""Adapters on a model under a policy; PEFT makes them, the policy decides their dtypes."""
+"""Adapters on a model under a policy: PEFT creates them, the policy sets their dtypes."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ def add_lora(
     adapt: str | Sequence[str] | Adapt | None = None,
     **lora_kwargs: Any,
 ) -> Any:
-    """Add a LoRA adapter (or DoRA, rsLoRA: `use_dora=`, `use_rslora=`) whose masters are as `policy` says.
+    """Add a LoRA adapter (or DoRA, rsLoRA: `use_dora=`, `use_rslora=`) with master parameters in `policy`'s
+    dtype.
 
-    The base weights are frozen and keep their current dtypes: nothing is upcast. A model that has adapters already gets
-    another one under `adapter_name`, which becomes the active one, the one that is trained: `add_lora` always
-    returns a model ready to train the adapter it has added (PEFT's own `add_adapter` activates only the first;
-    `model.set_adapter` goes back). The policy is saved beside every adapter by `save_pretrained`.
+    The base weights are frozen and keep their dtypes: nothing is upcast. On a model with adapters, the new
+    one, `adapter_name`, becomes the active and trained one, unlike in PEFT's `add_adapter`;
+    `model.set_adapter` switches back. `save_pretrained` saves the policy beside every adapter.
 
     Args:
-        model: a model loaded with `isotype.load`, or any model that PEFT takes.
+        model: a model loaded with `isotype.load`, or any model that PEFT supports.
         policy: from `isotype.resolve_precision`.
-        config: a `peft.LoraConfig` (or another PEFT config); by default one made from `lora_kwargs`, on all
+        config: a `peft.LoraConfig` (or another PEFT config); by default one from `lora_kwargs`, on all
             linear layers.
         adapter_name: PEFT's name of the adapter.
-        adapt: of a model that takes pictures or sound, the parts that get adapters: `"language"`, `"projector"`, `"vision"`, `"audio"`,
-            several of them (`"language,projector"`, or a list), or `"all"`; by default all that the targets name.
+        adapt: parts of a multimodal model that get adapters: `"language"`, `"projector"`, `"vision"`,
+            `"audio"`, several of them (`"language,projector"`, or a list), or `"all"`; by default all that
+            the targets name.
         **lora_kwargs: fields of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, `bias`, …).
 
     Returns:
-        The PEFT model. What could not be adapted as asked is in its attribute `adapter_notes`, a tuple of sentences
-        (empty where all went as asked), and is a warning too.
+        The PEFT model. Its attribute `adapter_notes` (a tuple of sentences) lists what could not be
+            adapted as requested; these are warnings too.
 
     Raises:
-        UsageError: `config` and `lora_kwargs` are both given; a part that the model has not.
-        PrecisionError: the policy trains every weight, or is for a model that is stored otherwise.
+        UsageError: both `config` and `lora_kwargs` are given, or the model lacks a part.
+        PrecisionError: the policy trains every weight, or is for a model with another storage.
     """
     import peft
 
@@ -104,10 +105,11 @@ def _adapt(given: str | Sequence[str] | Adapt | None) -> Adapt | None:
 
 
 def _take_dropout(config: Any) -> float:
-    """Take the dropout out of a config that names parameters, for `_set_dropout`; 0 if PEFT's layers have it from the config.
+    """Return the dropout of a config with target parameters and set it to 0, for `_set_dropout`; else return
+    0.
 
-    PEFT 0.21 adapts no parameter under a config with dropout (`ParamWrapper`), and reads no such config of a saved adapter: the config
-    keeps 0, which says nothing about inference.
+    PEFT 0.21 rejects dropout for parameters (`ParamWrapper`), also when it loads a saved adapter. Inference
+    does not use it.
     """
     rate = (
         float(getattr(config, "lora_dropout", 0) or 0) if getattr(config, "target_parameters", None) else 0.0
@@ -118,16 +120,17 @@ def _take_dropout(config: Any) -> float:
 
 
 def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:
-    """Give every LoRA layer of an adapter this dropout, those of experts too."""
+    """Set the dropout of every LoRA layer of an adapter, including experts."""
     for layer in model.modules():
         if is_tuner_layer(layer) and adapter_name in getattr(layer, "lora_dropout", ()):
             layer.lora_dropout[adapter_name] = torch.nn.Dropout(rate).train(layer.training)
 
 
 def remember_base(model: Any, config: Any) -> None:
-    """Let an adapter's config name its base as it is found from everywhere: a path whole, a hub id with its commit.
+    """Write the base's absolute path, or its hub id with the commit, into an adapter's config.
 
-    PEFT takes the name from the model. A relative path would be another folder, or a hub id, in another directory.
+    PEFT takes the name from the model; a relative path would be another folder, or a hub id, in another
+    directory.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     name, settings = getattr(base, "name_or_path", None), getattr(base, "config", None)
@@ -142,16 +145,16 @@ def remember_base(model: Any, config: Any) -> None:
 
 @torch.no_grad()
 def _magnitudes_again(model: Any, adapter_name: str) -> None:
-    """Compute DoRA's first magnitudes of linear layers from float32 adapters, and so in float32.
+    """Compute DoRA's initial magnitudes of linear layers from float32 adapters, and so in float32.
 
-    PEFT 0.21 makes adapters in the base weight's dtype and rounds the norms to it (`DoraLinearLayer.update_layer`): the norm
-    of a float16 weight can be infinite.
+    PEFT 0.21 creates adapters in the base weight's dtype and rounds the norms to it
+    (`DoraLinearLayer.update_layer`): the norm of a float16 weight can be infinite.
     """
     for place in places(model):
         layer: Any = place.module
         if not is_tuner_layer(layer) or adapter_name not in getattr(layer, "lora_magnitude_vector", ()):
             continue
-        if adapter_name in layer.lora_A:  # an embedding's adapters lie elsewhere
+        if adapter_name in layer.lora_A:  # an embedding's adapters are in other attributes
             layer.lora_magnitude_vector[adapter_name].update_layer(
                 base_layer=layer.get_base_layer(),
                 lora_A=layer.lora_A[adapter_name].weight.float(),
@@ -161,7 +164,7 @@ def _magnitudes_again(model: Any, adapter_name: str) -> None:
 
 
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
-    """The PEFT config that was given, or the one that `lora_kwargs` make: on all linear layers unless they say."""
+    """Return the given PEFT config, or one from `lora_kwargs`, by default on all linear layers."""
     if config is not None and lora_kwargs:
         settings = f"config=… and {', '.join(lora_kwargs)}"
         fix = "put them into the LoraConfig, or leave the config out"
@@ -177,7 +180,7 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
 
 
 def adapter_words(model: Any) -> tuple[str, ...]:
-    """Kind, rank, scale and targets of a PEFT model's adapters in words; nothing for another model."""
+    """Return kind, rank, scale and targets of a PEFT model's adapters in words; nothing for another model."""
     configs = getattr(model, "peft_config", None) or {}
     words = []
     for config in configs.values():
@@ -196,10 +199,11 @@ def adapter_words(model: Any) -> tuple[str, ...]:
 
 @contextmanager
 def _without_a_silent_hub(model: Any) -> Iterator[bool]:
-    """Save a PEFT model without waiting for a hub that does not answer; yields whether its vocabulary has been resized.
+    """Save a PEFT model without waiting for an unreachable hub; yields whether its vocabulary was resized.
 
-    PEFT (0.21) looks at the config of a base on the hub at each save, to find out whether the embeddings have to be saved as well,
-    and takes them for unchanged where it gets none. The config that the base was loaded by is in the hub's local cache.
+    On each save PEFT (0.21) reads the base's config on the hub, to decide whether to save the embeddings, and
+    assumes that they are unchanged if it gets none. The hub's local cache has the config from loading the
+    base.
     """
     configs = getattr(model, "peft_config", None) or {}
     named = [config.base_model_name_or_path for config in configs.values()]
@@ -218,9 +222,9 @@ def _without_a_silent_hub(model: Any) -> Iterator[bool]:
 
 
 def save_policy_too(model: Any) -> None:
-    """Let this one model's `save_pretrained` leave the policy it carries beside the weights it writes.
+    """Let `save_pretrained` of this model instance write the policy beside the weights.
 
-    Of a PEFT model, in the folder of each adapter that is saved.
+    For a PEFT model, into the folder of each saved adapter.
     """
     if "save_pretrained" in vars(model):
         return
@@ -232,7 +236,7 @@ def save_policy_too(model: Any) -> None:
         policy = policy_of(self)
         if policy is None or not kwargs.get("is_main_process", True):
             return
-        # PEFT writes the adapter "default" into the folder itself and every other one into a folder of its name.
+        # PEFT writes the adapter "default" into the folder itself and every other adapter into a subfolder.
         names = kwargs.get("selected_adapters") or getattr(self, "peft_config", None) or ["default"]
         for name in names:
             policy.save(Path(save_directory) / ("" if name == "default" else name))

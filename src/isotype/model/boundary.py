@@ -1,8 +1,8 @@
-"""Boundaries: modules whose own weights are float32 in a model that computes in 16 bits, and quantized layers.
+"""Boundaries: casts around float32 modules of a 16-bit model, and around quantized layers.
 
-A pinned norm, an unfrozen embedding, a `modules_to_save` head, a trained bias: each would send float32 into
-16-bit neighbours, or be refused by them. A boundary casts at that one place: it swaps the module's class for a
-subclass of it (see `isotype.compat.swapped`), and can be taken away again.
+A pinned norm, a trained embedding, a `modules_to_save` head or a trained bias would pass float32 to 16-bit
+modules, or get errors from them. A boundary casts there: it swaps the module's class for a subclass (see
+`isotype.compat.swapped`), and can be removed.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from isotype.core.errors import PrecisionError
 
 @dataclass(frozen=True)
 class BoundarySettings:
-    """A boundary.
+    """Settings of a boundary.
 
-    - `"float32"`: float inputs are cast to float32, autocast is off inside, float outputs return in `result`.
-      For pinned parameters and for norms and embeddings with float32 weights.
-    - `"compute"`: the forward runs under autocast to `compute`, which casts weight, bias and input together;
-      float outputs return in `result`. For linear layers and others with float32 masters.
-    - `"bias"`: the bias is added outside the 4-bit kernel: bitsandbytes would otherwise round a trainable bias in
-      place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
-    - `"int8"`: as `"bias"`, and the input comes in `compute` and as a matrix, which is all that bitsandbytes'
-      int8 kernels take.
-    - `"scale"`: as `"compute"`, or as the quantized layer does it, of the input times 2^-exponent; the result is widened
-      to `result`, multiplied by 2^exponent, and the bias is added to that.
-    - `"residual"`: the forward runs under autocast to `compute`; the first float input and the outputs are cast to
-      `result`. For embeddings and blocks, whose hidden states are the residual stream.
-    - `"autocast"`: the forward runs under autocast to `compute`. For the whole model and for what lies outside of its
-      blocks: a float32 residual stream needs autocast at every matmul, in evaluation and generation too.
-    - `"inputs"`: float inputs are cast to `result`. For the towers of pictures and sound: processors return float32, or what the
-      family's author computed in.
+    - `"float32"`: float inputs are cast to float32, autocast is off inside, float outputs are cast to
+      `result`. For pinned parameters, and for norms and embeddings with float32 weights.
+    - `"compute"`: the forward runs under autocast to `compute`, which casts weight, bias and input; float
+      outputs are cast to `result`. For linear and other layers with float32 masters.
+    - `"bias"`: the bias is added outside the 4-bit kernel, because bitsandbytes would round a trainable
+      bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
+    - `"int8"`: as `"bias"`, with the input cast to `compute` and reshaped to a matrix, as bitsandbytes'
+      int8 kernels require.
+    - `"scale"`: as `"compute"`, or as the quantized layer, on the input times 2^-exponent; the result is
+      widened to `result`, multiplied by 2^exponent, and the bias is added.
+    - `"residual"`: the forward runs under autocast to `compute`; the first float input and the outputs are
+      cast to `result`. For embeddings and blocks, whose hidden states are the residual stream.
+    - `"autocast"`: the forward runs under autocast to `compute`. For the model and modules outside of its
+      blocks: a float32 residual stream needs autocast at every matmul, also in evaluation and generation.
+    - `"inputs"`: float inputs are cast to `result`. For towers of pictures and sound: processors return
+      float32, or the dtype of the family's author.
 
-    Whatever the kind, an 8-bit layer's row scales survive a copy of its weight (see `_init_8bit_state`).
+    Every kind keeps an 8-bit layer's row scales in copies of its weight (see `_init_8bit_state`).
 
     Attributes:
         kind: one of the above.
         compute: the compute dtype.
-        result: the dtype of float outputs; None for `compute`.
+        result: dtype of float outputs; None for `compute`.
         exponent: of `"scale"`.
     """
 
@@ -63,20 +63,16 @@ class BoundarySettings:
 
 
 class Boundary(Swapped):
-    """Marks the classes made here.
-
-    Attributes:
-        boundary_settings: what the boundary does.
-    """
+    """Marker of classes with a boundary; `boundary_settings` are its settings."""
 
     boundary_settings: BoundarySettings
 
 
 def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
-    """Give `module` a boundary, change it, or take it away (None). Returns whether it changed."""
+    """Set, change or remove (None) the boundary of `module`; return whether it changed."""
     before = type(module)
     if hasattr(module, "set_reshard_after_forward"):
-        # FSDP2's class lies over the module's own: nothing can be put under it any more.
+        # FSDP2's class wraps the module's class: nothing can be inserted below it.
         if boundary_of(module) != settings:
             what = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
             expected = "the policy that it was sharded under"
@@ -92,7 +88,7 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
 
 
 def boundary_of(module: nn.Module) -> BoundarySettings | None:
-    """Return the boundary that `module` has, or None."""
+    """Return the boundary of `module`, or None."""
     return module.boundary_settings if isinstance(module, Boundary) else None
 
 
@@ -102,7 +98,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Of a module whose boundary value ranges ask for: the exponent of `"scale"`, 0 of float32; None of any other."""
+    """Return the exponent of a boundary set for value ranges: of `"scale"`, 0 for float32; None for other modules."""
     settings = boundary_of(module)
     if settings is None:
         return None
@@ -122,7 +118,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
-    """The same module with other `parameters`, sharing all else: leaving `module` alone keeps threads apart."""
+    """Return a copy of the module with other `parameters` that shares all else; `module` is unchanged for threads."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin
@@ -131,7 +127,7 @@ def _sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
 def _device_type(module: nn.Module) -> str:
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = next((tensor.device.type for tensor in tensors), "cpu")
-    return "cpu" if device == "meta" else device  # which has no autocast
+    return "cpu" if device == "meta" else device  # the meta device has no autocast
 
 
 def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +138,7 @@ def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
     compute = self.boundary_settings.compute
-    if compute == torch.float32:  # which no autocast casts to
+    if compute == torch.float32:  # autocast does not cast to float32
         twin = _sharing(self, {name: _cast(own, compute) for name, own in self._parameters.items()})
         with torch.autocast(_device_type(self), enabled=False):
             return self.original.forward(twin, *_cast(args, compute), **_cast(kwargs, compute))
@@ -160,7 +156,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """An 8-bit layer whose codes are where bitsandbytes looks for them: FSDP2 gathers them into a plain parameter before each forward."""
+    """Return an 8-bit layer with codes where bitsandbytes expects them: FSDP2 gathers them into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params
@@ -171,8 +167,9 @@ def _with_codes(self: Any) -> Any:
 
 def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
     rows = x.to(self.boundary_settings.compute).reshape(-1, x.shape[-1])
-    # Autocast would reach the float32 matmul that stands for an int8 one on a CPU without AVX512 (bitsandbytes
-    # 0.50.2, backends/default/ops.py): sums of int8 products overflow in float16 and lose digits in bfloat16.
+    # Autocast would apply to the float32 matmul that emulates an int8 one on a CPU without AVX512
+    # (bitsandbytes 0.50.2, backends/default/ops.py): sums of int8 products overflow in float16 and lose
+    # digits in bfloat16.
     with torch.autocast(_device_type(self), enabled=False):
         out = _forward_bias(_with_codes(self), rows).reshape(*x.shape[:-1], -1)
     return cast("torch.Tensor", _cast(out, self.boundary_settings.returns))
@@ -183,7 +180,7 @@ def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
     bias = self.bias
     layer = _with_codes(self) if hasattr(self, "init_8bit_state") else self
     layer = layer if bias is None else _sharing(layer, {"bias": None})
-    low = (x.float() / factor).to(compute)  # exact but for subnormal numbers: only the exponent changes
+    low = (x.float() / factor).to(compute)  # exact except for subnormal numbers
     if hasattr(self, "init_8bit_state"):
         with torch.autocast(_device_type(self), enabled=False):
             out = self.original.forward(layer, low.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
@@ -223,8 +220,8 @@ def _forward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _init_8bit_state(self: Any) -> None:
-    # Every copy that `Module.to` or PEFT's DoRA makes of an Int8Params comes without its row scales once they have
-    # moved to `state`, and bitsandbytes 0.50.2 would then overwrite the scales by None.
+    # Copies of an Int8Params by `Module.to` or PEFT's DoRA lack the row scales once they have moved to
+    # `state`, and bitsandbytes 0.50.2 would then overwrite the scales by None.
     scales = self.state.SCB if self.weight.SCB is None else self.weight.SCB
     self.original.init_8bit_state(self)
     self.state.SCB = None if scales is None else scales.to(self.weight.device)

@@ -1,5 +1,8 @@
-"""Which boundary each module of a model needs under a policy: because of value ranges (a float32 residual stream, modules that are
-exceptions), of its own float32 weights, or of what it returns."""
+"""Choice of each module's boundary under a policy.
+
+Reasons: value ranges (a float32 residual stream, exceptions), the module's own float32 weights, or its output
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,20 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _ANSWERS: dict[Hashable, bool] = {}
-"""A class, the dtypes and shapes of its weights and its plain attributes decide: a model asks for each of its hundred norms."""
+"""Cache by class, dtypes and shapes of weights, and plain attributes, for the hundred norms of a model."""
 
 
 def range_boundaries(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[str, BoundarySettings]:
-    """Return the boundaries that ranges and routers need, by the place's name; nothing where the policy has
-    neither exceptions nor a float32 residual stream nor routers in float32.
-    """
+    """Return the boundaries for value ranges and routers, by the place's name; none if the policy has neither."""
     if not policy.wide_residual and not policy.exceptions and not policy.routers:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
     blocks = {id(block) for block in blocks_in(model)}
     root = max((place.name for place in all_places if not base_name(place.name)), key=len, default="")
     wanted: dict[str, BoundarySettings] = {}
-    inside = ""  # the block around the current place: modules come depth first
+    inside = ""  # current block; places come depth first
     for place in all_places:
         if not f"{place.name}.".startswith(f"{inside}."):
             inside = ""
@@ -53,7 +54,7 @@ def range_boundaries(
             continue
         settings = _of_exceptions(place, exceptions, policy.compute)
         if settings is None and policy.routers and not policy.keep_frozen and is_router(place.module):
-            # Their scores stay float32: experts of any implementation cast their product with them.
+            # Their scores stay float32: all implementations of experts cast their products with them.
             settings = BoundarySettings("float32", policy.compute, torch.float32)
         if settings is None and policy.wide_residual:
             kind = _kind_in_stream(place, id(place.module) in blocks, place.name == root, bool(inside))
@@ -64,7 +65,7 @@ def range_boundaries(
 
 
 def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, BoundarySettings]:
-    """The boundary of each tower of pictures or sound, and of an encoder of sound, by its name: what comes in is cast there, once."""
+    """Return the boundaries of towers of pictures or sound and of sound encoders, by name: they cast inputs."""
     peft: Any = model
     base = peft.get_base_model() if hasattr(model, "get_base_model") else model
     names = {id(module): name for name, module in model.named_modules()}
@@ -78,14 +79,14 @@ def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, Bou
 
 
 def computes_float32(settings: BoundarySettings | None) -> bool:
-    """Return whether a module with this boundary keeps its weights in float32 too."""
+    """Return whether a module with this boundary keeps its weights in float32."""
     if settings is None:
         return False
     return settings.kind == "float32" or (settings.kind, settings.compute) == ("compute", torch.float32)
 
 
 def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
-    """Names of the parameters of `model` that `policy` keeps in float32 because of value ranges."""
+    """Return the names of the parameters of `model` that `policy` keeps in float32 because of value ranges."""
     all_places = tuple(places(model))
     wanted = range_boundaries(model, all_places, policy)
     return {
@@ -97,11 +98,11 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """The boundary that a float32 residual stream needs at a place; None where its block's own is enough."""
+    """Return the kind of boundary that a float32 residual stream needs at a place; None if its block's suffices."""
     if place.tuner:
         return None
     if root:
-        return "autocast"  # under which matmuls take float32 inputs in evaluation and generation too
+        return "autocast"  # so that matmuls accept float32 inputs in evaluation and generation too
     if place.kind == "norm":
         return "float32"
     if block or place.kind == "embedding":
@@ -117,7 +118,7 @@ def _of_exceptions(
 ) -> BoundarySettings | None:
     name, wide = base_name(place.name), torch.float32
     if place.tuner:
-        # lora_A meets what the layer meets: adapters are small enough to compute in float32.
+        # lora_A has the layer's inputs: adapters are small enough to compute in float32.
         owner = name.rpartition(".")[0]
         return BoundarySettings("compute", wide) if place.kind == "linear" and owner in exceptions else None
     of_place = exceptions.get(name)
@@ -142,12 +143,12 @@ def _of_exceptions(
 
 
 def boundary_of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySettings | None:
-    """Return the boundary that the dtypes of a module's own parameters need."""
+    """Return the boundary that the dtypes of a module's own parameters require."""
     kind = _kind_of_boundary(place, policy)
     if kind is None:
         return None
-    # Neighbours take what a boundary returns: float weights lie in the plain dtype, which is the compute dtype
-    # except under autocast. The kinds that choose their own dtype are set where the two are the same.
+    # Neighbours get a boundary's outputs: float weights have the plain dtype, which is the compute dtype
+    # except under autocast. Kinds that choose their own dtype are set where the two are equal.
     return BoundarySettings(kind, policy.plain if kind == "float32" else policy.compute)
 
 
@@ -168,22 +169,18 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
         return "bias"
     trained = place.adapter or any(p.requires_grad for p in high)
     if place.kind == "other":
-        # Of modules that we know nothing about, the author's own code handles the pinned parameters.
+        # In unknown modules, the author's code handles the pinned parameters.
         return "compute" if trained else None
     # An unpinned frozen linear layer in float32 is accidental (`keep_frozen`): compute as its neighbours do.
     return "compute" if place.kind == "linear" and (trained or not pinned) else "float32"
 
 
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a norm with weights returns float32 for an input in a 16-bit dtype, which what follows
-    it in 16 bits would refuse.
+    """Return whether a norm with weights returns float32 for an input of the 16-bit `dtype`, without its
+    boundary.
 
-    The norm is run on the meta device, where nothing is computed.
-
-    Args:
-        norm: with or without a boundary; its class is asked without. One that takes something else than a
-            single tensor `[…, n]`, as gated norms do, is known to nobody: False.
-        dtype: of the input.
+    The norm runs on the meta device. False for norms that need more than a single tensor `[…, n]`, such as
+    gated ones.
     """
     weights = {name: each for name, each in own_parameters(norm).items() if each is not None}
     if all(each.dim() != 1 for each in weights.values()):

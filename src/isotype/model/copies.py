@@ -1,4 +1,4 @@
-"""Copies of a tree of modules whose tensors somebody else provides: fakes, or shared ones."""
+"""Copies of module trees whose tensors come from elsewhere: fake or shared ones."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _SHARED = (types.ModuleType, type, torch.Generator)
 
 
 def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
-    """For every module of `model` that `memo` does not know, one of the same class that nothing has initialized."""
+    """Add an uninitialized module of the same class to `memo` for every module of `model` not in it."""
     for module in model.modules():
-        # A scripted module lies in C++ and is shared.
+        # A scripted module is a C++ object and is shared.
         scripted = isinstance(module, torch.jit.ScriptModule)
         memo.setdefault(id(module), module if scripted else object.__new__(type(module)))
 
 
 def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
-    """Copy what the modules hold into the copies that `memo` has of them, apart from those whose ids `leave` names.
+    """Copy the attributes of modules into their copies in `memo`, except for those with ids in `leave`.
 
-    What `memo` knows already (tensors, containers, by `id`) is taken from it. An attribute that cannot be copied because
-    it belongs to this process (a lock, a file, a process group) is shared.
+    Objects in `memo` (tensors, containers, by `id`) are replaced. Attributes that cannot be copied (a lock, a
+    file, a process group) are shared.
     """
     for module in list(model.modules()):
         copy = memo[id(module)]
@@ -46,10 +46,10 @@ def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of an attribute; the attribute itself where it cannot be copied."""
+    """Return a deep copy of an attribute; the attribute itself if it cannot be copied."""
     if isinstance(value, _SHARED) or type(value) in _ATOMS:
         return value
-    if type(value) in _HOLDERS and not value:  # nearly every attribute of a module
+    if type(value) in _HOLDERS and not value:  # most attributes of a module
         return memo.setdefault(id(value), type(value)())
     try:
         return copy.deepcopy(value, memo)

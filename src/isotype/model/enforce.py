@@ -1,4 +1,4 @@
-"""Bring a live model under a policy, whatever has touched it before."""
+"""Enforcement of a policy on a live model that other code may have changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.model.walk import Place, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 POLICY_ATTRIBUTE = "precision_policy"
-"""Name of the plain attribute that carries the policy on a model."""
+"""Attribute of a model with its policy."""
 
 _PARAMETRIZED = ".parametrizations."
 _ROUNDED = (torch.bfloat16, torch.float16)
@@ -36,12 +36,7 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Change:
-    """One thing `enforce` had to put right.
-
-    Attributes:
-        name: fully qualified name of the parameter, buffer or module.
-        what: what was changed, as `before -> after`.
-    """
+    """A correction by `enforce`: fully qualified name of the parameter, buffer or module; `before -> after`."""
 
     name: str
     what: str
@@ -57,18 +52,19 @@ _BY_EXPERT = "bitsandbytes' parametrization -> one that is read by expert"
 
 
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
-    """Restore `policy` on `model` in place and return what had to be changed (nothing, the second time).
+    """Restore `policy` on `model` in place and return the changes (none if called again).
 
-    Trainable parameters become masters; frozen weights take the storage dtype and pinned ones float32 (all keep their
-    current dtypes where the policy says `keep_frozen`); quantization states and compute dtypes are set to match;
-    float32 buffers are restored where something rounded them; modules whose own weights are float32, and norms that return float32
-    whatever they are given, get a boundary, so that they meet 16-bit neighbours in the compute dtype; experts that are stored quantized
-    compute in their own function; methods that Liger-Kernel has bound to modules are taken out. Values that were rounded before are not brought back, except
-    for rotary buffers, which are computed again.
+    - Trainable parameters become masters; frozen weights get the storage dtype and pinned ones float32 (all
+      keep theirs under `keep_frozen`).
+    - Quantization states and compute dtypes are set; rounded float32 buffers are restored. Rounded values
+      stay rounded, except for rotary buffers, which are recomputed.
+    - Modules with float32 weights, and norms that always return float32, get a boundary that casts to the
+      compute dtype.
+    - Quantized experts compute in isotype's function; methods bound by Liger-Kernel are removed.
 
     Raises:
-        PrecisionError: the model is stored in another format than the policy says, or a quantized layer has lost
-            its quantization state.
+        PrecisionError: the model has another storage than the policy, or a quantized layer has lost its
+            quantization state.
     """
     changes = [Change(name, _LIGER) for name in without_liger(model)]
     changes += [Change(name, _BY_EXPERT) for name in adopt_stacks(model)]
@@ -88,7 +84,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
 
 def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
-    """Refuse a policy whose storage is not the model's: quantizing, or undoing it, is not a matter of a cast."""
+    """Raise if the model's storage is not the policy's: quantizing or dequantizing needs more than a cast."""
     quantized = [place for place in all_places if place.kind in _FORMATS]
     formats = {
         form
@@ -96,7 +92,7 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
         if (form := _FORMATS[place.kind](place.module)) != policy.code_book_of(base_name(place.name))
     }
     other = sorted(form for form in formats if form is not None)
-    # A model that was loaded with a quantization config and has no quantized layer had all of them skipped.
+    # In a model loaded with a quantization config but without quantized layers, all were skipped.
     configured = getattr(getattr(model, "config", None), "quantization_config", None) is not None
     dense = any(place.kind == "linear" and not place.adapter for place in all_places)
     if not other and not (dense and policy.quantized and not quantized and not configured):
@@ -106,7 +102,7 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
 
 
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
-    """The error for a model or checkpoint (`what`, with the format it is stored in) that `policy` does not fit."""
+    """Return the error for a model or checkpoint (`what`, with its storage format) that does not fit `policy`."""
     return PrecisionError.of(
         "the policy is for other weights",
         f"{what} under a policy with storage {policy.storage}",
@@ -117,20 +113,20 @@ def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
 
 
 _FORMATS: dict[str, Callable[[Any], str | None]] = {
-    # None where the weight has lost it, which `align_4bit` has its own error for.
+    # None if the weight has lost it: `align_4bit` raises its own error.
     "linear4bit": lambda layer: getattr(quantization_state(layer) or layer.weight, "quant_type", None),
     "linear8bit": lambda layer: "int8",
 }
 
 
 def policy_of(model: Any) -> PrecisionPolicy | None:
-    """Return the policy a model carries, or None."""
+    """Return a model's policy, or None."""
     policy = getattr(model, POLICY_ATTRIBUTE, None)
     return policy if isinstance(policy, PrecisionPolicy) else None
 
 
 def summarize(changes: tuple[Change, ...]) -> list[str]:
-    """One line for each kind of change with how often it occurred, most frequent first."""
+    """Return one line per kind of change with its count, most frequent first."""
     counts = Counter(change.what for change in changes)
     return [f"{what} ({plural(count, 'place')})" for what, count in counts.most_common()]
 
@@ -138,13 +134,7 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 def dtypes_to_load(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype that each unquantized float parameter is to be loaded in: under the policy at once.
-
-    Args:
-        model: that is about to get its weights; adapters come later.
-        all_places: its `places`.
-        policy: from `isotype.resolve_precision`.
-    """
+    """Return the dtype in which each unquantized float parameter is loaded under the policy."""
     by_ranges = range_boundaries(model, all_places, policy)
     return _wanted_dtypes(all_places, policy, by_ranges, frozen=policy.trainable == "lora")
 
@@ -156,10 +146,10 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype that `policy` wants for each unquantized float parameter of the modules of `all_places`.
+    """Return the dtype of each unquantized float parameter of the modules of `all_places` under `policy`.
 
-    A parameter that several modules share takes float32 if one of them wants it. `by_ranges` are the boundaries that
-    value ranges need, by the place's name; `frozen` says that what is not an adapter is going to be frozen.
+    A shared parameter gets float32 if any of its modules needs it. `by_ranges`: boundaries for value ranges,
+    by the place's name; `frozen`: all but adapters will be frozen.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
@@ -176,7 +166,7 @@ def _own_dtypes(
     pinned = False
     for name, parameter in own_float_parameters(place.module).items():
         trained = parameter.requires_grad and not frozen
-        if trained or place.adapter:  # an adapter that is inactive now may be trained next
+        if trained or place.adapter:  # an inactive adapter may be trained next
             wanted[parameter] = policy.master
         elif policy.keep_frozen:
             wanted[parameter] = parameter.dtype
@@ -184,7 +174,7 @@ def _own_dtypes(
             wanted[parameter], pinned = torch.float32, True
         else:
             wanted[parameter] = policy.plain
-    # A norm's kernel takes its weight and bias in one dtype only; a pinned linear layer computes in float32.
+    # A norm's kernel needs weight and bias in one dtype; a pinned linear layer computes in float32.
     alike = place.kind == "norm" or (place.kind == "linear" and pinned)
     by_range = computes_float32(by_ranges) and not policy.keep_frozen
     if by_range or (alike and torch.float32 in wanted.values()):
@@ -225,7 +215,7 @@ def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySett
 
 
 def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
-    """Bring float32 buffers back: rotary frequencies are computed again, pinned ones keep their rounded values."""
+    """Restore float32 buffers: rotary frequencies are recomputed, pinned ones keep their rounded values."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
@@ -244,7 +234,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
-    """Return the rotary module `module`, called `name` in its model, built again from its config."""
+    """Return a new rotary module for `module` (`name` in its model), built from its config."""
     config = getattr(module, "config", None)
     if config is None:
         what = f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute it from"

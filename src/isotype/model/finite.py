@@ -1,4 +1,4 @@
-"""Weights that are not finite: looked for where a model is loaded, since nothing that is computed with them is a number."""
+"""Detection of non-finite weights on loading, since they make all results non-finite."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ _MOST = 12
 
 
 def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse tensors with NaN or infinity; every one of them is named in one error.
+    """Raise CheckpointError naming every tensor with NaN or infinity.
 
     Args:
-        source: where they come from, for the message.
-        named: (name, tensor); of a quantized weight, what it is dequantized with is looked at.
-
-    Raises:
-        CheckpointError: some are not finite.
+        source: of the tensors, for the message.
+        named: (name, tensor); of a quantized weight, its constants are checked.
     """
     refuse(source, not_finite(named))
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the names of tensors with NaN or infinity, each with how many of which."""
+    """Return the names of tensors with NaN or infinity, with their counts."""
     return {
         name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
     }
 
 
 def refuse(source: object, broken: Mapping[str, str]) -> None:
-    """Raise CheckpointError for what `not_finite` has found, if anything."""
+    """Raise CheckpointError for a non-empty result of `not_finite`."""
     if not broken:
         return
     which = listed((f"{name} ({words})" for name, words in broken.items()), _MOST)
@@ -46,12 +43,12 @@ def refuse(source: object, broken: Mapping[str, str]) -> None:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether no tensor holds NaN or infinity."""
+    """Return whether no tensor has NaN or infinity."""
     return all(_finite(values) for tensor in tensors for values in _values(tensor))
 
 
 def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the float tensors that a weight's values come of."""
+    """Yield the float tensors that determine a weight's values."""
     state: Any = getattr(weight, "quant_state", None)
     scales: Any = getattr(weight, "SCB", None)
     if state is not None:
@@ -60,16 +57,16 @@ def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     elif torch.is_tensor(scales):
         yield scales
     elif weight.is_floating_point() and weight.device.type != "meta":
-        # Of a sharded parameter, the part that lies here.
+        # For a sharded parameter, the local part.
         yield weight.to_local() if hasattr(weight, "to_local") else weight.detach()
 
 
 def _finite(values: torch.Tensor) -> bool:
     if values.numel() == 0:
         return True
-    if values.dtype.itemsize == 1:  # no kernel looks at float8
+    if values.dtype.itemsize == 1:  # float8 has no such kernel
         values = values.to(torch.float32)
-    least, most = torch.aminmax(values)  # one pass, nothing allocated; NaN comes through
+    least, most = torch.aminmax(values)  # one pass without allocations; NaN propagates
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 

@@ -1,10 +1,10 @@
-"""4-bit codes whose constants are fitted to a layer's inputs, stored as bitsandbytes stores them.
+"""4-bit codes with constants fitted to a layer's inputs, in bitsandbytes' format.
 
-bitsandbytes takes a block's largest magnitude as its constant. Any other dequantizes as well. Where a few input channels are much larger
-than the others, as in most language models, their weights decide the error of the output: E[(x, d)²] = Σ E[x²] d² for the errors d of a
-block, where channels are as good as independent. For codes c of given values v(c) the constant of least error is
-s = Σ E[x²] w v(c) / Σ E[x²] v(c)²; the codes nearest to w / s are as good or better. AWQ searches such constants on a grid
-(https://arxiv.org/abs/2306.00978, section 3.2).
+bitsandbytes uses a block's largest magnitude as its constant, but dequantizes with any. If a few input
+channels are much larger than the others, as in most language models, their weights dominate the output error:
+E[(x, d)²] = Σ E[x²] d² for the errors d of a block with nearly independent channels. For codes c with values
+v(c) the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)²; the codes nearest to w / s are at least as good.
+AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section 3.2).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from isotype.model.quantize import quantize_4bit, state_4bit
 
 _STARTS = (1.0, 0.85, 0.7)
-"""Parts of a block's largest magnitude whose nearest codes are tried."""
+"""Fractions of a block's largest magnitude whose nearest codes are tried."""
 _PIECE = 1 << 18
-"""Elements that are in work at a time: float32, they stay in the caches."""
+"""Elements processed at a time: in float32 they stay in the caches."""
 _LEAST = 1e-38
 _HALF_RANGE = 32767
-_MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # what it is added to is rounded by its conversion to int
+_MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round to nearest
 
 
 def quantize_by(
     moments: torch.Tensor | None, weight: torch.Tensor, form: str, *, first: int = 0, **settings: Any
 ) -> tuple[torch.Tensor, Any]:
-    """`quantize_fitted`, or `quantize_4bit` of a layer whose constants are not fitted: without moments."""
+    """Return `quantize_fitted`, or `quantize_4bit` without moments."""
     if moments is None:
         return quantize_4bit(weight, form, **settings)
     return quantize_fitted(weight, form, moments, first=first, **settings)
@@ -46,17 +46,19 @@ def quantize_fitted(
     storage: torch.dtype = torch.uint8,
     first: int = 0,
 ) -> tuple[torch.Tensor, Any]:
-    """As `isotype.model.quantize.quantize_4bit`, with constants of least error for inputs of these moments.
+    """Quantize as `isotype.model.quantize.quantize_4bit`, with the best constants for inputs of these
+    moments.
 
     Args:
         weight: float32, bfloat16 or float16, any shape: rows of a layer's weight, or a part of them.
         form: `"nf4"` or `"fp4"`.
-        moments: `[in]`, of the layer's input channels, relative to each other.
-        blocksize, double_quant, storage: as of `quantize_4bit`.
+        moments: `[in]`, of the layer's input channels, relative to one another.
+        blocksize, double_quant, storage: as for `quantize_4bit`.
         first: column of the weight's first element.
 
     Returns:
-        As `quantize_4bit`; the codes are the nearest under constants before these are quantized themselves, as bitsandbytes' are.
+        As `quantize_4bit`; codes are nearest under the constants before their quantization, as in
+            bitsandbytes.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)
@@ -77,14 +79,14 @@ def quantize_fitted(
 def nearest_values(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None, *, blocksize: int
 ) -> torch.Tensor:
-    """Return the values that a float32 weight has in 4 bits, without a way through codes: for sums over many of them.
+    """Return the 4-bit rounded values of a float32 weight without forming codes.
 
-    Without moments, constants are the blocks' largest magnitudes; values within 1/32767 of the middle between two of the format's may be the
-    other one than bitsandbytes takes.
+    Without moments, constants are the blocks' largest magnitudes; values within 1/32767 of a midpoint may
+    round to the other neighbour than bitsandbytes'.
 
     Args:
         weight: `[rows, columns]`, or whole blocks of its rows.
-        form, moments, blocksize: as of `quantize_fitted`.
+        form, moments, blocksize: as for `quantize_fitted`.
     """
     flat = weight.detach().reshape(-1)
     near = torch.empty_like(flat)
@@ -101,10 +103,10 @@ def nearest_values(
 def _blocks(
     flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """(number of the first one, values in float32, their channels' moments) `[blocks, blocksize]`, some at a time, zeros where the last is not full."""
+    """Yield (first block, float32 values, channels' moments) as `[blocks, blocksize]`, the last one zero-padded."""
     columns = 1 if moments is None else moments.numel()
     repeated = None
-    if moments is not None:  # one row after the other: a piece can begin at any column
+    if moments is not None:  # rows repeated: a piece can begin at any column
         repeated = moments.to(flat.device, torch.float32).repeat(math.ceil(_PIECE / columns) + 1)
     step = _PIECE // blocksize * blocksize
     for begin in range(0, flat.numel(), step):
@@ -120,7 +122,7 @@ def _blocks(
 
 
 def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) -> torch.Tensor:
-    """Return the constants `[blocks]` of least error of blocks `[blocks, blocksize]`."""
+    """Return the best constants `[blocks]` of blocks `[blocks, blocksize]`."""
     assert weights is not None
     largest = values.abs().amax(dim=1)
     values = _finite(values, largest)
@@ -140,19 +142,19 @@ def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) ->
 
 
 def _finite(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """The blocks' values, 0 in the place of those that are not finite: a constant of each block says whether there are any."""
+    """Return the blocks' values with 0 for non-finite ones, which show in their block's constant."""
     return values if constants.max() < torch.inf else values.nan_to_num(0, 0, 0)
 
 
 def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Indices `[elements]` into `_cells` of the blocks' values over their constants."""
+    """Return the indices `[elements]` into `_cells` of the blocks' values over their constants."""
     scaled = values * constants.clamp_min(_LEAST).reciprocal_().unsqueeze(1)
     return torch.add(_MIDDLE, scaled.clamp_(-1, 1), alpha=_HALF_RANGE).int().view(-1)
 
 
 @functools.cache
 def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For cells of [-1, 1], the nearest value `[65535]` of a format and its code: a search for each element takes several times as long."""
+    """Return (nearest value, code) `[65535]` for cells of [-1, 1]: a search per element is several times slower."""
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()

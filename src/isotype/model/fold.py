@@ -1,6 +1,6 @@
-"""Equal layers traced once: a model of 80 equal layers is the same step as one of two that stand for 80.
+"""Folding of equal layers: a model of 80 equal layers is traced as two that represent 80.
 
-Folding changes the model in place: it is for weightless models and twins, never for a model of the user's.
+Folding changes the model in place: use it for weightless models and twins only.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from isotype.core.names import grouped
 from isotype.model.walk import FoldedList, lists_of_blocks
 
 STANDS_FOR = "_stands_for"
-"""Name of the plain attribute on a kept layer: the number of layers of the whole model that it stands for."""
+"""Attribute of a kept layer: the number of layers that it represents."""
 
-_FEWEST = 4  # up to 3 equal layers, folding saves next to nothing
+_FEWEST = 4  # for up to 3 equal layers folding saves little
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
 _COUNT = re.compile(r"^(n|num)_.*(layers?|blocks?)$|^(encoder|decoder)_layers$|^(depth|n_layer|num_layers)$")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
-# Gemma 3n and 4 keep a slice for each layer in one embedding beside the layers, which folding does not cut.
+# Gemma 3n and 4 keep a slice per layer in one embedding beside the layers, which folding does not cut.
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 
 @dataclass(frozen=True)
 class _Fold:
-    """What is left of one list: `kept[i]` is the old number of the layer that is now at position i.
+    """Result for one list: `kept[i]` is the original number of the layer at position i.
 
-    `represents[old]` is the position of the layer that stands for the old number `old`.
+    `represents[old]` is the position of the layer that represents number `old`.
     """
 
     kept: tuple[int, ...]
@@ -46,32 +46,27 @@ class _Fold:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Drop layers of `model` that are equal to others, in place.
+    """Drop layers of `model` that are equal to others in place, and return it.
 
-    In every list of at least 4 layers, those count as equal that have the same classes, the same parameters and
-    buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes apart from their own
-    number. Wherever the same kinds of layers follow each other, the first and the last of each kind are kept: the
-    first stands for itself, so that what only a first layer does is counted once, the last for all the others
-    (attribute `_stands_for`). The kept layers keep their names (`model.layers.0`, `model.layers.79`).
+    In lists of at least 4 layers, layers are equal if they have the same classes, the same parameters and
+    buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes except for their
+    number. In each run of the same kinds of layers, the first and last of each kind are kept: the first
+    represents itself, so that work of only the first layer counts once, the last represents all others
+    (attribute `_stands_for`). Kept layers keep their names (`model.layers.0`, `model.layers.79`).
 
-    What a model looks up by a layer's number follows: the layers' own numbers (`layer_idx`), and in copies of the
-    configs the number of layers and every list with one entry a layer.
-
-    Returns:
-        `model`.
+    Layer numbers (`layer_idx`), and in copies of the configs the number of layers and lists with one entry
+    per layer, are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
         plan = _plan([_signature(layer) for layer in layers.children()])
         config = _config_of(model, owner)
         if isinstance(layers, FoldedList):
-            continue  # its layers stand for others already
+            continue  # already folded
         cut = any(getattr(config, name, 0) for name in _NOT_FOLDED)
         if len(plan.kept) < len(plan.represents) and not cut:
             folded.append((owner, layers, plan))
-    memo: dict[
-        int, Any
-    ] = {}  # configs of its own: one copy for each, shared among the modules as the originals were
+    memo: dict[int, Any] = {}  # one copy per config, shared among modules as the original was
     for module in model.modules() if folded else ():
         configs = {name: value for name, value in vars(module).items() if _is_config(value)}
         vars(module).update({name: copy.deepcopy(value, memo) for name, value in configs.items()})
@@ -87,12 +82,12 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """Fully qualified name of each kept layer of a folded model -> how many layers it stands for."""
+    """Return the fully qualified name of each kept layer -> the number of layers it represents."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Every name of a module -> how many modules of the whole model it stands for, by its own layer and those around it."""
+    """Return every module name -> the number of modules it represents, including enclosing layers."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
@@ -100,7 +95,7 @@ def repeats_of(model: nn.Module) -> dict[str, int]:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Whatever tells one layer from another in a trace, apart from its number."""
+    """Return all properties that distinguish layers in a trace, except their number."""
     return tuple((n, type(m), _tensors(m), _attributes(m), _hooks(m)) for n, m in layer.named_modules())
 
 
@@ -122,7 +117,7 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Plain attributes; of a float (a probability, a scale) only whether it is zero, which can change the operators."""
+    """Return plain attributes; of floats (a probability, a scale) only whether they are zero."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())
@@ -131,7 +126,7 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Names of everything that it holds, and what runs before and after its forward."""
+    """Return the names of all attributes, and of the forward's hooks."""
     run = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
     return (
         frozenset(vars(module)),
@@ -144,11 +139,10 @@ def _is_number(value: object) -> bool:
 
 
 def _plan(signatures: Sequence[Any]) -> _Fold:
-    """Which layers to keep.
+    """Return the layers to keep.
 
-    The list is cut where a kind of layer comes for the first time and after it has come for the last time; in
-    between the kinds are the same, so that what one layer passes on to the next is the same too. In each piece the
-    first and the last of each kind are kept.
+    The list is cut before the first and after the last occurrence of each kind; in between the kinds repeat,
+    so that what layers pass on is the same. In each piece the first and the last of each kind are kept.
     """
     count = len(signatures)
     first = {signature: number for number, signature in reversed(list(enumerate(signatures)))}
@@ -189,7 +183,7 @@ def _is_config(value: object) -> bool:
 
 
 def _config_of(model: nn.Module, owner: nn.Module) -> Any:
-    """Return the config that the owner of a list reads, else that of the nearest module around it."""
+    """Return the config that the owner of a list reads, else that of the nearest parent."""
     holder = {id(child): parent for parent in model.modules() for child in parent.children()}
     module: nn.Module | None = owner
     while module is not None:
@@ -211,7 +205,7 @@ def _patch_config(config: Any, plan: _Fold) -> None:
 
 
 def _renumber(holder: object, plan: _Fold) -> None:
-    """Lists of layer numbers, such as `cross_attention_layers`, become those of the positions that are left."""
+    """Map lists of layer numbers, such as `cross_attention_layers`, to the remaining positions."""
     count = len(plan.represents)
     for name, value in list(vars(holder).items()):
         if not isinstance(value, (list, tuple)) or not _NUMBERS_OF_LAYERS.search(name):

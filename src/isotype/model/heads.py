@@ -1,4 +1,4 @@
-"""The head of a model under an adapter: which of PEFT's task types it is, and weights that no file held when it was loaded."""
+"""Heads of adapted models: PEFT's task type, and weights that were initialized because no file has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDS = {
     "ForQuestionAnswering": "QUESTION_ANS",
     "Model": "FEATURE_EXTRACTION",
 }
-"""The end of a transformers class's name -> PEFT's task type."""
+"""Suffix of a transformers class -> PEFT's task type."""
 
 
 TRAINED_WHOLE = {
@@ -25,7 +25,7 @@ TRAINED_WHOLE = {
     "TOKEN_CLS": ("classifier", "score"),
     "QUESTION_ANS": ("qa_outputs",),
 }
-"""Task type -> the names of modules that PEFT trains and saves with every adapter of it."""
+"""Task type -> names of modules that PEFT trains and saves with every adapter."""
 
 
 def task_of(config: Any) -> str | None:
@@ -35,7 +35,7 @@ def task_of(config: Any) -> str | None:
 
 
 def task_type_of(model: Any) -> str | None:
-    """PEFT's task type of a model, by its class; None for those that are not called with `input_ids` as PEFT calls them (speech, images)."""
+    """Return PEFT's task type of a model by its class; None if it does not take `input_ids` (speech, images)."""
     cls = type(model)
     takes = inspect.signature(cls.forward).parameters.keys()
     if not cls.__module__.startswith("transformers.") or not {"input_ids", "inputs_embeds"} <= takes:
@@ -48,16 +48,17 @@ def task_type_of(model: Any) -> str | None:
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Leave on a loaded model the names of the parameters that are in no file (`drawn_parameters`): an adapter has to bring them."""
+    """Store on a loaded model the names of parameters in no file (`drawn_parameters`): adapters have to save them."""
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Let an adapter's config train and save the modules whose weights are in no file; returns a sentence about those it did not yet.
+    """Add the modules with weights in no file to an adapter's `modules_to_save`; return a sentence about new
+    ones.
 
     Raises:
-        UsageError: they are in modules together with weights of the files, or the kind of adapter saves no modules.
+        UsageError: a module mixes them with weights from files, or this kind of adapter saves no modules.
     """
     drawn = getattr(model, "drawn_parameters", ())
     saved = list(getattr(config, "modules_to_save", None) or ())
@@ -84,7 +85,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the outermost module around a parameter that holds drawn ones only; "" where there is none."""
+    """Return the outermost module around a parameter with only drawn parameters; "" if there is none."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)

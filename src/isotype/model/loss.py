@@ -1,4 +1,4 @@
-"""The loss in what a model returns."""
+"""The loss in a model's output."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss that a model returns; where it returns none, the mean of the first float tensor.
+    """Return a model's loss; else the mean of its first float tensor.
 
     Raises:
-        TypeError: it returns no float tensor.
+        TypeError: the output has no float tensor.
     """
     loss = find_loss(output)
     if loss is not None:
@@ -25,14 +25,12 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """What a training would call `backward` on: the field `loss`, else a scalar anywhere in the output.
+    """Return the loss: the output's field `loss`, else a scalar anywhere in it (shape []); None if there is
+    none.
 
-    A scalar is the loss where every parameter that any part of the output depends on is behind it: nanoGPT's model
-    returns `(logits, loss)`, CLIP's its features and a temperature, which is no loss. Several scalars in one mapping
-    (a detector's losses) are losses that are summed.
-
-    Returns:
-        A tensor, [] unless it is a field `loss` of another shape; None if there is none.
+    A scalar is the loss if it depends on every parameter that any output depends on: nanoGPT returns
+    `(logits, loss)`; CLIP's temperature is no loss. Several scalars in one mapping (a detector's losses) are
+    summed.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
@@ -54,7 +52,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def _leaves_behind(tensor: torch.Tensor) -> set[Any]:
-    """The nodes of the autograd graph that gather the gradients of parameters which `tensor` depends on."""
+    """Return the autograd nodes that accumulate gradients of parameters on which `tensor` depends."""
     if tensor.grad_fn is None:
         return set()
     leaves: set[Any] = set()

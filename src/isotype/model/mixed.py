@@ -1,6 +1,6 @@
-"""A base whose layers are stored in different formats: layers of a quantized model without weights, replaced by those of another format.
+"""Mixed storage: layers of a weightless quantized model replaced by layers in another format.
 
-transformers' `BitsAndBytesConfig` has one format for all layers (4 or 8 bits) and a list of those that are left out.
+transformers' `BitsAndBytesConfig` has one format for all layers (4 or 8 bits) and a list of skipped ones.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from isotype.model.walk import kind_of
 from isotype.precision.policy import PrecisionPolicy
 
 _OUTLIERS = 6.0
-"""Inputs above it are multiplied in 16 bits: transformers' `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
+"""Larger inputs are multiplied in 16 bits: transformers' `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
 _BITS = {"linear4bit": 4, "linear8bit": 8}
 
 
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """Put layers of the formats that the policy has for each in the place of those of its `storage`, in place.
+    """Replace layers in place by ones in the policy's format; return the weights of layers in another
+    quantized format.
 
     Args:
         model: with bitsandbytes' layers, their weights on the meta device and not yet quantized.
         policy: from `isotype.resolve_precision`.
 
-    Returns:
-        The names of the weights of layers in another quantized format.
-
     Raises:
-        PrecisionError: the policy names layers that the model has not.
+        PrecisionError: the model lacks layers named in the policy.
     """
     modules = dict(model.named_modules())
     unknown = [each.module for each in policy.layers if kind_of(modules.get(each.module, model)) not in _BITS]
@@ -57,7 +55,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Put dense layers in the place of quantized ones whose weights are in no file: they are drawn, and trained whole."""
+    """Replace quantized layers whose weights are in no file by dense ones, which are initialized and trained."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:
@@ -65,7 +63,7 @@ def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) ->
 
 
 def _int8(layer: Any) -> nn.Module:
-    """bitsandbytes' int8 layer, as transformers makes it, in the place of a 4-bit one."""
+    """Return bitsandbytes' int8 layer, as created by transformers, for a 4-bit one."""
     from bitsandbytes.nn import Linear8bitLt
 
     with torch.device("meta"):
@@ -76,7 +74,7 @@ def _int8(layer: Any) -> nn.Module:
 
 
 def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
-    """The layer that was there before one was quantized, with its bias; its weight on the meta device, `[in, out]` of transformers' Conv1D."""
+    """Return the dense layer that a quantized one replaced, with its bias; weight on meta, `[in, out]` for Conv1D."""
     with torch.device("meta"):
         if holds_turned(layer):
             linear = layer.source_cls(layer.out_features, layer.in_features)

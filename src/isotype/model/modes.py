@@ -1,4 +1,4 @@
-"""Running a model aside from its training."""
+"""Running a model without affecting its training."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from isotype.core.random_states import random_states_kept
 _CONTAINERS = (dict, OrderedDict, list, set)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
-"""Operators whose results are numbers of Python's, which no tensor without memory has."""
+"""Operators that return Python numbers, which tensors without memory do not have."""
 _PLACED = (PARAMETERS, CHILDREN)
-"""What a sharded model takes out and puts in as it runs, in step with what its hooks remember."""
+"""Entries that a sharded model changes as it runs, in step with its hooks' state."""
 
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """In evaluation and without gradients; the model and the random states are afterwards what they were.
+    """Run the model in evaluation mode without gradients; restore the model and the random states afterwards.
 
-    Put back are modes, attributes of modules and what containers among them hold, and the values of parameters and buffers: routers
-    keep the capacity of the first batch they see, positions the longest length, caches the last keys, and PEFT's Arrow changes adapters
-    in its first forward. Of a model on the meta device, what code branches on (`if mask.all():`) is true, and a number is one.
+    Restored are modes, attributes of modules and their containers, parameters and buffers: routers keep the
+    capacity of their first batch, positions the longest length, caches the last keys, and PEFT's Arrow
+    changes adapters in its first forward. On the meta device, conditions (`if mask.all():`) are true, and
+    numbers are 1.
     """
     attributes = [vars(module) for module in model.modules()]
     held = (item for each in attributes for item in each.items())
@@ -55,8 +56,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what a parameter or buffer holds before an operator writes into it, into a view of it or into its `.data`, and answers
-    for tensors on the meta device, which have no values."""
+    """Saves parameters and buffers before an operator writes into them; gives meta tensors values."""
 
     supports_higher_order_operators = True
 
@@ -77,7 +77,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and args[0].dim() < args[1].dim()
         ):
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
-        schema = operator_schema(func)  # operators of higher order have none
+        schema = operator_schema(func)  # None for higher-order operators
         if schema is not None and schema.is_mutable:
             arguments = dict(zip(schema_of(func).roles, args, strict=False)) | (kwargs or {})
             for tensor in tree_iter([arguments.get(name) for name in schema_of(func).written]):
@@ -90,7 +90,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Give every tensor that was written into its values again."""
+        """Restore the values of every tensor that was written."""
         for tensor, values in self._saved:
             tensor.copy_(values)
 

@@ -1,4 +1,4 @@
-"""The parts of a model that takes pictures or sound: its towers, what brings their output into the language model, and that model."""
+"""The parts of a multimodal model: towers, projectors and the language model."""
 
 from __future__ import annotations
 
@@ -11,23 +11,17 @@ from isotype.model.walk import FoldedList, lists_of_blocks
 
 LANGUAGE, PROJECTOR, VISION, AUDIO = "language", "projector", "vision", "audio"
 PARTS = (LANGUAGE, PROJECTOR, VISION, AUDIO)
-"""In reading order."""
+"""In display order."""
 ALL = "all"
 _TOWERS = {VISION: "image", AUDIO: "audio"}
-"""Part -> transformers' word for what its tower takes; a config has `vision_config` or `audio_config` where there is one."""
+"""Part -> transformers' name of its tower's input; a config with the part has `vision_config` or `audio_config`."""
 
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
-"""What Qwen's and GLM's towers hold of the projector: layers behind the blocks that write in the language model's size."""
+"""The projector inside Qwen's and GLM's towers: layers after the blocks, with the language model's size."""
 
 
 class Parts:
-    """Which part of a transformers model each of its modules is.
-
-    A model without towers is all language.
-
-    Args:
-        base: a transformers model without PEFT's wrapper; adapters and boundaries inside do not matter.
-    """
+    """The part of each module of a transformers model, without PEFT's wrapper; without towers, all is language."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
@@ -39,7 +33,7 @@ class Parts:
         self._language = tuple(names[id(each)] for each in (decoder, head) if id(each) in names)
 
     def of(self, name: str) -> str:
-        """Return the part that the module, or parameter, `name` belongs to."""
+        """Return the part of the module or parameter `name`."""
         for tower, part in self.towers.items():
             if f"{name}.".startswith(f"{tower}."):
                 return PROJECTOR if _MERGER.search(name[len(tower) :]) else part
@@ -47,7 +41,7 @@ class Parts:
         return LANGUAGE if inside else PROJECTOR
 
     def outside_of_language(self) -> Iterator[str]:
-        """The outermost modules with weights that are no part of the language model; nothing of a model without towers."""
+        """Yield the outermost modules with weights outside the language model; none without towers."""
         last = ""
         for name, module in self._base.named_modules() if self.towers else ():
             around = any(f"{each}.".startswith(f"{name}.") for each in self._language)
@@ -59,10 +53,10 @@ class Parts:
 
 
 def read_parts(given: str | Iterable[str]) -> tuple[str, ...]:
-    """Parts that are written `language,projector` or listed, in reading order; `all` is every part.
+    """Return the parts of a list or of `language,projector`, in order; `all` is every part.
 
     Raises:
-        ValueError: a word that is none.
+        ValueError: an unknown word.
     """
     words = {each.strip() for each in (given.split(",") if isinstance(given, str) else given)}
     if unknown := sorted(words - {*PARTS, ALL}):
@@ -71,11 +65,10 @@ def read_parts(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of the parts of each tower whose output the model does not read: blocks behind the
-    layer that its config names.
+    """Yield (name, reason) of tower parts whose output is unused: blocks after the layer in the model's
+    config.
 
-    LLaVA takes a picture's features from `vision_feature_layer`, which counts the tower's hidden states: 0 is
-    what enters its blocks.
+    LLaVA's `vision_feature_layer` indexes the tower's hidden states; 0 is the input of its blocks.
     """
     taken = getattr(getattr(base, "config", None), "vision_feature_layer", None)
     layers = [taken] if isinstance(taken, int) else list(taken or ())
@@ -83,7 +76,7 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
     for _, tower in towers_of(base) if layers else ():
         for _, blocks in lists_of_blocks(tower, 1):
             if isinstance(blocks, FoldedList):
-                continue  # a block stands for others
+                continue  # a folded list
             count = len(list(blocks.children()))
             last = max(layer if layer >= 0 else count + 1 + layer for layer in layers)
             reason = f"the model reads the tower's layer {listed(map(str, layers))}, before them"
@@ -91,7 +84,7 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
 
 
 def entrances(base: Any) -> Iterator[Any]:
-    """The modules that float inputs enter a transformers model by: its towers, and the encoder of one that takes sound alone (Whisper)."""
+    """Yield the modules that take a model's float inputs: its towers, and the encoder of a speech model (Whisper)."""
     yield from (tower for _, tower in towers_of(base))
     if getattr(base, "main_input_name", "input_ids") == "input_features" and hasattr(base, "get_encoder"):
         encoder = base.get_encoder()
@@ -100,7 +93,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """(part, module) of each tower of a transformers model; nothing of a model of text alone, or of one that is a tower itself."""
+    """Yield (part, module) of each tower of a transformers model; none for a text model or a tower itself."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

@@ -1,11 +1,11 @@
-"""nf4, fp4 and int8 codes on a CPU: bit by bit those of bitsandbytes, several times faster.
+"""nf4, fp4 and int8 quantization on a CPU: bitwise equal to bitsandbytes', several times faster.
 
-bitsandbytes (0.50.2, `backends/default/ops.py`) quantizes on CPUs with whole-tensor operators; most of the time goes into
-a binary search for each element. Here pieces that stay in the caches go through a table.
+bitsandbytes (0.50.2, `backends/default/ops.py`) uses whole-tensor operators on CPUs, mostly a binary search
+per element. Here pieces that fit the caches use a table.
 
-An element is scaled by its block's 1 / absmax into [-1, 1]; its code is the number of boundaries (midpoints between
-neighbouring values of the format) below it. The table has the code for each of 65536 cells of that range. Where a cell
-holds a boundary, the element itself is searched, with the very arithmetic of bitsandbytes.
+An element is scaled by its block's 1 / absmax into [-1, 1]; its code is the number of boundaries (midpoints
+between neighbouring values) below it. The table has the code for each of 65536 cells of that range. In a cell
+with a boundary, the element is searched with bitsandbytes' arithmetic.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from isotype.compat.bitsandbytes import quantized_on
 
 _PIECE = 1 << 19
-"""Elements that are in work at a time: float32, they stay in the caches, and are enough for all of torch's threads."""
+"""Elements processed at a time: in float32 they stay in the caches and occupy all of torch's threads."""
 _UNDECIDED = 0x80
-_ANY_UNDECIDED = -0x7F7F7F7F7F7F7F80  # the same bit in each of the 8 bytes of an int64
+_ANY_UNDECIDED = -0x7F7F7F7F7F7F7F80  # the same bit in each byte of an int64
 _HALF_RANGE = 32767
 _CELLS = 1 << 16
 _MIDDLE = torch.tensor(32768.0)
-_LEAST = 1e-38  # bitsandbytes divides by no less; a block of zeros has an absmax below it
+_LEAST = 1e-38  # bitsandbytes' smallest divisor; a block of zeros has a smaller absmax
 
 
 @dataclass(frozen=True)
 class _Format:
-    """A 4-bit format: `bounds` [15], `codes` [16] that the intervals between them have, `cells` [65536] of codes."""
+    """A 4-bit format: `bounds` [15], `codes` [16] of the intervals between them, `cells` [65536] of codes."""
 
     bounds: torch.Tensor
     codes: torch.Tensor
@@ -46,18 +46,19 @@ def quantize_4bit(
     double_quant: bool = False,
     storage: torch.dtype = torch.uint8,
 ) -> tuple[torch.Tensor, Any]:
-    """What `bitsandbytes.functional.quantize_4bit` returns for a weight: its codes and its quantization state.
+    """Quantize a weight as `bitsandbytes.functional.quantize_4bit` does.
 
     Args:
         weight: float32, bfloat16 or float16, any shape.
         form: `"nf4"` or `"fp4"`.
-        blocksize: elements that share one absmax.
-        double_quant: whether the absmax constants are quantized, too, in blocks of 256 to 8 bits
+        blocksize: elements per absmax.
+        double_quant: whether absmax constants are quantized to 8 bits in blocks of 256
             (https://arxiv.org/abs/2305.14314, section 3).
-        storage: dtype that the codes are stored as.
+        storage: dtype of the stored codes.
 
     Returns:
-        `[ceil(elements / 2) / storage.itemsize, 1]` codes in `storage`, two a byte, and the `QuantState`.
+        `[ceil(elements / 2) / storage.itemsize, 1]` codes in `storage`, two per byte, and the
+            `QuantState`.
     """
     from bitsandbytes import functional
 
@@ -77,12 +78,9 @@ def quantize_4bit(
 
 
 def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> Any:
-    """bitsandbytes' `QuantState` of a weight whose blocks have these float32 `absmax`, as `quantize_4bit` makes it (0.50.2).
+    """Return bitsandbytes' (0.50.2) `QuantState` for float32 `absmax` `[blocks]`, as in `quantize_4bit`.
 
-    Args:
-        absmax: `[blocks]`.
-        double_quant: as of `quantize_4bit`.
-        **settings: `shape` and `dtype` of the weight, `blocksize` and `quant_type`.
+    `settings`: `shape` and `dtype` of the weight, `blocksize` and `quant_type`.
     """
     from bitsandbytes import functional
 
@@ -95,10 +93,11 @@ def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> 
 
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 codes `[rows, columns]` and float32 row scales `[rows]` of a weight, as `bitsandbytes.nn.Int8Params` has them.
+    """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in
+    `bitsandbytes.nn.Int8Params`.
 
-    code = round(127 x / absmax of the row), x in float16 (https://arxiv.org/abs/2208.07339, section 2). A row of zeros
-    has codes 0.
+    code = round(127 x / absmax of the row), x in float16 (https://arxiv.org/abs/2208.07339, section 2). A row
+    of zeros has codes 0.
     """
     if not _on_cpu(weight):
         from bitsandbytes import functional
@@ -115,17 +114,17 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = weight[part].to(torch.float16).float()
         torch.amax(values.abs(), dim=1, out=scales[part])
         values.mul_((127.0 / scales[part]).unsqueeze(1)).round_()
-        codes[part] = values.nan_to_num_()  # 0 x (127 / 0), of rows without a value
+        codes[part] = values.nan_to_num_()  # 0 x (127 / 0), in rows of zeros
     return codes, scales
 
 
 def _on_cpu(weight: torch.Tensor) -> bool:
-    # Two codes are packed by way of an int16, whose bytes lie in the machine's order.
+    # Two codes are packed as an int16, in the machine's byte order.
     return weight.device.type == "cpu" and sys.byteorder == "little"
 
 
 def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Packed codes [ceil(n / 2)] and absmax [blocks]; None if a value is not finite."""
+    """Return packed codes [ceil(n / 2)] and absmax [blocks]; None if a value is not finite."""
     flat = weight.reshape(-1)
     total = flat.numel()
     whole = total - total % blocksize
@@ -151,9 +150,11 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Codes, one a byte, of whole blocks [blocks, blocksize], whose absmax is written; None if a value is not finite.
+    """Return codes, one per byte, of blocks [blocks, blocksize], and write their absmax; None if a value is
+    not finite.
 
-    `work` is float32 memory [3, elements at least]: memory that is new for each piece would cost half as much again.
+    `work` is float32 memory [3, at least elements]: allocating it for each piece would cost half as much
+    again.
     """
     values, sizes, cells = work[:, : blocks.numel()].view(3, *blocks.shape)
     torch.abs(values.copy_(blocks), out=sizes)
@@ -171,12 +172,12 @@ def _piece(
 
 
 def _nearest(form: _Format, scaled: torch.Tensor) -> torch.Tensor:
-    """Return the codes of scaled elements; of two values that are equally near, the lower one's."""
+    """Return the codes of scaled elements; ties go to the lower value."""
     return form.codes[torch.bucketize(scaled.clamp(-1, 1), form.bounds)]
 
 
 def _last_block(flat: torch.Tensor, form: _Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """absmax and packed codes of a block that is not full: bitsandbytes divides there, and its absmax is never zero."""
+    """Return absmax (not zero in bitsandbytes) and packed codes of an incomplete block."""
     most = flat.abs().max().clamp(min=_LEAST)
     scaled = torch.nn.functional.pad(flat / most, (0, flat.numel() % 2))
     single = _nearest(form, scaled.nan_to_num())
@@ -193,13 +194,13 @@ def _format(name: str) -> _Format:
     codes = order.to(torch.uint8)
     at = bounds.double() * _HALF_RANGE + 32768
     cells = codes[torch.bucketize(torch.arange(_CELLS, dtype=torch.float64), at)]
-    for rounding in (-0.05, 0.05):  # of a float32 near 65536, some 0.004
+    for rounding in (-0.05, 0.05):  # rounding of a float32 near 65536, about 0.004
         cells[(at + rounding).long()] |= _UNDECIDED
     return _Format(bounds, codes, cells)
 
 
 def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
-    """Quantize a bitsandbytes layer's weight without values, of a dense one in `dtype`: by the library's own operators, on the meta device."""
+    """Quantize a bitsandbytes layer's weight without values by the library's operators on the meta device."""
     dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     old = layer.weight
     settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}

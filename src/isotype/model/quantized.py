@@ -1,4 +1,4 @@
-"""bitsandbytes layers: what their quantization states hold, and how they follow a policy."""
+"""bitsandbytes layers: their quantization states, and aligning them with a policy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from isotype.model.experts.stack import QuantizedStack, held_stack
 
 
 def quantization_state(layer: nn.Module) -> Any:
-    """Return the quantization state of a 4-bit layer, or None if it was lost."""
+    """Return the quantization state of a 4-bit layer; None if it was lost."""
     return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
 
 
 def row_scales(layer: Any) -> torch.Tensor | None:
-    """Return the float32 row scales `[out_features]` of an int8 layer, or None if they were lost."""
-    own = getattr(layer.weight, "SCB", None)  # a sharded weight has none
+    """Return the float32 row scales `[out_features]` of an int8 layer; None if they were lost."""
+    own = getattr(layer.weight, "SCB", None)  # missing in a sharded weight
     scales = layer.state.SCB if own is None else own
     return scales if isinstance(scales, torch.Tensor) else None
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
-    """Bytes of what the codes of a quantized weight are multiplied with: absmax constants of 4 bits, scales of int8.
+    """Return the bytes of a quantized weight's constants: absmax for 4 bits, scales for int8.
 
-    Args:
-        layer: the module that holds the weight by its name.
-        weight: the codes.
+    `layer` holds the weight by its name; `weight` are the codes.
     """
     state = getattr(weight, "quant_state", None)
     if state is not None:
@@ -44,29 +42,30 @@ def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
 
 
 def is_int8(weight: torch.Tensor) -> bool:
-    """Whether a parameter is bitsandbytes' int8 weight; by name, so that the library is not imported to look at a model."""
+    """Return whether a parameter is bitsandbytes' int8 weight, by name to avoid importing the library."""
     return type(weight).__name__ == "Int8Params"
 
 
 def holds_turned(layer: Any) -> bool:
-    """Whether a bitsandbytes layer took the place of transformers' Conv1D, whose checkpoints hold its weight as `[in, out]`."""
+    """Return whether a bitsandbytes layer replaced transformers' Conv1D, with checkpoint weights `[in, out]`."""
     replaced = getattr(layer, "source_cls", None)
     return any(cls.__name__ == "Conv1D" for cls in getattr(replaced, "__mro__", ()))
 
 
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
-    """Bring a `Linear4bit` under a compute dtype: its own, its quantization state's and the constants' dtypes.
+    """Set a `Linear4bit`'s compute dtype, its quantization state's dtype, and its constants' dtype; return
+    the changes.
 
-    The state says what dtype a dequantized weight comes out in; it is saved with the checkpoint and keeps the
-    checkpoint's dtype (https://github.com/unslothai/unsloth/issues/4005). The absmax constants stay float32.
+    The state has the dtype of dequantized weights; it is saved with the checkpoint and keeps the checkpoint's
+    dtype (https://github.com/unslothai/unsloth/issues/4005). The absmax constants stay float32.
 
-    Returns what was changed. Raises PrecisionError where the state was lost or the packed bytes were cast.
+    Raises PrecisionError if the state was lost or the packed bytes were cast.
     """
     changes = []
     dequantize_by_blocks()
     if quantization_state(layer) is None:
         raise _lost(name, layer, "packed 4-bit weight", "the absmax constants that its 4-bit codes")
-    # A sharded weight has no attributes.
+    # A sharded weight lacks the attributes.
     storage = getattr(layer.weight, "quant_storage", layer.quant_storage)
     if layer.weight.dtype != storage:
         what = f"{name}: codes packed as {dtype_name(storage)} are now {dtype_name(layer.weight.dtype)}"
@@ -77,7 +76,7 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
         changes.append(f"compute dtype {_name(layer.compute_dtype)} -> {dtype_name(compute)}")
         layer.compute_dtype = compute
         layer.compute_type_is_set = True
-    # The layer keeps the state a second time, for FSDP, which loses the weight's attributes.
+    # The layer has a second reference to the state for FSDP, which drops the weight's attributes.
     held = (getattr(layer.weight, "quant_state", None), layer.quant_state)
     states = {id(state): state for state in held if state is not None}
     changes += [change for state in states.values() for change in _align_state(state, compute)]
@@ -98,7 +97,7 @@ def _align_state(state: Any, compute: torch.dtype) -> list[str]:
 
 
 def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
-    """Bring stacked expert weights under a compute dtype, in which their dense values come; returns what was changed."""
+    """Set the dtype of dense values of stacked expert weights; return the change."""
     if stack.dtype == compute:
         return []
     before, stack.dtype = stack.dtype, compute
@@ -106,15 +105,15 @@ def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
 
 
 def align_8bit(name: str, layer: Any) -> list[str]:
-    """Bring a `Linear8bitLt` into the form it computes in, its row scales in float32 beside the layer.
+    """Prepare a `Linear8bitLt` for computing, with float32 row scales on the layer; return the changes.
 
-    Returns what was changed. Raises PrecisionError where the row scales were lost.
+    Raises PrecisionError if the row scales were lost.
     """
     scales = row_scales(layer)
     if scales is None:
         raise _lost(name, layer, "int8 weight", "the row scales that its codes")
     if getattr(layer.weight, "CB", None) is not None:
-        # `Module.to` copies the weight without its scales; beside the layer they are safe.
+        # `Module.to` copies the weight without its scales; on the layer they are safe.
         layer.init_8bit_state()
         layer.state.SCB = scales.to(layer.weight.device)
     if scales.dtype == torch.float32:
@@ -149,7 +148,7 @@ _BLOCK_ROWS = 32
 
 
 def keep_training_layout(layer: Any) -> tuple[tuple[str, Any], ...]:
-    """Keep a 4-bit layer from being repacked; returns the attributes as they were, for `restore_layout`."""
+    """Disable repacking of a 4-bit layer; return its attributes for `restore_layout`."""
     before = tuple((name, getattr(layer, name)) for name in (_SWITCH, _KEPT) if hasattr(layer, name))
     if hasattr(layer, _SWITCH):
         setattr(layer, _SWITCH, False)
@@ -158,17 +157,17 @@ def keep_training_layout(layer: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
-    """Take `keep_training_layout` back."""
+    """Undo `keep_training_layout`."""
     layer.__dict__.pop(_KEPT, None)
     for name, value in before:
         setattr(layer, name, value)
 
 
 def repacking(layer: Any) -> str | None:
-    """What the first evaluation forward does to a 4-bit layer on a CPU with AVX512-BF16.
+    """Return why the first evaluation forward fails to repack a 4-bit layer on a CPU with AVX512-BF16.
 
-    Returns what is wrong with its shape where the repacking raises, "" where it is repacked, None if it stays as it
-    is: it is kept, it is repacked already, or this bitsandbytes repacks nothing.
+    Returns a problem of its shape, "" if it is repacked, None if its layout stays: kept, already repacked, or
+    not repacked by this bitsandbytes.
     """
     state = quantization_state(layer)
     if state is None or getattr(layer, _KEPT, False) or not hasattr(layer, _SWITCH):
@@ -178,7 +177,7 @@ def repacking(layer: Any) -> str | None:
     from bitsandbytes.nn import modules
 
     if modules.has_avx512bf16() and not getattr(layer, _SWITCH):
-        return None  # its owner has switched it off
+        return None  # disabled by the user
     rows, *more = (int(size) for size in state.shape)
     if len(more) != 1:
         return f"a weight of {1 + len(more)} dimensions, where it takes two"

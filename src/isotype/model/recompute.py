@@ -1,4 +1,4 @@
-"""Gradient checkpointing: activations that are computed again in the backward in place of being kept."""
+"""Gradient checkpointing: activations recomputed in the backward instead of saved."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-"""What a trainer gives to `gradient_checkpointing_enable` that is told no more than to do it."""
+"""A trainer's default arguments of `gradient_checkpointing_enable`."""
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """Return the arguments that the trainer gives to `gradient_checkpointing_enable`, None if it is off.
+    """Return the trainer's arguments of `gradient_checkpointing_enable`; None if it is off.
 
-    But for `offload`: a step that is traced has no other memory to put activations into.
+    Without `offload`: a traced step has no other memory for activations.
     """
     if not arguments.gradient_checkpointing:
         return None
@@ -23,37 +23,32 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
 
 
 def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
-    """Whether gradient checkpointing with these arguments needs a gradient of the embeddings: torch's reentrant kind does."""
+    """Return whether checkpointing with these arguments needs gradients of embeddings (torch's reentrant kind)."""
     return bool((arguments or {}).get("use_reentrant"))
 
 
 def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
-    """Let a model checkpoint its gradients as isotype's trainers do, where it can.
+    """Enable gradient checkpointing as isotype's trainers do, if the model supports it.
 
-    Args:
-        model: a transformers model, or a PEFT model of one; changed in place.
-        settings: arguments of the model's `gradient_checkpointing_enable`.
-        adapters: whether adapters are trained on a frozen model.
+    `settings`: arguments of the model's `gradient_checkpointing_enable`; `adapters`: whether adapters are
+    trained on a frozen model.
     """
     if not getattr(model, "supports_gradient_checkpointing", True):
         return
     own = dict(settings)
     arguments = own.pop("gradient_checkpointing_kwargs", None)
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers' name for it, as in its Trainer
+    if hasattr(model, "activation_checkpointing_enable"):  # transformers' name, as in its Trainer
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments, **own)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **own)
     if adapters and not needs_input_gradients(arguments):
-        model.disable_input_require_grads()  # as the trainer's does
+        model.disable_input_require_grads()  # as the trainer does
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Values of TrainingArguments whose trainer checkpoints gradients by these arguments, by every name that it reads.
+    """Return the TrainingArguments values that enable checkpointing with `arguments` (None: disable it).
 
-    transformers 5.23 has `activation_checkpointing` as the newer name of the same.
-
-    Args:
-        arguments: of the model's `gradient_checkpointing_enable`; None switches it off.
+    transformers 5.23 has `activation_checkpointing` as a newer name of `gradient_checkpointing`.
     """
     names = ("gradient_checkpointing", "activation_checkpointing")
     if arguments is None:

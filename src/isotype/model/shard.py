@@ -1,9 +1,10 @@
-"""Shard a model under a policy over processes, by FSDP2: every tensor keeps the dtype that the policy gives it.
+"""Sharding of a model under a policy by FSDP2: every tensor keeps its dtype.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the parameters of a group together and reduces its gradients together, and asks that
-all trained parameters of a group have one dtype. A model under a policy is not of one dtype: pinned norms are float32 among bfloat16
-weights, quantized codes are integers, adapters are float32 masters. So nothing is cast where it is gathered (`param_dtype=None`: the
-model casts where it computes, sharded or not), and what is trained in another dtype than its block gets a group of its own.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the parameters of a group and reduces its gradients
+together, and requires one dtype for all trained parameters of a group. A model under a policy has several:
+pinned norms in float32 among bfloat16 weights, integer codes, float32 adapters. So gathering casts nothing
+(`param_dtype=None`: the model casts where it computes, sharded or not), and parameters trained in another
+dtype than their block's get their own group.
 """
 
 from __future__ import annotations
@@ -25,45 +26,41 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Return whether a process holds a part of this parameter only."""
+    """Return whether a process holds only a part of this parameter."""
     return hasattr(parameter, "placements")
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Return a process holds parts of this model only."""
+    """Return whether a process holds only parts of this model."""
     return any(is_sharded(parameter) for parameter in model.parameters())
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers this module's parameters by hooks of the module's own."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # what nobody has imported shards nothing
+    """Return whether FSDP2 gathers this module's parameters by the module's own hooks."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Leave each process its part of every parameter: after a run without a backward, some groups of a sharded model stay gathered."""
+    """Free gathered parameters, which some groups keep after a run without a backward."""
     for module in filter(is_gathered, model.modules()):
         module.reshard()  # type: ignore[operator]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that lies in this process: all of it where it is not sharded."""
+    """Return the local part of a tensor; all of an unsharded one."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def device_of(policy: PrecisionPolicy) -> torch.device:
-    """The device that a process's part lies on: the accelerator that is here, unless the policy is for a CPU."""
+    """Return the device of a process's part: the accelerator here, unless the policy is for a CPU."""
     accelerator = torch.accelerator.current_accelerator() if policy.device != "cpu" else None
     return accelerator or torch.device("cpu")
 
 
 def mesh_over_all(device: torch.device) -> Any:
-    """Return a mesh of one dimension over all processes of the default group.
-
-    Raises:
-        UsageError: there is no process group.
-    """
+    """Return a one-dimensional mesh of all processes; raises UsageError without a process group."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -80,22 +77,26 @@ def mesh_over_all(device: torch.device) -> Any:
 
 
 def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshard: bool = True) -> Any:
-    """Shard `model`, which is under `policy`, in place by FSDP2; of every parameter each process keeps its rows only.
+    """Shard `model`, which is under `policy`, in place by FSDP2: each process keeps some rows of every
+    parameter.
 
-    A group for each block, one for frozen input embeddings that nothing else shares, and one for all the rest (final norm, head), which
-    stays gathered from the forward to the end of the backward. Gradients are summed in the policy's reduce dtype.
+    Groups: one per block, one for frozen input embeddings that are not shared, and one for the rest (final
+    norm, head), which stays gathered from the forward to the end of the backward. Gradients are summed in the
+    policy's reduce dtype.
 
     Args:
-        model: any module; its parameters may lie on the meta device.
-        policy: the one that it is under.
-        mesh: a `DeviceMesh` of one dimension; by default all processes.
-        reshard: free a block's gathered weights after its forward and gather them again for its backward; False keeps them.
+        model: any module; its parameters may be on the meta device.
+        policy: the model's policy.
+        mesh: a one-dimensional `DeviceMesh`; by default all processes.
+        reshard: free a block's gathered weights after its forward and gather them again for its backward;
+            False keeps them.
 
     Returns:
         The same model; its class is one of FSDP's.
 
     Raises:
-        PrecisionError: parameters of different dtypes are trained in one module, which FSDP2 cannot reduce together.
+        PrecisionError: one module has trained parameters of different dtypes, which FSDP2 cannot reduce
+            together.
         UsageError: there is no process group, or the mesh has more than one dimension.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -116,13 +117,7 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that FSDP2 gathers together, and whose gradients it reduces together.
-
-    Attributes:
-        module: before whose forward they are gathered.
-        parameters: each in one group only.
-        reshard: whether they are freed after the forward, and gathered again for the backward.
-    """
+    """Parameters that FSDP2 gathers before `module`'s forward, and whose gradients it reduces, together."""
 
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
@@ -132,16 +127,10 @@ class Group:
 def groups_of(
     model: nn.Module, *, reshard: bool = True, more_blocks: Iterable[nn.Module] = ()
 ) -> tuple[Group, ...]:
-    """Return the groups that `shard_model` makes of `model`, in the order in which it makes them: inner ones
-    first, the rest last.
+    """Return the groups that `shard_model` creates, in order: inner ones first, the rest last.
 
-    Args:
-        model: any module that is not sharded.
-        reshard: as `shard_model` takes it.
-        more_blocks: modules that are blocks, too, whatever holds them (those of folded lists).
-
-    Raises:
-        PrecisionError: parameters of different dtypes are trained in one module.
+    `more_blocks`: modules treated as blocks too (those of folded lists). Raises PrecisionError if one module
+    has trained parameters of different dtypes.
     """
     known = {id(block): block for block in (*blocks_in(model), *more_blocks)}
     inner = {id(part) for block in known.values() for part in block.modules() if part is not block}
@@ -164,10 +153,10 @@ def groups_of(
 
 @contextmanager
 def integers_named() -> Iterator[None]:
-    """Older releases of torch (2.10 among them) make every sharded parameter one with a gradient first, which integers cannot have.
+    """Raise PrecisionError if this torch cannot shard integers.
 
-    Raises:
-        PrecisionError: a quantized weight is stored as integers, and this torch is one of them.
+    Older releases (2.10 among them) create every sharded parameter with a gradient first, which integers
+    cannot have.
     """
     try:
         yield
@@ -181,9 +170,11 @@ def integers_named() -> Iterator[None]:
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Quantized codes as plain parameters, their constants beside the layer: FSDP keeps neither a class nor attributes of a parameter.
+    """Make quantized codes plain parameters with constants on the layer: FSDP drops a parameter's class and
+    attributes.
 
-    bitsandbytes finds the constants there again (`fix_4bit_weight_quant_state_from_module`); of an 8-bit layer, the boundary does.
+    bitsandbytes restores the constants from there (`fix_4bit_weight_quant_state_from_module`); for an 8-bit
+    layer, the boundary does.
     """
     for place in places(model):
         layer: Any = place.module
@@ -197,7 +188,7 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """Return the modules whose trained parameters are of another dtype than most of the group's."""
+    """Return the modules whose trained parameters have another dtype than most of the group's."""
     apart = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in apart]
     trained = {
@@ -221,7 +212,7 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
 
 
 def _lone_embedding(model: Any) -> nn.Module | None:
-    """The frozen input embedding that nothing else shares: it can be freed as soon as the tokens are looked up."""
+    """Return the frozen, unshared input embedding, which can be freed after the lookup."""
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None

@@ -1,8 +1,8 @@
-"""Which layers `all-linear` stands for, and what of a model gets no adapter.
+"""Layers of `all-linear`, and the parts of a model without adapters.
 
-Left out are routers, which fine-tuning by adapters leaves as they are, and layers whose weight the model reads itself
-(`F.linear(x, self.out_proj.weight)`, the fused scans of Mamba), past any adapter around them: of these PEFT 0.21 knows two names in
-five architectures (`_check_lora_target_modules_mamba`), and raises. What a user names stays as it is named.
+Excluded are routers, and layers whose weight the model reads directly (`F.linear(x, self.out_proj.weight)`,
+Mamba's fused scans), which bypasses an adapter: PEFT 0.21 knows two names in five architectures of these
+(`_check_lora_target_modules_mamba`), and raises. Explicit targets of the user are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from isotype.model.parts import LANGUAGE, PARTS, Parts, unread_layers
 from isotype.model.walk import is_tuner_layer, places
 
 _UNABLE = ("use_dora", "lora_bias")
-"""Settings that PEFT has for no parameter: no output to scale and no bias (`ParamWrapper`)."""
+"""Settings that PEFT does not support for parameters, which have no output to scale and no bias (`ParamWrapper`)."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Targets:
     """The decision about a config's targets.
 
     Attributes:
-        wide: whether it asks for all linear layers.
-        unable: its settings that keep adapters off the stacked experts that it asks for.
-        reads: name of a layer -> the class that reads its weight itself.
-        left: name of a layer of a part that gets no adapter -> why.
+        wide: whether the config has all linear layers.
+        unable: its settings that prevent adapters on the stacked experts it names.
+        reads: layer name -> class that reads its weight directly.
+        left: name of a layer in a part without adapters -> reason.
     """
 
     wide: bool = False
@@ -52,22 +52,17 @@ class Targets:
 
 @dataclass(frozen=True)
 class Adapt:
-    """The parts of a model that get adapters.
-
-    Attributes:
-        parts: as `isotype.model.parts` names them.
-        why: the others get none, as a clause.
-    """
+    """The parts of a model that get adapters (names of `isotype.model.parts`), and why others do not, as a clause."""
 
     parts: tuple[str, ...] = PARTS
     why: str = "adapt= leaves their part out"
 
 
 def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
-    """Take off a config's targets what cannot be adapted as asked and, of `all-linear`, what is left as it is.
+    """Remove targets that cannot be adapted as requested from a config, and those excluded from `all-linear`.
 
     Raises:
-        UsageError: nothing is left of them in the parts that `adapt` names.
+        UsageError: the parts of `adapt` have no targets.
     """
     if not getattr(config, "target_modules", None):
         return Targets()
@@ -92,7 +87,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
             converted.target_modules,
             converted.target_parameters,
         )
-        if not wide:  # PEFT doubles the rank of gate and up, which the names of two layers ask for
+        if not wide:  # PEFT doubles the rank of gate and up, for the names of two layers
             config.rank_pattern, config.alpha_pattern = converted.rank_pattern, converted.alpha_pattern
     left = _left_by_parts(base, adapt)
     if not wide:
@@ -101,7 +96,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         return Targets(unable=unable, left=left)
     if adapt is not None and LANGUAGE not in adapt.parts:
         config.target_parameters = None
-    whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # PEFT wraps no layer twice
+    whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # PEFT does not wrap a layer twice
     linear, reads = all_linear(copy.deepcopy(config), base), _reads(base)
     kept = {
         name
@@ -118,7 +113,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
 
 
 def _left_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
-    """Name of each layer that gets no adapter for its part -> why; of layers that no loss depends on in any case."""
+    """Return the name of each layer without adapters because of its part, or of an unused output -> reason."""
     parts, unread = Parts(base), dict(unread_layers(base))
     chosen = Adapt() if adapt is None else adapt
     if not parts.towers and LANGUAGE not in chosen.parts:
@@ -134,7 +129,7 @@ def _left_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
 
 
 def _narrow(base: Any, config: Any, left: Mapping[str, str], adapt: Adapt) -> None:
-    """Leave in the targets that a config names the layers of the parts that are adapted."""
+    """Restrict a config's explicit targets to the layers of adapted parts."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     named = {plain_name(place.name) for place in places(base) if not place.tuner}
@@ -158,7 +153,7 @@ def _nothing_left(adapt: Adapt | None) -> UsageError:
 
 
 def _with_experts(base: Any, names: Iterable[str] | None) -> set[str]:
-    """The targets among parameters, with the two weights of every experts module that can be computed with adapters."""
+    """Return the target parameters, with both weights of every experts module that supports adapters."""
     targets = set(names or ())
     for path, module in outermost(base):
         layout = layout_of(module)
@@ -181,12 +176,12 @@ class _Weight:
 
 
 ADAPTED = "adapters are on "
-"""How the sentence about what is adapted begins."""
+"""Start of the sentence about adapted weights."""
 _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """A sentence with the weights that have adapters and those that have none, where that is not all that the config asked for."""
+    """Return sentences on weights with and without adapters, if these are not all that the config requested."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
@@ -201,7 +196,7 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
 
 
 def _size_on_experts(model: Any) -> tuple[str, ...]:
-    """A sentence with the size of the adapters of experts, which is easily more than of all other layers; none without."""
+    """Return a sentence with the size of experts' adapters, often more than all others; nothing without any."""
     values, experts, layers, base = 0, 0, 0, model.get_base_model()
     ranks: set[int] = set()
     repeats = repeats_of(base)
@@ -238,7 +233,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
 
 
 def _counted(weights: list[_Weight], total: int) -> str:
-    """`4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`."""
+    """Return `4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`."""
     size = sum(weight.size * weight.count for weight in weights)
     names = ", ".join(sorted({weight.name.rpartition(".")[2] for weight in weights}))
     noun = plural(sum(weight.count for weight in weights), weights[0].kind)
@@ -246,7 +241,7 @@ def _counted(weights: list[_Weight], total: int) -> str:
 
 
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
-    """The weights of a PEFT model's base that multiply activations, but for the embeddings, the head and what is trained whole."""
+    """Yield the base's weights that multiply activations, except embeddings, head and wholly trained modules."""
     base, adapted = model.get_base_model(), set()
     repeats = repeats_of(base)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -288,7 +283,7 @@ def _kind(base: Any, name: str, module: Any, own: str, value: Any) -> str | None
 
 
 def _routes(base: Any, name: str) -> bool:
-    """True if a layer chooses among experts: by the names of it and of what is around it, or by one output an expert."""
+    """Return whether a layer routes experts: by its name and its parents', or by one output per expert."""
     parts = name.split(".")
     around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]
@@ -299,7 +294,7 @@ def _routes(base: Any, name: str) -> bool:
 
 
 def _counts(block: Any) -> set[int]:
-    """Return the numbers of experts that a module holds."""
+    """Return the numbers of experts in a module."""
     lists = [child for child in block.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     stacked = (p for child in block.children() for p in child.parameters(recurse=False) if p.ndim == 3)
     quantized = (held_stack(part) for child in block.children() for part in child.modules())
@@ -316,7 +311,7 @@ _ASKS = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_ti
 
 
 def _reads(base: Any) -> dict[str, str]:
-    """Name of each linear layer whose weight a module around it reads in one of its methods -> that module's class."""
+    """Return the name of each linear layer whose weight a parent's method reads -> the parent's class."""
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)
@@ -330,7 +325,7 @@ def _reads(base: Any) -> dict[str, str]:
 
 @cache
 def _read_by(cls: Any) -> frozenset[str]:
-    """Return the parts of a module of this class whose `weight` its methods compute with."""
+    """Return the submodules of a class whose `weight` its methods use."""
     paths: set[str] = set()
     for each in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, method in vars(each).items():

@@ -1,4 +1,4 @@
-"""What a module or a function computes, seen by running it on a few numbers."""
+"""Results of modules and functions on a few numbers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
-    """What `call` makes of operands on one device, without autograd and autocast; None if it takes something else."""
+    """Return `call` of operands on one device, without autograd and autocast; None if it rejects them."""
     device = operands[0].device.type
     try:
         with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):
             return call(*operands)
-    except Exception:  # noqa: BLE001 - who takes something else raises whatever it likes
+    except Exception:  # noqa: BLE001 - code that expects other arguments may raise anything
         return None
 
 
 def is_close(result: Any, wanted: torch.Tensor, rtol: float, atol: float) -> bool:
-    """Whether a result is a tensor of this shape whose numbers are those of `wanted`, on the CPU in float64, which some devices have not."""
+    """Return whether a result has the shape and numbers of `wanted`, compared in float64 on the CPU."""
     return (
         isinstance(result, torch.Tensor)
         and result.shape == wanted.shape

@@ -1,4 +1,4 @@
-"""The one place that walks a model's modules and names what kind of place each one is."""
+"""The only walk over a model's modules, with the kind of each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from isotype.model.boundary import Boundary
 
 @dataclass(frozen=True)
 class Place:
-    """One module in its model.
+    """A module in its model.
 
     Attributes:
         name: fully qualified name.
         module: the module itself.
-        kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (and convolutions), `"embedding"`, `"norm"` or `"other"`.
+        kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (and convolutions), `"embedding"`, `"norm"` or
+            `"other"`.
         tuner: whether it belongs to a PEFT tuner layer, which casts its own inputs.
         adapter: whether it is part of an adapter: in a tuner layer, or a copy of a module to save.
     """
@@ -37,10 +38,10 @@ class Place:
 
 LINEAR_KINDS = ("linear", "linear4bit", "linear8bit")
 
-_TUNER = "BaseTunerLayer"  # PEFT's base class of every layer that wraps another one
-_COPIES = ".modules_to_save."  # where PEFT keeps the trained copies of whole modules
+_TUNER = "BaseTunerLayer"  # PEFT's base class of layers that wrap another one
+_COPIES = ".modules_to_save."  # PEFT's trained copies of whole modules
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-# By name, so that no library has to be imported to look at a model: bitsandbytes' layers, transformers' Conv1D.
+# By name to avoid imports: bitsandbytes' layers, transformers' Conv1D.
 _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Conv1D": "linear"}
 
 
@@ -54,7 +55,7 @@ def kind_of(module: nn.Module) -> str:
 def _kind_of(cls: Any) -> str:
     names = [each.__name__ for each in cls.__mro__]
     if _TUNER in names:
-        return "other"  # PEFT names its wrappers after the layers they wrap
+        return "other"  # PEFT names its wrappers like the layers they wrap
     for name, kind in _BY_CLASS_NAME.items():
         if name in names:
             return kind
@@ -77,10 +78,9 @@ _ROUTER = re.compile(r"Top_?[kK]Router$")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module chooses experts by itself: a router of transformers' classes, which multiplies
-    with a weight of its own.
+    """Return whether a module is a router of transformers' classes, which multiplies with its own weight.
 
-    It takes hidden states and returns logits, scores of the chosen experts, and their numbers.
+    It takes hidden states and returns logits, scores of the chosen experts, and their indices.
     """
     weight = own_parameters(module).get("weight")
     named = any(_ROUTER.search(cls.__name__) for cls in type(module).__mro__)
@@ -93,9 +93,9 @@ _BLOCK_PARTS = re.compile(
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList some of whose children stand for others (`isotype.model.fold`).
+    """A ModuleList in which some children represent others (`isotype.model.fold`).
 
-    They keep the numbers they had in the whole model, and are indexed by what is left.
+    They keep their original numbers as names; indices count the remaining ones.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -104,13 +104,7 @@ class FoldedList(nn.ModuleList):
 
 
 def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield (the module that owns it, the list) of every list of blocks; not lists of experts, which a router
-    indexes.
-
-    Args:
-        model: any module.
-        fewest: the number of blocks that a list has at least.
-    """
+    """Yield (owner, list) of every list of at least `fewest` blocks; not of experts, which a router indexes."""
     for owner in model.modules():
         for child in owner.children():
             plain = type(child) in (nn.ModuleList, nn.Sequential, FoldedList)
@@ -120,18 +114,18 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
 
 
 def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
-    """Return the blocks of all `lists_of_blocks`, those of a list within a block too."""
+    """Return the blocks of all `lists_of_blocks`, including lists inside blocks."""
     return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
 def _is_block(layer: nn.Module) -> bool:
-    """Whether a layer is made of attention, mixer or MLP, which keep the shape of what they are given."""
+    """Return whether a layer has attention, mixer or MLP parts, which keep the shape of their input."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Yield every module of `model`, itself included, parents before children; a shared module comes once."""
+    """Yield every module of `model`, itself included, parents before children; shared modules once."""
     # The tuner layers around the current module, innermost last; modules come depth first.
     tuners: list[str] = []
     for name, module in model.named_modules():
@@ -144,28 +138,28 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the float parameters that `module` holds itself (not its children), unquantized ones only."""
-    # A sharded weight has lost its class; its codes may be packed in a float dtype.
+    """Return the unquantized float parameters of `module` itself."""
+    # A sharded weight has lost its class; its codes may have a float dtype.
     codes = "weight" if getattr(module, "quant_state", None) is not None else None
     return {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
-        if not isinstance(parameter, UninitializedParameter)  # of a lazy layer: it has no shape yet
+        if not isinstance(parameter, UninitializedParameter)  # a lazy layer's, without a shape yet
         and parameter.is_floating_point()
         and not hasattr(parameter, "quant_state")
         and name != codes
     }
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters and buffers lie in dicts too
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # including the dicts of parameters and buffers
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the float tensors that `module` holds unregistered, by name: no `.to()` of the model reaches them.
+    """Yield the unregistered float tensors of `module` by name, which the model's `.to()` does not move.
 
-    Those in a dict or list are named after it (`meta.scale`, where quantizers keep scales and zero points), and so
-    are the weights of modules in it (`blocks.0.weight`). A module may refer to its parent in that manner, whose
-    weights then come here too.
+    Those in a dict or list are named after it (`meta.scale`, where quantizers keep scales and zero points),
+    as are the weights of modules in it (`blocks.0.weight`). They include a parent's weights if the module
+    refers to its parent in this way.
     """
     yield from _unregistered(module, "", {id(module)})
 
@@ -189,13 +183,13 @@ def _floats_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, tor
 
 
 def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a container holds, or a module has registered, by name."""
+    """Yield the items of a container, or a module's registered ones, by name."""
     if isinstance(holder, list):
         yield from ((str(position), held) for position, held in enumerate(holder))
     elif isinstance(holder, nn.Module):
         for registered in (own_parameters(holder), own_buffers(holder), own_modules(holder)):
             yield from registered.items()
-    else:  # keys that can be a part of a dotted name
+    else:  # keys that are valid in a dotted name
         yield from (
             (key, held) for key, held in holder.items() if isinstance(key, str) and key.isidentifier()
         )

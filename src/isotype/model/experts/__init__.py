@@ -1,1 +1,1 @@
-"""Experts whose weights lie stacked in one parameter: how they are stored quantized, and how they are computed."""
+"""Experts stacked in one parameter: quantized storage and computation."""

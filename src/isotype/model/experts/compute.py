@@ -1,16 +1,19 @@
 """The experts of one layer and their LoRA adapters as one autograd function.
 
-Each token t goes to experts e with routing weights w. With adapters a of each product (s the scaling, drop dropout):
+Each token t goes to experts e with routing weights w. With adapters a of each product (s the scaling, drop
+dropout):
 
     h = x U_e + b_e + Σ_a s_a (drop_a(x) A_ae) B_ae          gate and up side by side, or up alone
     y = g(h) V_e + c_e + Σ_a s_a (drop_a(g(h)) A'_ae) B'_ae    g: the gated product, or the activation
     out_t = Σ_e w_te y_te
 
-The tokens are sorted by expert once. Adapters act on activations: no delta of an expert's weight is formed, and only experts that
-tokens reach are read. The experts are taken a few at a time, so that no more than these are dense where the weights are stored quantized.
+Tokens are sorted by expert once. Adapters act on activations: no delta of an expert's weight is formed, and
+only experts with tokens are read. Experts are computed a few at a time, so that only these are dense if
+weights are quantized.
 
-The backward keeps x, h and the small products with A. It forms g(h) again, and the gradient of w without y:
-∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, V' with the adapter. Dropout is drawn again from its seed.
+The backward saves x, h and the small products with A. It recomputes g(h), and the gradient of w without y:
+∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, with V' including the adapter. Dropout is drawn
+again from its seed.
 """
 
 from __future__ import annotations
@@ -29,19 +32,14 @@ from isotype.core.dtypes import NoAutocast
 from isotype.precision.devices.simulated import simulates_cpu
 
 _DENSE_BYTES = 1 << 27
-"""Bytes of dense weights that are held at a time, of experts that are stored in another form."""
+"""Bytes of dense weights held at a time if experts are stored in another form."""
 _ROWS = 512
-"""Rows that a CPU computes at once, where experts have fewer: each call costs, and larger results leave the caches."""
+"""Minimum rows of a CPU's product: fewer make call overhead dominate, larger results leave the caches."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One active adapter of a product.
-
-    Attributes:
-        scale: alpha / r, or alpha / sqrt(r) of rsLoRA.
-        dropout: probability; 0 in evaluation.
-    """
+    """An active adapter of a product: scale alpha / r (rsLoRA: alpha / sqrt(r)), dropout rate (0 in evaluation)."""
 
     scale: float
     dropout: float = 0.0
@@ -49,15 +47,15 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Product:
-    """One of the two products of every expert.
+    """A product of every expert.
 
     Attributes:
-        weights: the dense weights `[stop - start, d1, d2]` of the experts `start` to `stop`.
-        inputs_first: whether d1 is the number of inputs: x W; otherwise x Wᵀ.
-        adapters: the active ones.
-        bytes: of one expert's dense weight where it is stored in another form; 0 where it is stored dense.
+        weights: function (start, stop) -> dense weights `[stop - start, d1, d2]` of these experts.
+        inputs_first: whether d1 is the input dimension: x W; otherwise x Wᵀ.
+        adapters: the active adapters.
+        bytes: of one expert's dense weight if it is stored in another form; else 0.
         bias: `[experts, out]`, frozen; None if there is none.
-        sizes: d1 and d2 where the weight is stored in another form.
+        sizes: d1 and d2 if the weight is stored in another form.
     """
 
     weights: Callable[[int, int], torch.Tensor]
@@ -75,16 +73,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Experts:
-    """The arithmetic of one call.
+    """Parameters of one call.
 
     Attributes:
         up: the product with the gate and up weights.
         down: the product with the down weights.
         gate: the function between them, of h `[rows, …]`.
-        compute: dtype that h is kept in.
+        compute: dtype of h.
         working: dtype of the products.
         count: number of experts.
-        normed: the function of y `[rows, out]` before it is weighted; None if there is none.
+        normed: function of y `[rows, out]` before weighting; None if there is none.
     """
 
     up: Product
@@ -97,7 +95,7 @@ class Experts:
 
     @property
     def summed(self) -> torch.dtype:
-        """The dtype that the outputs of a token's experts are summed in."""
+        """The dtype in which the outputs of a token's experts are summed."""
         return torch.promote_types(self.working, torch.float32)
 
 
@@ -111,14 +109,15 @@ def experts_output(
     """Return the weighted sum of the experts' outputs for every token, `[tokens, out]` in the dtype of `x`.
 
     Args:
-        spec: what to compute.
+        spec: parameters of the call.
         x: `[tokens, in]`, any float dtype.
-        index: `[tokens, k]` integers: the experts that each token goes to; numbers from `spec.count` on stand for none.
-        scores: `[tokens, k]` the routing weights, any float dtype; None: all 1.
-        factors: of each adapter of `up`, then of `down`: A `[experts, in, r]` and B `[experts, r, out]`, in any float dtype and layout.
+        index: `[tokens, k]` integers: each token's experts; numbers from `spec.count` on mean none.
+        scores: `[tokens, k]` routing weights, any float dtype; None: all 1.
+        factors: of each adapter of `up`, then of `down`: A `[experts, in, r]` and B `[experts, r, out]`,
+            in any float dtype and layout.
     """
     kept = torch.is_grad_enabled()
-    # Drawn by the CPU's generator, whose state gradient checkpointing restores: no device has to be waited for.
+    # From the CPU's generator, whose state gradient checkpointing restores: no device synchronization.
     drops = any(adapter.dropout for adapter in (*spec.up.adapters, *spec.down.adapters))
     seed = int(torch.randint(2**31, ()).item()) if drops else 0
     result: torch.Tensor = _Experts.apply(spec, kept, seed, x, index, scores, *factors)  # type: ignore[no-untyped-call]
@@ -127,9 +126,9 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """Experts `first` to `stop` and their rows `begin` to `end` among all that are sorted by expert.
+    """Experts `first` to `stop` and their rows `begin` to `end` of all rows sorted by expert.
 
-    `offsets`: where the rows of each of several experts end, int32, counted from `begin`; None of one expert.
+    `offsets`: int32 ends of each expert's rows, relative to `begin`; None for one expert.
     """
 
     first: int
@@ -139,13 +138,13 @@ class _Group:
     offsets: torch.Tensor | None
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """`rows` `[n, in]` times each row's expert's matrix `[experts, in, out]`."""
+        """Return `rows` `[n, in]` times each row's expert's matrix `[experts, in, out]`."""
         if self.offsets is None:
             return rows @ matrices[0]
         return functional.grouped_mm(rows, matrices, offs=self.offsets)
 
     def write_outer(self, out: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write leftᵀ right of each expert's rows into its part of `out` `[experts of the layer, in, out]`, if it is wanted."""
+        """Write leftᵀ right of each expert's rows into `out` `[experts of the layer, in, out]`, unless it is None."""
         if out is None:
             return
         if self.offsets is not None:
@@ -156,7 +155,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """A vector of each row's expert, `[n, out]` or `[1, out]`, of `[experts, out]` of the whole layer."""
+        """Return each row's expert's vector, `[n, out]` or `[1, out]`, from `[experts, out]` of the whole layer."""
         vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
             return vectors
@@ -167,7 +166,7 @@ class _Group:
 def _sorted(
     spec: Experts, x: torch.Tensor, index: torch.Tensor, factors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[_Group]]:
-    """Return (the places in `index` sorted by expert, the groups of experts that are computed together)"""
+    """Return (positions in `index` sorted by expert, groups of experts that are computed together)."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     if isinstance(x, FakeTensor) or x.is_meta:
@@ -178,7 +177,7 @@ def _sorted(
 
 
 def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch.Tensor]) -> int:
-    """Return how many experts are computed at once."""
+    """Return the number of experts computed at once."""
     if x.is_meta or not _can_be_grouped(spec, x, factors):
         return 1
     stored = max(spec.up.bytes, spec.down.bytes)
@@ -188,12 +187,11 @@ def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch
 
 
 _ALIGNED = 8
-"""Values that strides of the operands of torch's grouped product are multiples of: 16 bytes, in the 16 bits that fakes are taken for
-(`isotype.core.operators.BFLOAT16_WITHOUT_MEMORY`)."""
+"""Stride alignment of torch's grouped product: 16 bytes, here in values of 16 bits, the dtype of fake operands."""
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-    """True if torch's grouped product takes several experts at once: it takes no float64, and no odd ranks and widths."""
+    """Return whether torch's grouped product applies: no float64, aligned ranks and widths."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
@@ -201,7 +199,7 @@ def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tens
 
 
 def _balanced(rows: int, experts: int) -> list[int]:
-    """Return the rows of each expert where a router spreads them evenly."""
+    """Return the rows of each expert under a balanced router."""
     share, more = divmod(rows, experts)
     return [share + (expert < more) for expert in range(experts)]
 
@@ -222,9 +220,10 @@ def _groups(spec: Experts, counts: list[int], device: torch.device, together: in
 
 @dataclass(frozen=True)
 class _Low:
-    """An adapter of one product, its tensors in the working dtype.
+    """An adapter of one product, with tensors in the working dtype.
 
-    `a` `[experts, in, r]`, `b` `[experts, r, out]`; `place`: of A among all factors; `seed`: its dropout is drawn from it.
+    `a` `[experts, in, r]`, `b` `[experts, r, out]`; `place`: position of A among all factors; `seed`: of its
+    dropout.
     """
 
     adapter: Adapter
@@ -234,7 +233,7 @@ class _Low:
     seed: int
 
     def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """Return the rows of a group after dropout, scaled up; of a gradient as of an input."""
+        """Return the rows of a group, or their gradient, after dropout."""
         probability = self.adapter.dropout
         if not probability:
             return rows
@@ -244,7 +243,7 @@ class _Low:
         return rows * kept.div_(max(1 - probability, torch.finfo(rows.dtype).tiny))
 
     def down(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """drop(rows) A, `[n, r]`."""
+        """Return drop(rows) A, `[n, r]`."""
         return group.product(self.dropped(rows, group), self.a[group.first : group.stop])
 
     def add_up(self, out: torch.Tensor, hidden: torch.Tensor, group: _Group) -> None:
@@ -265,9 +264,9 @@ class _Low:
         weighted: torch.Tensor | None,
         gradients: list[torch.Tensor | None],
     ) -> None:
-        """Add to `d_rows` the gradient of `rows` by way of this adapter, and write those of A and B.
+        """Add the adapter's part of the rows' gradient to `d_rows`, and write the gradients of A and B.
 
-        `weighted`: what the gradient `d_out` has to be multiplied by, row by row, for those of A and B.
+        `weighted`: row weights of `d_out` for the gradients of A and B.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)
@@ -280,18 +279,19 @@ class _Low:
 
 
 def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
-    """`[experts, m, n]` whose matrices a product reads without a copy."""
+    """Return `[experts, m, n]` in a layout that products read without a copy."""
     if 1 in factor.stride()[1:]:
         return factor
     rows_first = factor.stride(1) >= factor.stride(2)
     turned = factor if rows_first else factor.mT
-    # With experts innermost, as PEFT's lora_B has them, this is the transpose of one matrix, which torch copies by blocks.
+    # With experts innermost, as in PEFT's lora_B, this is the transpose of one matrix, which torch copies in
+    # blocks.
     matrices = turned.flatten(1).contiguous().view(turned.shape)
     return matrices if rows_first else matrices.mT
 
 
 def _gradient_of(factor: torch.Tensor) -> torch.Tensor:
-    """Zeros for the gradient of a factor, laid out as `_as_matrices` lays out the factor."""
+    """Return zeros for the gradient of a factor, in the layout of `_as_matrices`."""
     rows_first = factor.stride(1) >= factor.stride(2)
     shape = factor.shape if rows_first else factor.mT.shape
     zeros = factor.new_zeros(shape)
@@ -314,7 +314,7 @@ def _output(
     lows: Sequence[_Low],
     hidden: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """A product of the rows of a group with bias and adapters, `[n, out]`; `hidden`: drop(rows) A of each adapter."""
+    """Return a product of a group's rows with bias and adapters, `[n, out]`; `hidden`: drop(rows) A per adapter."""
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
     if product.bias is not None:
         out.add_(group.each_row(product.bias).to(out.dtype))
@@ -432,7 +432,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the gradient of g(h), that of the routing weights) of a group, from the gradient of its weighted rows before they are weighted."""
+    """Return the gradients of (g(h), routing weights) for a group, from the gradient of its weighted rows."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):
@@ -454,7 +454,7 @@ def _through_norm(
     group: _Group,
     weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the gradient of y, that of the routing weights) where y is normed before it is weighted: y is formed again."""
+    """Return the gradients of (y, routing weights) if y is normed before weighting: y is recomputed."""
     assert spec.normed is not None, "asked of normed experts only"
     y = _output(spec, spec.down, a, group, downs, small)
     with torch.enable_grad():

@@ -1,7 +1,8 @@
-"""Experts modules and PEFT's adapters on them that compute in the one function of `isotype.model.experts.compute`, by a swap of their class.
+"""Experts modules, with PEFT's adapters, that compute in `isotype.model.experts.compute` after a class swap.
 
-PEFT (0.21) puts one `ParamWrapper` around another, one for each adapted weight of an experts module, and forms the delta of every
-expert (`lora/layer.py`). A wrapper that is swapped reads the wrappers below it and lets their adapters act on activations.
+PEFT (0.21) nests one `ParamWrapper` per adapted weight around an experts module, and forms the delta of every
+expert (`lora/layer.py`). A swapped wrapper reads the wrappers below it and applies their adapters to
+activations.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Layout:
         up: name of the weight of the first product.
         inputs_first: whether weights are stored as `[experts, in, out]`.
         biases: whether they have biases.
-        normed: whether their outputs are normed before they are weighted.
-        routed: whether the module takes the experts of each token and their weights; if not, its input is the tokens of one expert after
-            another, as many for each.
+        normed: whether outputs are normed before weighting.
+        routed: whether the module takes each token's experts and weights; if not, its input is equally
+            many tokens of each expert in order.
     """
 
     up: str
@@ -58,7 +59,9 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """The layout of an experts module of transformers' interface (`use_experts_implementation`, 5.23) or of Llama 4; None of any other module."""
+    """Return the layout of transformers' experts (`use_experts_implementation`, 5.23) or Llama 4's; None for
+    others.
+    """
     cls: Any = type(module)
     if any(each.__name__ == "Llama4TextExperts" for each in cls.__mro__):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
@@ -71,12 +74,12 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def _wraps(cls: Any) -> bool:
-    """True of PEFT's class of adapters on parameters; by name, so that PEFT is not imported to look at a model."""
+    """Return whether a class is PEFT's adapter on parameters, by name to avoid importing PEFT."""
     return any(each.__name__ == _WRAPPER for each in cls.__mro__)
 
 
 def is_experts_wrapper(module: nn.Module) -> bool:
-    """True if a module is PEFT's adapter on a weight of an experts module."""
+    """Return whether a module is PEFT's adapter on a weight of an experts module."""
     return _wraps(type(module)) and layout_of(module.get_base_layer()) is not None  # type: ignore[operator]
 
 
@@ -90,7 +93,7 @@ def wrappers_of(outer: Any) -> list[Any]:
 
 
 def base_of(outer: Any) -> Any:
-    """Return the experts module of itself, or of the outermost wrapper around it."""
+    """Return the experts module inside the outermost wrapper, or the module itself."""
     wrappers = wrappers_of(outer)
     return wrappers[-1].base_layer if wrappers else outer
 
@@ -101,7 +104,7 @@ def _with_wrappers(outer: Any) -> list[Any]:
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The experts modules of a model by name, or where one is adapted the outermost wrapper around it."""
+    """Yield a model's experts modules by name; of an adapted one, the outermost wrapper."""
     inner: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inner:
@@ -114,7 +117,7 @@ def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def why_not(outer: Any) -> str | None:
-    """Why experts stay on their own path, as a clause; None if they can be computed in one function."""
+    """Return why experts stay on their own path, as a clause; None if one function can compute them."""
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
     if layout is None:
@@ -131,7 +134,7 @@ def why_not(outer: Any) -> str | None:
 
 
 def needs_function(outer: Any) -> bool:
-    """True if only the one function computes right or in bounded memory: experts are stored quantized, or adapted with dropout."""
+    """Return whether only the one function is right or memory-bounded: for quantized experts, or adapter dropout."""
     base = base_of(outer)
     stacks = (quantized_stack(base, name) for name in getattr(base, "parametrizations", ()))
     return any(stack is not None for stack in stacks) or _drops(outer)
@@ -141,11 +144,7 @@ def needs_function(outer: Any) -> bool:
 
 
 class FusedExperts(Swapped):
-    """Marks the classes made here.
-
-    Attributes:
-        plain: the class that was swapped.
-    """
+    """Marker of the created classes; `plain` is the class that was swapped."""
 
     plain: type[nn.Module]
 
@@ -153,7 +152,7 @@ class FusedExperts(Swapped):
 def _forward_adapted(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if self.disable_adapters or self.merged:
         return self.plain.forward(self, x, *args, **kwargs)
-    inputs = (*args, *kwargs.values())  # all callers name them in this order
+    inputs = (*args, *kwargs.values())  # all callers pass them in this order
     reason = _why_not_now(self, inputs)
     if reason is None:
         return _computed(self, x, inputs)
@@ -196,7 +195,7 @@ def _swapped(base: Any) -> Any:
 
 
 def put_in(outer: Any) -> None:
-    """Let experts, and the wrappers around them, compute in the one function."""
+    """Let experts and their wrappers compute in the one function."""
     for module in _with_wrappers(outer):
         cls: Any = type(module)
         if not isinstance(module, FusedExperts):
@@ -204,7 +203,7 @@ def put_in(outer: Any) -> None:
 
 
 def take_out(model: nn.Module) -> None:
-    """Give the experts of a model and the wrappers around them their own class back, but where only the one function computes them right."""
+    """Restore the classes of a model's experts and wrappers, except if only the one function computes them right."""
     for _, outer in outermost(model):
         if not needs_function(outer):
             for module in _with_wrappers(outer):
@@ -213,14 +212,14 @@ def take_out(model: nn.Module) -> None:
 
 
 def use_where_needed(model: nn.Module) -> None:
-    """Let the experts of a model compute in the one function where nothing else computes them right or in bounded memory."""
+    """Swap those of a model's experts that need the one function."""
     for _, outer in outermost(model):
         if needs_function(outer) and why_not(outer) is None:
             put_in(outer)
 
 
 def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
-    """Why this call takes another path than the one function, as a clause; None if it does not."""
+    """Return why this call does not use the one function, as a clause; None if it does."""
     base = base_of(outer)
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
@@ -242,7 +241,7 @@ def _drops(outer: Any) -> bool:
 
 
 def _is_parametrized_by_others(base: nn.Module) -> bool:
-    """True while a weight is a function of something that is trained, as PEFT makes it for the time of a call."""
+    """Return whether a weight is currently parametrized by trained tensors, as PEFT does during a call."""
     lists = getattr(base, "parametrizations", {}).values()
     return any(not isinstance(each, QuantizedStack) for parts in lists for each in parts)
 
@@ -296,8 +295,8 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
 
 
 def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[torch.Tensor]]:
-    """Return the active adapters of a wrapper, and A `[experts, in, r]` and B `[experts, r, out]` of each,
-    views of PEFT's matrices.
+    """Return a wrapper's active adapters, and A `[experts, in, r]` and B `[experts, r, out]` as views of
+    PEFT's matrices.
 
     PEFT's lora_A is `[experts * r, …]`, its lora_B `[…, r * experts]`, experts innermost
     (`ParamWrapper.get_delta_factors`).
@@ -314,7 +313,7 @@ def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[t
         first = first.reshape(wrapper.num_experts, -1, first.shape[-1])
         outputs = second.shape[0]
         second = second.reshape(-1, wrapper.num_experts).t().unflatten(1, (outputs, -1))
-        # The delta is `second first`, or its transpose if PEFT takes the layout for [in, out].
+        # The delta is `second first`, or its transpose if PEFT assumes the layout [in, out].
         pair = (second, first) if takes_outputs_first(wrapper) else (first.mT, second.mT)
         tensors += pair if layout.inputs_first else (pair[1].mT, pair[0].mT)
     return tuple(adapters), tensors

@@ -1,6 +1,7 @@
-"""Weights in OCP's MXFP4, as gpt-oss stores its experts: blocks of 32 codes along the inputs, each with an exponent of two.
+"""OCP's MXFP4 weights (gpt-oss experts): blocks of 32 codes along the inputs with a power-of-two exponent.
 
-A code is E2M1: a sign, two bits of exponent, one of mantissa (OCP MX specification 1.0, 5.3.3). A byte holds two, the lower half first.
+A code is E2M1: a sign, two bits of exponent, one of mantissa (OCP MX specification 1.0, 5.3.3). A byte holds
+two, the lower half first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ E2M1 = torch.cat([_E2M1, -_E2M1])
 """float32 `[16]`: the value of each code."""
 
 _PIECE = 1 << 19
-"""Values that a CPU makes dense at a time: they stay in the caches, and are enough for all of torch's threads."""
+"""Values that a CPU dequantizes at a time: they stay in the caches and occupy all of torch's threads."""
 _GPU_PIECE = 1 << 24
 
 
@@ -35,9 +36,9 @@ def _blank(
 def unpack(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
 ) -> torch.Tensor:
-    """Return the dense weights `[experts, out, in]`, or `[experts, in, out]`, new memory.
+    """Return the dense weights `[experts, out, in]`, or `[experts, in, out]`, in new memory.
 
-    Every value has two binary digits, which bfloat16 has in float32's range: float32 and bfloat16 come out exact, float16 rounded once.
+    Values have two significant bits: float32 and bfloat16 are exact, float16 is rounded once.
 
     Args:
         blocks: uint8 `[experts, out, in / 32, 16]`.
@@ -49,7 +50,7 @@ def unpack(
     inputs = groups * width * 2
     values = _blank(blocks, scales, dtype, turned)
     pairs = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1).to(torch.bfloat16)
-    words = pairs.view(torch.int32).view(256).to(blocks.device)  # a byte's two values in one
+    words = pairs.view(torch.int32).view(256).to(blocks.device)  # both values of a byte in one int32
     step = max(1, (_PIECE if blocks.device.type == "cpu" else _GPU_PIECE) // max(1, inputs))
     for expert in range(experts):
         target = values[expert].T if turned else values[expert]
@@ -62,7 +63,7 @@ def unpack(
 
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
-    """float32 powers of two of E8M0 bytes, of any shape."""
-    # The exponent of a float32, whose bias is the same; 2 ** -127 is a denormal number.
+    """Return the float32 powers of two of E8M0 bytes of any shape."""
+    # float32 has the same exponent bias; 2 ** -127 is subnormal.
     places = exponents.to(torch.int32)
     return torch.where(places == 0, 1 << 22, places << 23).to(torch.int32).view(torch.float32)

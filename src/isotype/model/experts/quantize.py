@@ -1,4 +1,4 @@
-"""Stacked expert weights are quantized, or shaped as if they were: which, in what format, and how."""
+"""Quantization of stacked expert weights, with or without values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 def formats_of_stacks(
     model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Name of each stacked expert weight that is stored quantized under a policy -> its format.
+    """Return the name of each stacked expert weight quantized under a policy -> its format.
 
-    Args:
-        model: dense or quantized; it may lie on the meta device.
-        policy: from `isotype.resolve_precision`.
-        skipped: names of modules that are not quantized, as transformers' quantizers take them.
+    `skipped`: names of modules that are not quantized, as for transformers' quantizers. The model may be on
+    the meta device.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -43,7 +41,7 @@ def formats_of_stacks(
         full = f"{path}.{name}".lstrip(".")
         storage = policy.experts or policy.storage_of(full)
         kept = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
-        # Values beyond float16: PEFT's own path, which such experts take, is wrong on a parametrized weight.
+        # Values beyond float16: such experts use PEFT's path, which is wrong on a parametrized weight.
         kept |= computes_float32(by_ranges.get(path))
         if not kept and storage in FORMATS and why_dense(shape_of(module, name), storage) is None:
             formats[full] = storage
@@ -51,7 +49,7 @@ def formats_of_stacks(
 
 
 def store_blank(model: nn.Module, formats: Mapping[str, str], policy: PrecisionPolicy) -> None:
-    """Store stacked weights without values in the formats that `formats_of_stacks` says."""
+    """Store stacked weights without values in the formats of `formats_of_stacks`."""
     for full, storage in formats.items():
         path, _, name = full.rpartition(".")
         module = model.get_submodule(path)
@@ -70,7 +68,7 @@ def blank_stack(
     transposed: bool = False,
     device: Any = "meta",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Codes and parametrization of a stacked weight without values; the arguments are those of `quantize_parts`."""
+    """Return codes and parametrization of a stacked weight without values; arguments as of `quantize_parts`."""
     form = FORMATS[storage]
     experts, rows, columns = shape
     if storage == MXFP4:
@@ -116,19 +114,19 @@ def quantize_parts(
     transposed: bool = False,
     device: Any = "cpu",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Codes and parametrization of a stacked weight that comes some experts at a time.
+    """Return codes and parametrization of a stacked weight that arrives in parts.
 
     Args:
-        parts: dense `[some, d1, d2]`, in the order of experts, which `shape` counts together.
-        shape: of the whole, `[experts, d1, d2]`, for which `why_dense` has nothing to say.
+        parts: dense `[some, d1, d2]`, in the order of experts.
+        shape: of the whole weight, `[experts, d1, d2]`, for which `why_dense` returns None.
         storage: `"nf4"`, `"fp4"` or `"int8"`.
-        dtype: in which values are quantized, and come back.
-        double_quant: whether the constants of 4 bits are quantized, too.
+        dtype: of the values before quantization and after dequantization.
+        double_quant: whether the constants of 4 bits are quantized too.
         transposed: whether the input dimension is `d1`.
         device: of the codes.
 
     Raises:
-        CheckpointError: the format is mxfp4, in which weights are taken as they are stored, and none are made.
+        CheckpointError: the format is mxfp4, in which weights are loaded but not quantized.
     """
     form = FORMATS[storage]
     if storage == MXFP4:
@@ -157,11 +155,10 @@ def quantize_parts(
 
 
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
-    """Return a parametrization like this one with values.
+    """Return a parametrization like `blank` with values.
 
-    Args:
-        blank: whose storage, shape and dtype it has.
-        constants: float32, of the blocks of nf4 and fp4 `[experts, blocks]`, which are quantized where those of `blank` are; else scales.
+    `constants`: float32 of the blocks of nf4 and fp4 `[experts, blocks]`, quantized if those of `blank` are;
+    else scales.
     """
     held = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):

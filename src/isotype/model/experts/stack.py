@@ -1,21 +1,23 @@
-"""Stacked expert weights `[experts, d1, d2]` that are stored quantized, expert by expert.
+"""Stacked expert weights `[experts, d1, d2]` stored quantized, per expert.
 
-A quantized stack is held by `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does it (`bitsandbytes/nn/parametrize.py`): the
-module's `parametrizations.gate_up_proj.original` is a frozen parameter of codes, and `module.gate_up_proj` is the dense weight,
-whole, for any library that asks. What computes by expert asks `QuantizedStack.part`, which makes no others dense.
+A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does
+(`bitsandbytes/nn/parametrize.py`): the module's `parametrizations.gate_up_proj.original` is a frozen
+parameter of codes, and `module.gate_up_proj` is the whole dense weight for any library. Code that computes
+per expert uses `QuantizedStack.part`, which dequantizes only these.
 
-Codes lie by expert, so that a part of them is a slice, and FSDP2 shards them by experts:
+Codes are stored per expert, so that a part is a slice, and FSDP2 shards them by experts:
 
-- 4 bits: uint8 `[experts, d1 * d2 / 2]`, bit by bit the codes that bitsandbytes gives the flat weight. A block never straddles
-  experts: `d1 * d2` is a multiple of the block size, or the weight stays dense (`isotype.core.formats.why_dense`).
-- int8: int8 `[experts, d1, d2]`, with float32 scales over the input dimension, `[experts, d1, 1]`, or `[experts, 1, d2]` where the
-  module `is_transposed`; a value is `code * scale / 127`.
-- mxfp4: blocks and exponents as `isotype.model.experts.mxfp4` reads them, the very bytes of a checkpoint; none are made here.
+- 4 bits: uint8 `[experts, d1 * d2 / 2]`, identical to bitsandbytes' codes of the flat weight. Blocks do not
+  cross experts: `d1 * d2` is a multiple of the block size, or the weight stays dense
+  (`isotype.core.formats.why_dense`).
+- int8: int8 `[experts, d1, d2]`, with float32 scales over the input dimension, `[experts, d1, 1]`, or
+  `[experts, 1, d2]` if the module `is_transposed`; a value is `code * scale / 127`.
+- mxfp4: blocks and exponents as in `isotype.model.experts.mxfp4`, the bytes of a checkpoint.
 
-In `state_dict` the codes are `gate_up_proj`, 4 bits flat `[n, 1]`, with `.absmax`, `.quant_map` and `.quant_state.bitsandbytes__nf4`
-beside them, as bitsandbytes writes and reads them; int8 scales are `gate_up_proj.SCB`; mxfp4 is `gate_up_proj_blocks` and
-`gate_up_proj_scales`, as gpt-oss is published. A module with a quantized stack can be
-copied, and is pickled by its `state_dict` only, as torch wants it of every parametrized module.
+In `state_dict` the codes are `gate_up_proj`, 4 bits flat `[n, 1]`, with `.absmax`, `.quant_map` and
+`.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them; int8 scales are `gate_up_proj.SCB`;
+mxfp4 is `gate_up_proj_blocks` and `gate_up_proj_scales`, as gpt-oss is published. A module with a quantized
+stack can be copied, but pickled only by its `state_dict`, like every parametrized module.
 """
 
 from __future__ import annotations
@@ -37,21 +39,22 @@ from isotype.model.experts import mxfp4
 from isotype.model.walk import is_tuner_layer, listening, places
 
 NESTED = 256
-"""Constants of 4 bits that share one of their own (bitsandbytes' `compress_statistics`)."""
+"""Constants of 4 bits that share a second-level constant (bitsandbytes' `compress_statistics`)."""
 
 
 class QuantizedStack(UncastBuffers):
-    """The parametrization of one stacked weight: the constants of its codes, and how these become dense.
+    """The parametrization of one stacked weight: its constants and the dequantization.
 
-    Constants are buffers, which a `state_dict` names as bitsandbytes does. They move with the model, and are never cast.
+    Constants are buffers with bitsandbytes' names in a `state_dict`. They move with the model, and are never
+    cast.
 
     Attributes:
         storage: `"nf4"`, `"fp4"`, `"int8"` or `"mxfp4"`.
         shape: of the dense weight, `[experts, d1, d2]`.
         dtype: of dense values; may be set.
-        blocksize: values that share a constant, of 4 bits.
-        nested: whether the constants of 4 bits are quantized themselves, to 8 bits.
-        transposed: whether the input dimension is `d1`, and not `d2`.
+        blocksize: values that share a constant, for 4 bits.
+        nested: whether the constants of 4 bits are quantized to 8 bits.
+        transposed: whether the input dimension is `d1` instead of `d2`.
     """
 
     def __init__(
@@ -64,27 +67,25 @@ class QuantizedStack(UncastBuffers):
         blocksize: int = 64,
         transposed: bool = False,
     ) -> None:
-        """`constants`: of nf4 and fp4 as `constants_4bit` gives them, `scales` of int8 and mxfp4."""
+        """`constants`: for nf4 and fp4 as from `constants_4bit`, for int8 and mxfp4 `scales`."""
         super().__init__()
         self.storage, self.shape, self.dtype = storage, torch.Size(shape), dtype
         self.blocksize, self.transposed = blocksize, transposed
         self.nested = "nested_absmax" in constants
         for name, value in constants.items():
-            # Persistent, or transformers would draw them again once the model is loaded.
+            # Persistent: otherwise transformers would initialize them after loading the model.
             self.register_buffer(name, value)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the dense weight, whole."""
+        """Return the whole dense weight."""
         return self.part(codes, 0, self.shape[0])
 
     @torch.no_grad()
     def part(self, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return the dense weight `[stop - start, d1, d2]` of these experts alone, new memory of any layout,
-        in `dtype`.
+        """Return the dense weight `[stop - start, d1, d2]` of these experts, new memory of any layout, in
+        `dtype`.
 
-        Args:
-            codes: `codes_of` the module.
-            start, stop: of the experts, `0 <= start < stop <= experts`.
+        `codes`: from `codes_of`; `0 <= start < stop <= experts`.
         """
         scales: Any = getattr(self, "scales", None)
         if self.storage == MXFP4:
@@ -92,7 +93,7 @@ class QuantizedStack(UncastBuffers):
             return values.mT if self.transposed else values
         if self.storage == "int8":
             out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=codes.device)
-            # A CPU casts the codes and the result aside before it multiplies: those of one expert.
+            # A CPU casts codes and result into temporaries: use those of one expert.
             alone = codes.device.type == "cpu" and not isinstance(codes, FakeTensor)
             for first in range(start, stop, 1 if alone else stop - start):
                 last = first + 1 if alone else stop
@@ -101,7 +102,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """Return the float constants that values come of: not finite where a value was not."""
+        """Return the float constants of the values: not finite if a value was not."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -110,17 +111,17 @@ class QuantizedStack(UncastBuffers):
         return (constants.scales if self.storage == "int8" else constants.absmax,)
 
     def state(self) -> Any:
-        """bitsandbytes' `QuantState` of the flat weight, of 4 bits; it shares the constants' memory."""
+        """Return bitsandbytes' `QuantState` of the flat 4-bit weight; it shares the constants' memory."""
         constants: Any = self
         state = self._state_of(self.shape, constants.absmax.reshape(-1))
         if self.nested:
-            # An offset on the meta device has no value to be saved.
+            # An offset on the meta device has no value to save.
             state.offset = torch.zeros(()) if constants.offset.is_meta else constants.offset
             state.state2, state.nested = self._nested_state(0, None), True
         return state
 
     def _nested_state(self, first: int, last: int | None) -> Any:
-        """bitsandbytes' `QuantState` of the constants themselves, of these blocks of them."""
+        """Return bitsandbytes' `QuantState` of these blocks of the constants."""
         from bitsandbytes.functional import QuantState
 
         constants: Any = self
@@ -161,7 +162,7 @@ class QuantizedStack(UncastBuffers):
 
 
 def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
-    """The constants of a `QuantizedStack` in bitsandbytes' quantization state of a whole stack, whose memory they share."""
+    """Return the constants of a `QuantizedStack`, sharing memory with bitsandbytes' state of a whole stack."""
     constants = {"absmax": state.absmax.view(experts, -1), "code": state.code}
     if state.nested:
         nested = {
@@ -191,7 +192,7 @@ def codes_of(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name of the module, the module, name of the parameter) of each stacked expert weight, dense or quantized; none of adapters."""
+    """Yield (module name, module, parameter name) of each stacked expert weight, without adapters."""
     for place in places(model):
         module = place.module
         if place.adapter or is_tuner_layer(module) or not _holds_experts(place.name, module):
@@ -210,24 +211,24 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module of experts multiplies from the left: the input dimension of its stacked weights is the first of a matrix."""
+    """Return whether the first dimension of a module's stacked matrices is the input dimension."""
     return bool(getattr(module, "is_transposed", False))
 
 
 def shape_of(module: nn.Module, name: str) -> torch.Size:
-    """`[experts, d1, d2]` of a stacked weight, dense or quantized."""
+    """Return `[experts, d1, d2]` of a stacked weight, dense or quantized."""
     stack = quantized_stack(module, name)
     return module.get_parameter(name).shape if stack is None else stack.shape
 
 
 def held_stack(holder: object) -> QuantizedStack | None:
-    """The parametrization beside codes, of the module that `named_parameters` names as their owner; None of any other."""
+    """Return the parametrization of codes by their owner in `named_parameters`; None for other owners."""
     held = holder[0] if isinstance(holder, parametrize.ParametrizationList) else None
     return held if isinstance(held, QuantizedStack) else None
 
 
 def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: QuantizedStack) -> None:
-    """Make codes and their parametrization the weight `name` of a module, in the place of what it was."""
+    """Replace the weight `name` of a module by codes and their parametrization."""
     if quantized_stack(module, name) is not None:
         held: Any = module.parametrizations
         held[name].original = nn.Parameter(codes, requires_grad=False)
@@ -236,15 +237,17 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
     own_parameters(module)[name] = nn.Parameter(codes, requires_grad=False)
     parametrize.register_parametrization(module, name, stack, unsafe=True)
     _save_and_load(module, name)
-    # A forward that reads one expert after another makes the weight dense once. A recomputed forward ends early, by an exception.
+    # A forward that reads experts one by one dequantizes once. A recomputed forward may end early by an
+    # exception.
     module.register_forward_pre_hook(_keep_dense)
     module.register_forward_hook(_drop_dense, always_call=True)
 
 
 def adopt_stacks(model: nn.Module) -> list[str]:
-    """Let stacks that `bitsandbytes.nn.parametrize` holds quantized be read by expert, in place; returns the weights' names.
+    """Make stacks quantized by `bitsandbytes.nn.parametrize` readable per expert, in place; return the
+    weights' names.
 
-    The codes and constants are the same memory. What is no stack of whole blocks is left as it is.
+    Codes and constants share memory. Weights that are not stacks of whole blocks are unchanged.
     """
     adopted = []
     for path, module in list(model.named_modules()):
@@ -263,7 +266,7 @@ def adopt_stacks(model: nn.Module) -> list[str]:
                 transposed=is_transposed(module),
             )
             hooks = state_dict_hooks(module)
-            for number, hook in list(hooks.items()):  # its own asks for its own parametrization
+            for number, hook in list(hooks.items()):  # bitsandbytes' hook expects its own parametrization
                 if getattr(hook, "keywords", {}).get("param_name") == name:
                     del hooks[number]
             _save_and_load(module, name)
@@ -272,17 +275,17 @@ def adopt_stacks(model: nn.Module) -> list[str]:
 
 
 def _save_and_load(module: nn.Module, name: str) -> None:
-    # The names are bound to the function, not the module: a copy of the module has its own.
+    # The names are bound to the function instead of the module: a copy of the module has its own.
     module.register_state_dict_post_hook(partial(_write_state, name=name))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(partial(_read_state, name=name))  # type: ignore[no-untyped-call]
 
 
 def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedStack]:
-    """Undo `place_stack`: returns codes and parametrization; a dense weight on the meta device takes their place."""
+    """Undo `place_stack`: return codes and parametrization, and put a dense meta weight in their place."""
     stack, codes = quantized_stack(module, name), codes_of(module, name)
     assert stack is not None
     if isinstance(module, Swapped):
-        # torch takes the name out of the class itself, not out of one that it is the base of
+        # torch deletes the name from the class itself, not from a base class
         swap(module, module.original)
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     blank = torch.empty(stack.shape, dtype=stack.dtype, device="meta")
@@ -314,14 +317,14 @@ def saved_stack(
     dtype: torch.dtype,
     device: Any,
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Codes and parametrization of the weight `name` of a module, as a `state_dict` holds them: ours or bitsandbytes'.
+    """Return codes and parametrization of a weight from a `state_dict` of isotype or bitsandbytes.
 
     Args:
         codes: under the weight's name.
-        constants: what is named after it.
-        module, name: whose weight it becomes.
+        constants: under names derived from it.
+        module, name: of the weight.
         dtype: of dense values.
-        device: where they go.
+        device: of the result.
     """
     shape, codes = shape_of(module, name), codes.to(device)
     scales = next((value for key, value in constants.items() if key.endswith((".SCB", "_scales"))), None)
@@ -342,7 +345,7 @@ def saved_stack(
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
-    """Name the codes and constants of a quantized stack as bitsandbytes does, in a `state_dict` that is being made."""
+    """Give the codes and constants of a quantized stack bitsandbytes' names in a new `state_dict`."""
     held = f"{prefix}parametrizations.{name}."
     codes = state.pop(f"{held}original", None)
     for constant in [key for key in state if key.startswith(f"{held}0.")]:
@@ -362,7 +365,7 @@ def _write_state(
 
 
 def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object, name: str) -> None:
-    """Take the codes and constants that `_write_state` named out of a `state_dict` that is being loaded."""
+    """Take codes and constants named by `_write_state` from a `state_dict` that is being loaded."""
     own = f"{prefix}{name}"
     stack = quantized_stack(module, name)
     if stack is None:
@@ -380,10 +383,10 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
 
 @contextmanager
 def seen_dense(model: nn.Module) -> Iterator[None]:
-    """Show quantized stacks as dense parameters of their shape, dtype and device, without memory of their own.
+    """Show quantized stacks as dense parameters of their shape, dtype and device, without memory.
 
-    PEFT (0.21) puts its wrappers around parametrized weights in another order than around plain ones (`_inject_parameters`), and the
-    tensors of an adapter's file are named by that order.
+    PEFT (0.21) orders its wrappers differently around parametrized weights (`_inject_parameters`), and an
+    adapter file's tensor names depend on that order.
     """
     held: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):
@@ -395,7 +398,7 @@ def seen_dense(model: nn.Module) -> Iterator[None]:
         held.append((module, lists, cls))
         plain: Any = cls.original if issubclass(cls, Swapped) else cls
         del own_modules(module)["parametrizations"]
-        module.__class__ = plain.__bases__[0]  # as `parametrize.type_before_parametrizations` has it
+        module.__class__ = plain.__bases__[0]  # as in `parametrize.type_before_parametrizations`
         for name in names:
             stack: Any = lists[name][0]
             blank = torch.empty((), dtype=stack.dtype, device=lists[name].original.device)
