@@ -23,7 +23,7 @@ from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
 
 
 def why_not(layer: Any) -> str | None:
-    """Why a PEFT layer is left on PEFT's own path under its active adapters, as a clause; None where it is fused."""
+    """Why a PEFT layer is left on PEFT's own path under its active adapters, as a clause; None if it is fused."""
     base = layer.get_base_layer()
     if layer.base_layer is not base:  # of two methods on one layer, PEFT puts the second around the first
         inner = type(layer.base_layer)
@@ -83,9 +83,11 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _caches(layer: Any) -> bool:
-    """Whether PEFT keeps the norms of DoRA's layers from one call to the next, or has yet to forget those that it kept.
+    """Return whether PEFT keeps the norms of DoRA's layers from one call to the next, or has yet to forget
+    those that it kept.
 
-    Only its own path fills and clears its caches: what stayed in them would be read again when an adapter has changed.
+    Only its own path fills and clears its caches: what stayed in them would be read again when an adapter has
+    changed.
     """
     if not layer.lora_magnitude_vector:  # asked in every call, and most have no DoRA
         return False
@@ -104,7 +106,7 @@ def _dropout(layer: Any, name: str) -> float:
 
 
 def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
-    """A PEFT layer as data, and its tensors in the order that `lora_linear` takes."""
+    """Return a PEFT layer as data, and its tensors in the order that `lora_linear` takes."""
     base, names = layer.get_base_layer(), _active(layer)
     biases = [(1.0, base.bias)] + [(layer.scaling[name], layer.lora_B[name].bias) for name in names]
     biases = [(scale, bias) for scale, bias in biases if bias is not None]
@@ -138,7 +140,7 @@ class Reading:
     _settings: tuple[Any, ...]
 
     def holds(self, layer: Any) -> bool:
-        """Whether everything that was read of the layer is as it was."""
+        """Return whether everything that was read of the layer is as it was."""
         parts = self._parts
         children, parameters = parts.children(), parts.parameters()
         return (
@@ -151,7 +153,7 @@ class Reading:
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """A PEFT layer as data: `former` where that still holds, None where only PEFT's own path will do just now.
+    """Return a PEFT layer as data: `former` where that still holds, None if only PEFT's own path will do just now.
 
     That calls the parts, on which somebody has put hooks, and gathers weights of which a rank holds a part only, as between the
     steps of FSDP2.
@@ -194,7 +196,7 @@ class _Parts(NamedTuple):
         return [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.called)))]
 
     def offloaded(self) -> bool:
-        """Whether hooks of accelerate's fetch weights for each call."""
+        """Return whether hooks of accelerate's fetch weights for each call."""
         # Asked for every product, and most have none.
         placed = any(map(contains, self.called, repeat(HOOK)))
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)

@@ -33,7 +33,7 @@ class GatedInput:
 
 
 def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """(compute dtype, dtype of the result), as the base layer itself would have them."""
+    """Return (compute dtype, dtype of the result), as the base layer itself would have them."""
     kind, device = kind_of(base), x.device.type
     low, settings = autocast_dtype(device), boundary_of(base)
     if settings is not None and settings.kind == "int8":
@@ -48,7 +48,7 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _by_loops(working: torch.dtype, x: torch.Tensor) -> bool:
-    """Whether the compiled loops multiply, which hold the weights of all layers in scratch at a time.
+    """Return whether the compiled loops multiply, which hold the weights of all layers in scratch at a time.
 
     Whether a simulated CPU has them, and has them faster, is known on it alone: what is traced is the way that takes more memory.
     """
@@ -77,7 +77,7 @@ class Siblings:
         self._readings: dict[nn.Module, Reading] = {}
 
     def output(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """The output of one of the layers for X; None where it takes PEFT's own path just now."""
+        """Return the output of one of the layers for X; None if it takes PEFT's own path just now."""
         ready: _Ready | None = getattr(self._local, "ready", None)
         if ready is not None and ready.fits(x) and layer in ready.outputs:
             output = ready.outputs.pop(layer)
@@ -120,7 +120,7 @@ class Siblings:
         return dict(zip(usable, outputs, strict=True))
 
     def _read(self, layer: Any, x: torch.Tensor) -> Reading | None:
-        """What a layer computes of X; None where it runs as PEFT runs it, just now."""
+        """What a layer computes of X; None if it runs as PEFT runs it, just now."""
         former = self._readings.get(layer)
         reading = read(layer, former)
         if reading is None:

@@ -50,7 +50,7 @@ class _Stub(nn.Module):
 
 
 def gated_parts(module: nn.Module) -> GatedParts | None:
-    """The parts of a gated MLP; None for any other module."""
+    """Return the parts of a gated MLP; None for any other module."""
     layers = [name for name, child in module.named_children() if is_tuner_layer(child)]
     drops = any(isinstance(part, nn.Dropout) and part.p for part in _besides(module, layers))
     if len(layers) != 3 or drops:
@@ -81,6 +81,6 @@ def _besides(module: nn.Module, layers: list[str]) -> list[nn.Module]:
 
 
 def call_in_order(module: Any, parts: GatedParts, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(result of `first`, result of `second`), called in the module's own order."""
+    """Return (result of `first`, result of `second`), called in the module's own order."""
     outputs = {name: module._modules[name](x) for name in parts.order}
     return outputs[parts.first], outputs[parts.second]

@@ -69,7 +69,7 @@ class Kernel:
 
 
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
-    """The module that computes an operation of these tensors on a GPU; None where torch's operators do.
+    """Return the module that computes an operation of these tensors on a GPU; None if torch's operators do.
 
     Args:
         operation: which one.
@@ -90,7 +90,7 @@ def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") ->
 
 @cache
 def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detail: str = "") -> Kernel:
-    """The kernel of an operation on a device in a dtype; each candidate is tried once in a process."""
+    """Return the kernel of an operation on a device in a dtype; each candidate is tried once in a process."""
     reasons: list[str] = []
     for name in TABLE[operation]:
         reason = _why_not(name, device.type) or _failure(operation, _MODULES[name], device, dtype, detail)
@@ -101,7 +101,7 @@ def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detai
 
 
 def foreseen(operation: Operation, kind: str) -> Kernel:
-    """The kernel that an operation will have on a device type, where nothing can be tried."""
+    """Return the kernel that an operation will have on a device type, where nothing can be tried."""
     reasons = {name: _why_not(name, kind) for name in TABLE[operation]}
     name = next((name for name, reason in reasons.items() if reason is None), None)
     return Kernel("torch", None) if name is None else Kernel(name, _MODULES[name])
@@ -117,7 +117,7 @@ def _why_not(name: str, kind: str) -> str | None:
 def _failure(
     operation: Operation, functions: Any, device: torch.device, dtype: torch.dtype, detail: str
 ) -> str | None:
-    """Why a candidate cannot be taken, seen by running it on a few numbers; None where it can."""
+    """Why a candidate cannot be taken, seen by running it on a few numbers; None if it can."""
     try:
         with torch.no_grad(), torch.inference_mode(False):
             error = max(_TRIALS[operation](functions, device, dtype, detail))
@@ -135,7 +135,7 @@ def _numbers(count: int, device: torch.device, dtype: torch.dtype, *shape: int) 
 
 
 def _errors(results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
-    """The error of each result over the norm of the exact one; not a number counts as infinite."""
+    """Return the error of each result over the norm of the exact one; not a number counts as infinite."""
     pairs = zip(results, exact, strict=True)
     errors = (float((x.cpu().double() - y).norm() / y.norm()) for x, y in pairs)
     return [error if error == error else inf for error in errors]

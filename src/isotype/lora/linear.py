@@ -39,7 +39,7 @@ _aten = torch.ops.aten
 def drop(
     x: torch.Tensor, source: torch.Tensor, probability: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(what dropout leaves of X, scaled up; the mask `[rows, in]`, None where it drops nothing).
+    """Return (what dropout leaves of X, scaled up; the mask `[rows, in]`, None if it drops nothing).
 
     Random numbers of a CPU are drawn in the order of memory: in that of the input that was given, a transposed one say, they are the
     numbers that `nn.Dropout` draws.
@@ -78,7 +78,7 @@ def _has_kernel(x: torch.Tensor) -> bool:
 def lora_linear(
     spec: Spec, inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
+    """Return the outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
 
     Args:
         spec: what to compute.
@@ -220,7 +220,7 @@ def _rounded(
 
 
 def _columns(hidden: torch.Tensor, own: _Own) -> torch.Tensor:
-    """A layer's own columns of X Aᵀ or of its gradient."""
+    """Return a layer's own columns of X Aᵀ or of its gradient."""
     rank = own.layer.rank
     return hidden if rank == hidden.shape[1] else hidden.narrow(1, own.first_column, rank)
 
@@ -254,9 +254,9 @@ def _hidden(
     each: Sequence[_Own],
     down: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """(X Aᵀ of all adapters side by side `[rows, rank]`, the mask of each adapter's dropout).
+    """Return (X Aᵀ of all adapters side by side `[rows, rank]`, the mask of each adapter's dropout).
 
-    `down`: all A; None where there are none or dropout leaves each its own X.
+    `down`: all A; None if there are none or dropout leaves each its own X.
     """
     if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
@@ -390,7 +390,7 @@ def _split(x: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Te
 
 
 def _summed(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which products of such matrices are summed."""
+    """Return the dtype in which products of such matrices are summed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -401,14 +401,15 @@ def _through_products(
     d_hidden: torch.Tensor,
     x: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(the gradient of X from those of the products with each weight and with all A, that of all A); None of what is not asked for.
+    """Return (the gradient of X from those of the products with each weight and with all A, that of all A);
+    None of what is not asked for.
 
     Args:
         spec: what was computed.
         arrived: the layers with the gradients of their products; empty where X needs no gradient.
         down: all A; None without, or where dropout leaves each its own X.
         d_hidden: the gradient of X Aᵀ.
-        x: None where the gradient of A comes later.
+        x: None if the gradient of A comes later.
     """
     sums, d_x, d_down = [], None, None
     with ExitStack() as stack:

@@ -31,7 +31,7 @@ def file_of(folder: str, *what: Any) -> Path:
 
 
 def file_of_card(folder: str, card: str, *what: Any) -> Path:
-    """The file of what was measured on a GPU of this name with this torch; it need not exist."""
+    """Return the file of what was measured on a GPU of this name with this torch; it need not exist."""
     key = json.dumps([*what, card, torch.__version__])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
@@ -76,7 +76,7 @@ class Kept(Generic[Result]):
         self._lock = threading.Lock()
 
     def get(self, file: Path, name: str) -> Result | None:
-        """What was measured under this name, by this process or by another one; None where it was not."""
+        """What was measured under this name, by this process or by another one; None if it was not."""
         if (file, name) not in self.known and (result := self.all(file).get(name)) is not None:
             self.known[file, name] = result
         return self.known.get((file, name))
@@ -93,7 +93,7 @@ class Kept(Generic[Result]):
         return results
 
     def of(self, file: Path, name: str, measure: Callable[[], Result]) -> tuple[Result, str | None]:
-        """What was measured, or is now; and why that could not be kept for the next process, None where it was."""
+        """What was measured, or is now; and why that could not be kept for the next process, None if it was."""
         with self._lock:
             if (known := self.get(file, name)) is not None:
                 return known, None

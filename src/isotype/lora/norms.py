@@ -66,7 +66,7 @@ def norm_parts(module: Any) -> NormParts | None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
-    """The norm of `x` `[…, n]` with `weight` `[n]`, in the dtype that both promote to."""
+    """Return the norm of `x` `[…, n]` with `weight` `[n]`, in the dtype that both promote to."""
     output: torch.Tensor = _RmsNorm.apply(x, weight, parts)  # type: ignore[no-untyped-call]
     return output
 
@@ -110,7 +110,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _kernel(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> Any | None:
-    """The module that computes the norm in one pass; None where torch's operators do."""
+    """Return the module that computes the norm in one pass; None if torch's operators do."""
     if weight.shape != x.shape[-1:]:
         return None
     if x.device.type == "cpu":
@@ -126,5 +126,5 @@ def _factor(weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module's name says that it may be one."""
+    """Return whether the module's name says that it may be one."""
     return "rmsnorm" in type(module).__name__.lower()

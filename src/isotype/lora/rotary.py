@@ -33,7 +33,7 @@ _looked_at: dict[FunctionType, FunctionType] = {}
 
 
 def rotates(forward: Any) -> bool:
-    """Whether a class's forward rotates queries and keys in a way that `with_loops` knows."""
+    """Return whether a class's forward rotates queries and keys in a way that `with_loops` knows."""
     rotate = _rotation_of(forward)
     if rotate is None:
         return False
@@ -42,9 +42,11 @@ def rotates(forward: Any) -> bool:
 
 
 def with_loops(forward: Any) -> Any:
-    """A method that does what `forward` does, but rotates by compiled loops; `forward` itself where that is not known.
+    """Return a method that does what `forward` does, but rotates by compiled loops; `forward` itself where
+    that is not known.
 
-    It sees its module as it is now: whoever has put another rotation into it since `rotates` was asked gets that one.
+    It sees its module as it is now: whoever has put another rotation into it since `rotates` was asked gets
+    that one.
     """
     rotate = _rotation_of(forward)
     # Nobody has asked of a model that was fused in another process.
@@ -73,7 +75,7 @@ def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
 
 
 def _is_rotation(rotate: Any) -> bool:
-    """Whether a function computes the formula, seen by running it on a few numbers."""
+    """Return whether a function computes the formula, seen by running it on a few numbers."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)
     numbers = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
@@ -109,7 +111,7 @@ def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
-    """The module that rotates such operands in one pass; None where they are others or there is none."""
+    """Return the module that rotates such operands in one pass; None if they are others or there is none."""
     operands = (q, k, cos, sin)
     if not all(isinstance(x, torch.Tensor) for x in operands):
         return None

@@ -35,7 +35,7 @@ Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
 
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
-    """The adapters of some layers in `dtype`; s B is multiplied in the dtype of B and rounded once.
+    """Return the adapters of some layers in `dtype`; s B is multiplied in the dtype of B and rounded once.
 
     Args:
         layers: that read the same input.

@@ -50,7 +50,7 @@ _known: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 
 def current() -> Sequences | None:
-    """The sequences of the row that a model is called with, where somebody has said them."""
+    """Return the sequences of the row that a model is called with, where somebody has said them."""
     return _known.get()
 
 

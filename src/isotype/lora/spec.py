@@ -56,7 +56,7 @@ class Layer:
 
     @cached_property
     def drops(self) -> bool:
-        """Whether an adapter has dropout."""
+        """True if an adapter has dropout."""
         return any(adapter.dropout for adapter in self.adapters)
 
     @cached_property
@@ -97,7 +97,7 @@ class Spec:
 
     @property
     def drops(self) -> bool:
-        """Whether dropout leaves an adapter its own X."""
+        """True if dropout leaves an adapter its own X."""
         return any(map(_drops, self.layers))
 
     @property

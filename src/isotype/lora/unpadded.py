@@ -71,7 +71,7 @@ def traced_as(bare: Unpadded | None) -> Iterator[None]:
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """A batch without its padding, where that saves something and nobody reads what is computed there.
+    """Return a batch without its padding, where that saves something and nobody reads what is computed there.
 
     The device is waited for once, for the lengths of the rows.
 
@@ -174,7 +174,7 @@ def _is_hooked(model: Any) -> bool:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """A hook is neither of isotype nor of torch, both of which take a batch of any shape."""
+    """Return a hook is neither of isotype nor of torch, both of which take a batch of any shape."""
     return str(getattr(hook, "__module__", None)).partition(".")[0] not in ("isotype", "torch")
 
 
@@ -224,7 +224,7 @@ class Trial:
 
 
 def unpadded_sides(model: Any) -> frozenset[str]:
-    """The sides of `tried`."""
+    """Return the sides of `tried`."""
     return tried(model).sides
 
 
@@ -269,7 +269,7 @@ def mixes_documents(model: Any) -> str:
 
 
 def _mixes(backbone: Any) -> bool:
-    """The second documents of two rows hang by the first ones, or are not what they are alone."""
+    """Return the second documents of two rows hang by the first ones, or are not what they are alone."""
     device = next(backbone.parameters()).device
     ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
     order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT

@@ -99,7 +99,7 @@ class Workspace:
 
 
 def _stream(device: torch.device) -> int:
-    """The number of the device's current stream; 0 on a device without streams."""
+    """Return the number of the device's current stream; 0 on a device without streams."""
     if device.type in ("cpu", "meta"):
         return 0
     return int(torch.accelerator.current_stream(device).stream_id)
@@ -112,7 +112,7 @@ _SHARE = 64  # of a GPU's memory that the constants of blocks may take
 
 
 def shape_of(layer: Any) -> tuple[int, int]:
-    """(out_features, in_features) of a base layer."""
+    """Return (out_features, in_features) of a base layer."""
     if kind_of(layer) == "linear4bit":
         rows, columns = quantization_state(layer).shape
         return int(rows), int(columns)
@@ -124,7 +124,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 @cache
 def _transposed(cls: Any) -> bool:
-    """Whether the weight of a class lies as `[in_features, out_features]`: transformers' Conv1D."""
+    """Return whether the weight of a class lies as `[in_features, out_features]`: transformers' Conv1D."""
     return any(each.__name__ == "Conv1D" for each in cls.__mro__)
 
 
@@ -140,7 +140,7 @@ def codes_of(layer: Any) -> torch.Tensor:
 
 
 def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight `[out_features, in_features]` in `dtype`: the one that is there, or a new tensor."""
+    """Return the weight `[out_features, in_features]` in `dtype`: the one that is there, or a new tensor."""
     kind = kind_of(layer)
     if kind == "linear4bit":
         return _dequantized(layer, dtype)
@@ -176,7 +176,7 @@ class DenseWeights:
         self._constants_bytes = 0
 
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-        """The weight `[out_features, in_features]` of `layer` in `dtype`, until the stack is closed.
+        """Return the weight `[out_features, in_features]` of `layer` in `dtype`, until the stack is closed.
 
         `keep`: whether scratch stays for the next product, see `Workspace.borrow`.
         """
@@ -194,7 +194,7 @@ class DenseWeights:
                 yield out
 
     def _state(self, layer: Any) -> Any:
-        """The quantization state of a 4-bit layer, on a GPU with its blocks' constants in float32 as long as they fit.
+        """Return the quantization state of a 4-bit layer, on a GPU with its blocks' constants in float32 as long as they fit.
 
         Of double quantization, the constants are two more kernels for each product, and a sixteenth of a byte for each weight.
         """

@@ -161,7 +161,8 @@ class Ledger:
         return self._now.get(kind, 0)
 
     def record(self, states: int = 0, gradients: int = 0) -> Memory:
-        """The peaks so far, and how it came to them; of any step, where the bytes are given that a later one begins with.
+        """Return the peaks so far, and how it came to them; of any step, where the bytes are given that a
+        later one begins with.
 
         Args:
             states: of the optimizer, which stay from the first step on.
@@ -246,7 +247,7 @@ class Ledger:
 
 
 def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
-    """The same moment of a later step, before its optimizer's."""
+    """Return the same moment of a later step, before its optimizer's."""
     least: dict[MemoryKind, int] = {}
     if states and point.phase in ("forward", "backward", "unscale"):
         least["optimizer"] = states
@@ -257,7 +258,7 @@ def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
 
 
 def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
-    """The higher of every two neighbours within a phase."""
+    """Return the higher of every two neighbours within a phase."""
     kept: list[MemoryPoint] = []
     paired = False
     for point in points:

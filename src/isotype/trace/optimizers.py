@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, _Make] = {
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
-    """The problem with a name that no trainer knows; none for other names and for what is no name."""
+    """Yield the problem with a name that no trainer knows; none for other names and for what is no name."""
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
         near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"

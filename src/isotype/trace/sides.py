@@ -92,7 +92,7 @@ def _computed_in(weight: Weight) -> torch.dtype:
 
 
 def _around(module: str) -> tuple[str, ...]:
-    """A module's name and those of all modules around it, the innermost first; the outermost is ""."""
+    """Return a module's name and those of all modules around it, the innermost first; the outermost is ""."""
     parts = module.split(".") if module else []
     return tuple(".".join(parts[:end]) for end in range(len(parts), -1, -1))
 
@@ -114,7 +114,7 @@ class Sides:
     input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
-        """The dtype of the part in which `causes` meet, in a call of `module`; `compute` where it has no weights.
+        """Return the dtype of the part in which `causes` meet, in a call of `module`; `compute` where it has no weights.
 
         That part is the smallest one that holds whatever made the dtypes, with all layers of its list; where something
         else made one of them, an input say, the smallest that has modules in both. One module alone decides nothing, and
@@ -135,13 +135,13 @@ class Sides:
 
 
 def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[torch.dtype] = ()) -> Sides:
-    """The sides of a step."""
+    """Return the sides of a step."""
     decided = setup.policy is not None or setup.autocast is not None
     return Sides(setup.compute, decided, tallies(weights), input_dtypes)
 
 
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
-    """The dtype that most modules of a model have.
+    """Return the dtype that most modules of a model have.
 
     An input in 16 bits is somebody's choice: it counts as one more module in its dtype, and decides where as many have
     another one; else the elements do.
@@ -154,7 +154,7 @@ def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.d
 
 
 def _home(cause: Origin) -> str | None:
-    """The module that made a dtype; None where it came from outside of the modules."""
+    """Return the module that made a dtype; None if it came from outside of the modules."""
     if cause.kind in _HELD:
         return cause.name.rpartition(".")[0]
     if cause.kind == "state":
@@ -170,6 +170,6 @@ def _list_of(module: str) -> str:
 
 
 def _common(modules: Sequence[str]) -> str:
-    """The innermost module that holds all of `modules`."""
+    """Return the innermost module that holds all of `modules`."""
     shared = set(_around(modules[0])).intersection(*(_around(module) for module in modules[1:]))
     return max(shared, key=len)

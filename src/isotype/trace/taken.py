@@ -88,7 +88,7 @@ class DtypeReads:
                 self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
-        """Who made the `dtype` that the innermost call of the model's code names; None where the code chose it."""
+        """Who made the `dtype` that the innermost call of the model's code names; None if the code chose it."""
         if not self._reads:
             return None
         frame = next(_frames(frame_above(1)), None)
@@ -100,7 +100,7 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """The read that the arguments of the call in `frame` have `dtype` from."""
+        """Return the read that the arguments of the call in `frame` have `dtype` from."""
         call: Any = frame.f_trace
         here = [
             read
@@ -125,8 +125,9 @@ class DtypeReads:
         return None
 
     def _stored(self, frame: FrameType, here: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """The last read that was stored under `name`: in this call of the function, or, of an attribute and a variable
-        of an outer function, anywhere in the file."""
+        """Return the last read that was stored under `name`: in this call of the function, or, of an
+        attribute and a variable of an outer function, anywhere in the file.
+        """
         local = name in frame.f_code.co_varnames or name in frame.f_code.co_cellvars
         reads = here if local else self._of_file(frame.f_code.co_filename, dtype)
         into = [read for read in reads if _is_stored(read.code, read.at, name)]
@@ -142,7 +143,7 @@ class DtypeReads:
         ]
 
     def _of_parameter(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
-        """The read that a parameter's dtype was given from."""
+        """Return the read that a parameter's dtype was given from."""
         caller = next(_frames(frame.f_back), None)
         if caller is None:
             return None
@@ -159,14 +160,14 @@ class DtypeReads:
 
 
 def call_of(frame: FrameType) -> _Call | None:
-    """The mark of the call that `frame` runs; None where a debugger has put its own there."""
+    """Return the mark of the call that `frame` runs; None if a debugger has put its own there."""
     if frame.f_trace is None:
         frame.f_trace = _Call()
     return frame.f_trace if isinstance(frame.f_trace, _Call) else None
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the model's code from `frame` outwards, up to the module's that runs."""
+    """Yield the frames of the model's code from `frame` outwards, up to the module's that runs."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
         if frame.f_code is _MODULE_CALL and count:
@@ -182,7 +183,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 @lru_cache(maxsize=4096)
 def _position(code: CodeType, at: int) -> Span | None:
-    """Where the instruction at byte `at` stands in the source; None where the code does not say."""
+    """Where the instruction at byte `at` stands in the source; None if the code does not say."""
     span = list(code.co_positions())[at // 2]
     line, last, column, end = span
     return None if None in span else (line, column, last, end)  # type: ignore[return-value]
@@ -230,7 +231,7 @@ def _span_of(node: ast.expr, line: int, column: int) -> Span:
 
 
 def _literals(node: ast.expr) -> Iterator[torch.dtype]:
-    """The dtypes that an expression writes out: `torch.float32`."""
+    """Yield the dtypes that an expression writes out: `torch.float32`."""
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "torch":
             dtype = getattr(torch, each.attr, None)
@@ -239,7 +240,7 @@ def _literals(node: ast.expr) -> Iterator[torch.dtype]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """The variables in an expression, and attributes of variables (`ctx.dtype`)."""
+    """Yield the variables in an expression, and attributes of variables (`ctx.dtype`)."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

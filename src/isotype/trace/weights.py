@@ -28,7 +28,7 @@ _LOOKED_AT = 1 << 24
 
 
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:
-    """Every parameter and buffer of `model` once, with the other names of those that are tied."""
+    """Return every parameter and buffer of `model` once, with the other names of those that are tied."""
     pinned = _pinned_patterns(model)
     rows: dict[int, Weight] = {}
     alive: list[torch.Tensor] = []  # or a container that makes its tensors anew could give two of them one id
@@ -67,7 +67,8 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:
-    """The parameters of `model` as far as their places, dtypes and shapes go: no value is read, no buffer asked for.
+    """Yield the parameters of `model` as far as their places, dtypes and shapes go: no value is read, no
+    buffer asked for.
 
     Those of lazy layers have no shape yet and are left out.
     """

@@ -73,7 +73,7 @@ def offered(dtype: torch.dtype) -> tuple[Name, ...]:
 
 
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of the gradients' products: bfloat16 where it is native, else float32.
+    """Return the dtype of the gradients' products: bfloat16 where it is native, else float32.
 
     float16 has no room for the gradients of scores under loss scaling.
     """
@@ -159,10 +159,11 @@ _CHOICES = measured.Kept(Choice)
 
 
 def choose(shape: Shape) -> tuple[Choice, str | None]:
-    """The kernel for a class of shapes, measured where it is not known: some tenths of a second, once on a machine.
+    """Return the kernel for a class of shapes, measured where it is not known: some tenths of a second, once
+    on a machine.
 
     Returns:
-        The choice, and why it could not be kept for the next process: None where it was.
+        The choice, and why it could not be kept for the next process: None if it was.
     """
     threads = torch.get_num_threads()
     return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
@@ -174,7 +175,7 @@ def measure(shape: Shape, threads: int) -> Choice:
 
 
 def decided(times: dict[Name, list[float]]) -> Choice:
-    """The choice by the times in milliseconds that the kernels took in each turn."""
+    """Return the choice by the times in milliseconds that the kernels took in each turn."""
     medians = {name: round(statistics.median(each), 4) for name, each in times.items()}
     own = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
     ratios = sorted(torchs / mine for torchs, mine in zip(times["sdpa"], times[own], strict=True))
@@ -183,7 +184,7 @@ def decided(times: dict[Name, list[float]]) -> Choice:
 
 
 def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
-    """A call of each kernel, with its backward where gradients are computed."""
+    """Return a call of each kernel, with its backward where gradients are computed."""
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 

@@ -40,7 +40,7 @@ def varlen_attention() -> Any:
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
-    """Why a device, a compute dtype or a model's configuration rule this kernel out, as a clause; None where none does."""
+    """Why a device, a compute dtype or a model's configuration rule this kernel out, as a clause; None if none does."""
     if profile.kind != "cuda":
         return f"attention by lengths is for NVIDIA GPUs, and this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in DTYPES:
@@ -79,7 +79,7 @@ def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> An
 def why_not_call(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
-    """Why a call computes by a mask after all, as a clause; None where it computes by lengths.
+    """Why a call computes by a mask after all, as a clause; None if it computes by lengths.
 
     Args:
         inputs: query, key and value `[batch, heads, tokens, head]`.

@@ -69,7 +69,7 @@ class Plan:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every query of every row of the batch is in a block."""
+        """True if every query of every row of the batch is in a block."""
         covered = sum(
             (part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0])
             for part in self.parts
@@ -150,7 +150,7 @@ def block_rows(group: int) -> int:
 
 
 def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
-    """The plan of attention without a mask.
+    """Return the plan of attention without a mask.
 
     Args:
         size: (batch, queries, keys).
@@ -163,7 +163,7 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
 
 @lru_cache(maxsize=32)
 def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool) -> Plan:
-    """The plan without a mask, made once for all layers and steps of one size; see `plan_of`."""
+    """Return the plan without a mask, made once for all layers and steps of one size; see `plan_of`."""
     with torch.inference_mode(False):  # a step that is trained may be the next one to read its tiles
         return plan_of((batch, queries, keys), rows, causal=causal)
 
@@ -217,7 +217,7 @@ _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
-    """The plan of a mask, found once for all layers that are called with it.
+    """Return the plan of a mask, found once for all layers that are called with it.
 
     Padding, packed sequences and windows are found from the mask alone: a block of queries reads the keys from the first to
     the last that any of them attends to, and blocks begin where sequences do.
@@ -241,12 +241,12 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
-    """A mask without the rows of the batch that are the same memory."""
+    """Return a mask without the rows of the batch that are the same memory."""
     return mask[:1] if mask.stride(0) == 0 else mask
 
 
 def _opened(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(where queries attend, what is added to their scores or None)."""
+    """Return (where queries attend, what is added to their scores or None)."""
     if mask.dtype == torch.bool:
         return mask, None
     opened = mask > torch.finfo(mask.dtype).min / 2
@@ -282,7 +282,7 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _blocks_of(opened: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Iterator[Block]:
-    """The blocks of one mask `[1 or heads, queries, keys]`."""
+    """Yield the blocks of one mask `[1 or heads, queries, keys]`."""
     if not opened.numel():
         return
     anywhere = opened.any(0).to(torch.uint8)

@@ -77,14 +77,14 @@ class AttentionReport:
 
     Attributes:
         taken: whether the model's attention goes through isotype's choice.
-        reason: why not, as a clause; None where it is taken.
-        repeated: the device on which keys and values of grouped heads are repeated for torch's kernel; None where they are not.
-        slow: why attention writes out all scores on this device, as a clause; None where it does not.
+        reason: why not, as a clause; None if it is taken.
+        repeated: the device on which keys and values of grouped heads are repeated for torch's kernel; None if they are not.
+        slow: why attention writes out all scores on this device, as a clause; None if it does not.
         choices: each class of shapes that was called -> the kernel that it got and the times that decided.
         left: why single calls were left to torch's kernel -> how many.
-        unkept: why choices could not be kept for the next process; None where they were.
+        unkept: why choices could not be kept for the next process; None if they were.
         sides: on which sides of a row padding may be left out of a batch, see `isotype.lora.unpadded`.
-        padded: why padding is computed on this GPU, as a clause; None where it may be left out.
+        padded: why padding is computed on this GPU, as a clause; None if it may be left out.
         name: under which the model's attention is registered; "" where it is transformers' own.
     """
 
@@ -107,7 +107,7 @@ class AttentionReport:
 
     @property
     def by_lengths(self) -> bool:
-        """Whether rows behind one another are computed by their lengths, on a GPU."""
+        """True if rows behind one another are computed by their lengths, on a GPU."""
         return self.taken and self.name == LENGTHS
 
     def undo(self) -> None:
@@ -160,7 +160,7 @@ def use_fast_attention(
     Args:
         model: a transformers model, or one that holds some (a PEFT model); changed in place.
         device: kind of the device that a model without weights stands for.
-        profile: of the device that the model is on or stands for; None where it is not known.
+        profile: of the device that the model is on or stands for; None if it is not known.
 
     Returns:
         What was taken and why; it goes on to tell what is measured and which calls are left to torch's kernel.
@@ -240,7 +240,8 @@ def _with_lengths(
 
 
 def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
-    """A batch without its padding, where the model's attention allows it and somebody gains by it; see `isotype.lora.unpadded`.
+    """Return a batch without its padding, where the model's attention allows it and somebody gains by it; see
+    `isotype.lora.unpadded`.
 
     Args:
         model: one that `use_fast_attention` has seen.
@@ -253,7 +254,7 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
 
 
 def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
-    """The sequences of a packed batch, where the model's attention goes by lengths."""
+    """Return the sequences of a packed batch, where the model's attention goes by lengths."""
     report = _reports.get(model)
     return packed(inputs) if report is not None and report._undo and report.by_lengths else None
 

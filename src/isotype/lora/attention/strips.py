@@ -30,7 +30,7 @@ _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 
 @cache
 def compiled_strips() -> Loops:
-    """The compiled loops; compiling takes some seconds, once on a machine."""
+    """Return the compiled loops; compiling takes some seconds, once on a machine."""
     return loops_of(SOURCE, *HEADERS)
 
 

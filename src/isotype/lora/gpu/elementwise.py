@@ -24,7 +24,8 @@ _BLOCK = 1024  # numbers of one program
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in the dtype that both promote to, one over the root for each row in float32).
+    """Return (x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in the dtype that both promote to, one over the
+    root for each row in float32).
 
     Args:
         x: `[…, n]` in any float dtype.
@@ -38,7 +39,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """The gradient of x in its dtype; `inverse` is what `rms_norm` gave."""
+    """Return the gradient of x in its dtype; `inverse` is what `rms_norm` gave."""
     return _rms_norm_backward(grad.contiguous(), x.contiguous(), weight.contiguous(), inverse, offset)
 
 

@@ -37,7 +37,7 @@ class _Heads(ctypes.Structure):
 
 
 def compiled() -> bool:
-    """Whether there are compiled loops."""
+    """Return whether there are compiled loops."""
     return _loops().reason is None
 
 
@@ -57,7 +57,7 @@ def known(*tensors: Any) -> bool:
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Whether the compiled loops take these tensors.
+    """Return whether the compiled loops take these tensors.
 
     They have no derivatives: who computes with gradients takes torch's operators, or calls these from a function of autograd's.
     """
@@ -88,7 +88,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """The gradient of x; `inverse` is what `rms_norm` gave."""
+    """Return the gradient of x; `inverse` is what `rms_norm` gave."""
     return _rms_norm_backward(
         grad.contiguous(), x.contiguous(), _factor(weight, offset), inverse.contiguous()
     )

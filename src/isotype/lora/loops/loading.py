@@ -23,7 +23,7 @@ class Loops:
     """What was compiled of a source for this CPU.
 
     Attributes:
-        reason: why there is nothing, as a clause; None where there is.
+        reason: why there is nothing, as a clause; None if there is.
         library: the functions.
     """
 
@@ -31,7 +31,7 @@ class Loops:
     library: ctypes.CDLL | None = None
 
     def has(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a loop was compiled for a dtype."""
+        """Return whether a loop was compiled for a dtype."""
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
@@ -44,7 +44,7 @@ class Loops:
 
 @cache
 def loops_of(source: Path, *headers: Path) -> Loops:
-    """The compiled loops of a source; compiling takes some seconds, once on a machine."""
+    """Return the compiled loops of a source; compiling takes some seconds, once on a machine."""
     try:
         return Loops(None, load_compiled(source, compiler_options(), headers))
     except NotCompiledError as error:

@@ -60,7 +60,7 @@ class Sum(NamedTuple):
 
 @cache
 def compiled_products() -> Loops:
-    """The compiled loops; compiling takes some seconds, once on a machine."""
+    """Return the compiled loops; compiling takes some seconds, once on a machine."""
     return loops_of(SOURCE, *HEADERS)
 
 
@@ -197,7 +197,7 @@ class Timing:
 
     @property
     def faster(self) -> bool:
-        """Whether the loops are, or as fast: torch multiplies by instructions that they do not have on some CPUs (AMX)."""
+        """True if the loops are, or as fast: torch multiplies by instructions that they do not have on some CPUs (AMX)."""
         return self.ratio > MARGIN
 
 

@@ -76,7 +76,7 @@ class HeadTimes:
 
     @property
     def own_is_faster(self) -> bool:
-        """Whether isotype's is."""
+        """True if isotype's is."""
         return self.isotype < self.trl
 
     def __str__(self) -> str:
@@ -84,12 +84,12 @@ class HeadTimes:
 
 
 def token_class(tokens: int) -> int:
-    """The number of tokens that stands for so many."""
+    """Return the number of tokens that stands for so many."""
     return int(min(_MOST, max(_FEWEST, 2 ** ceil(log2(max(tokens, 1))))))
 
 
 def card_of(device: torch.device) -> str:
-    """The name of a GPU, as its driver has it."""
+    """Return the name of a GPU, as its driver has it."""
     return str(torch.get_device_module(device).get_device_name(device))
 
 
@@ -139,7 +139,8 @@ def choose(
     timer: Timer | None = None,
     card: str | None = None,
 ) -> HeadChoice:
-    """The faster head for a class of calls; measured where that is not known: a dozen calls, once on a card.
+    """Return the faster head for a class of calls; measured where that is not known: a dozen calls, once on a
+    card.
 
     Args:
         weight: `[V, H]`, on the device that is to be measured.
@@ -238,7 +239,8 @@ def _trial(call: Callable[[], object]) -> None:
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """The head of a causal language model, tied or not, trained beside adapters (`modules_to_save`) or quantized.
+    """Return the head of a causal language model, tied or not, trained beside adapters (`modules_to_save`) or
+    quantized.
 
     A quantized weight is dequantized, once a call. A sharded one is gathered.
 
@@ -247,7 +249,8 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
         temperature: what the logits are divided by.
 
     Raises:
-        ValueError: a LoRA adapter is on the head, which the product with its base weight alone would leave out.
+        ValueError: a LoRA adapter is on the head, which the product with its base weight alone would
+            leave out.
     """
     config, module = model.config.get_text_config(), model.get_output_embeddings()
     if hasattr(module, "lora_A"):
@@ -263,7 +266,7 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
 
 
 def _scale(config: Any) -> float:
-    """The factor of the model's logits: each family has a name of its own for it."""
+    """Return the factor of the model's logits: each family has a name of its own for it."""
     # Cohere, MPT (where it may be None); Muse Glimmer; Falcon-H1.
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale = getattr(config, name, None)

@@ -49,7 +49,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class PerToken:
-    """Results for each token, float32 `[N]`; None where they were not asked for.
+    """Results for each token, float32 `[N]`; None if they were not asked for.
 
     Attributes:
         log_probs: log p of the target.

@@ -82,7 +82,7 @@ class Buffers:
 
     Attributes:
         logits: `[chunk, V]` in the working dtype; rows of gradients are written over it.
-        values, other, slope: float32 `[block, V]`; the last two None where they are not needed.
+        values, other, slope: float32 `[block, V]`; the last two None if they are not needed.
     """
 
     logits: torch.Tensor
@@ -124,13 +124,13 @@ def _scratch_on(device: torch.device) -> int:
 
 
 def chunks(buffers: Buffers, tokens: int) -> Iterator[slice]:
-    """The tokens of each chunk."""
+    """Return the tokens of each chunk."""
     rows = buffers.logits.shape[0]
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 
 
 def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
-    """(rows within the chunk, the same tokens among all) of each block."""
+    """Yield (rows within the chunk, the same tokens among all) of each block."""
     rows = buffers.values.shape[0]
     for start in range(chunk.start, chunk.stop, rows):
         stop = min(start + rows, chunk.stop)
@@ -140,7 +140,7 @@ def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
 
 
 def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The weight in `dtype`: as it is, or cast part by part."""
+    """Yield the weight in `dtype`: as it is, or cast part by part."""
     if weight.dtype == dtype:
         yield slice(0, weight.shape[0]), weight
         return

@@ -65,7 +65,7 @@ def softmax(
 
 
 def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Whether each target is where `argmax` would be."""
+    """Return whether each target is where `argmax` would be."""
     if z.device.type != "cpu" or isinstance(z, FakeTensor):
         return z.argmax(-1) == targets
     # argmax takes twenty times as long as amax on a CPU.
@@ -86,7 +86,7 @@ def gradient(
     known: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """The gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
+    """Return the gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
 
     `known`: log-probabilities, logsumexp and entropy of the forward.
 

@@ -157,7 +157,7 @@ def use_trl_head(trainer: Any) -> None:
 
 
 def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
-    """Whether isotype's function computes the log-probabilities, and not TRL's: the one place that decides.
+    """Return whether isotype's function computes the log-probabilities, and not TRL's: the one place that decides.
 
     On CUDA and XPU with Triton, TRL's kernel folds the logits of a tile in one pass and writes no probabilities in float32: `faster` says
     how the two compared on the card (`isotype.lora.loss.head_choice`). TRL's has no label smoothing, cannot read a quantized head, and does not
@@ -176,7 +176,7 @@ def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) 
 
 
 def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | None:
-    """Which head is the faster one, measured by the first process for all; None where only one can compute it, or is known to be better."""
+    """Which head is the faster one, measured by the first process for all; None if only one can compute it, or is known to be better."""
     smoothing = request.smoothing > 0
     if own_is_better(model, smoothing=smoothing) or not own_is_better(
         model, smoothing=smoothing, faster=True
@@ -213,7 +213,7 @@ _MORE = ("aya_vision", "chameleon", "cohere2_vision", "inkling_mm_model", "inkli
 
 
 def _projects(model: Any) -> bool:
-    """Whether the logits are a projection of what the model's backbone returns, but for scale and soft cap.
+    """Return whether the logits are a projection of what the model's backbone returns, but for scale and soft cap.
 
     Then the model consists of a backbone and of output embeddings. BERT and its like have heads with layers of their own, of which TRL
     leaves out all but the last; some models (Llama 4's text model) have no backbone under the name that transformers uses.
@@ -232,7 +232,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _asked(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """(whether TRL's forward is the outermost, the arguments of its head); None where there is none.
+    """Return (whether TRL's forward is the outermost, the arguments of its head); None if there is none.
 
     TRL keeps them in the closure of its forward and nowhere else.
     """
@@ -284,7 +284,8 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
 
 
 def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Unpadded | None:
-    """The batch of a call of the model as its fused head will take it, without padding; None where it stays as it is.
+    """Return the batch of a call of the model as its fused head will take it, without padding; None if it
+    stays as it is.
 
     A trace cannot tell: its batch is fakes, which have no lengths.
     """
@@ -303,7 +304,7 @@ def _said(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(named: dict[str, Any]) -> torch.Tensor:
-    """The label of what each token predicts, `[rows, length]`; -100 for none."""
+    """Return the label of what each token predicts, `[rows, length]`; -100 for none."""
     shifted: torch.Tensor | None = named["shift_labels"]
     return nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if shifted is None else shifted
 
@@ -393,7 +394,8 @@ def _fused(
 def _run(
     model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, Unpadded | None]:
-    """(what the model returns; its states, or logits where they are not projected states; the batch without its padding).
+    """Return (what the model returns; its states, or logits where they are not projected states; the batch
+    without its padding).
 
     The states are `[1, tokens, hidden]` where it was run without.
     """

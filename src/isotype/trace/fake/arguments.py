@@ -44,7 +44,7 @@ def numbers_of(name: str, kind: str) -> Sequence[str]:
 
 
 def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
-    """The breach of writing a number into a tensor whose dtype cannot hold it."""
+    """Return the breach of writing a number into a tensor whose dtype cannot hold it."""
     arguments = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
     target = arguments.get("self")
     dtype = arguments.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
@@ -59,7 +59,7 @@ def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breac
 
 
 def without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
-    """The arguments with zero for each number."""
+    """Return the arguments with zero for each number."""
     roles = schema_of(func).roles
 
     def zero(role: str, value: Any) -> Any:
@@ -73,7 +73,7 @@ aten = torch.ops.aten
 
 
 def converted(value: Any, target: torch.dtype) -> Any:
-    """An argument with its float tensors in `target`."""
+    """Return an argument with its float tensors in `target`."""
     if isinstance(value, torch.Tensor):
         wrong = value.dtype in FLOATS and value.dtype != target
         return aten._to_copy.default(value, dtype=target) if wrong else value
@@ -83,7 +83,7 @@ def converted(value: Any, target: torch.dtype) -> Any:
 
 
 def made_in(dtype: torch.dtype, result: Any) -> Any:
-    """The result of an operator without float operands, in another float dtype."""
+    """Return the result of an operator without float operands, in another float dtype."""
     if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS or result.dtype == dtype:
         return result
     with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():

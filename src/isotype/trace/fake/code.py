@@ -25,7 +25,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def loss_function(inputs: Any) -> LossFunction:
-    """(model, inputs) -> loss, of what a step is fed."""
+    """Return (model, inputs) -> loss, of what a step is fed."""
     if isinstance(inputs, LossOf):
         return inputs.function
     if callable(inputs):
@@ -44,7 +44,7 @@ class StepCode:
         generate: what the phase `generate` runs; None for one forward without labels and without gradients.
         folded: trace equal layers once, see `isotype.model.fold`.
         weights: `weights_of(model)`, where it is known: to look at every value takes a while.
-        evaluation: inputs that the phase `evaluate` runs on, as `inputs`; None where nothing is evaluated.
+        evaluation: inputs that the phase `evaluate` runs on, as `inputs`; None if nothing is evaluated.
         reference: whether a frozen copy of the model's weights lies in memory.
     """
 
@@ -59,7 +59,7 @@ class StepCode:
 
     @property
     def named_inputs(self) -> Mapping[str, Any]:
-        """The inputs that are faked with the model, by name; none where a callable brings its own."""
+        """The inputs that are faked with the model, by name; none if a callable brings its own."""
         return named_inputs(self.inputs)
 
     @property

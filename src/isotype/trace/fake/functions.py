@@ -164,7 +164,7 @@ class Functions(TorchFunctionMode):
 
 
 def name_of(func: Any) -> str:
-    """The name Python calls a function by."""
+    """Return the name Python calls a function by."""
     return str(getattr(func, "__name__", ""))
 
 

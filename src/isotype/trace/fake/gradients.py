@@ -67,17 +67,19 @@ class Gradients:
                 )
 
     def unreached(self) -> Iterator[Unreached]:
-        """The parameters that were used and got no gradient, after the backward."""
+        """Yield the parameters that were used and got no gradient, after the backward."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
                 yield unreached
 
 
 def _function() -> str | None:
-    """The `torch.autograd.Function` that runs its forward without gradients, by its name; "" if none does, but `torch.no_grad()`.
+    """Return the `torch.autograd.Function` that runs its forward without gradients, by its name; "" if none
+    does, but `torch.no_grad()`.
 
-    Gradient checkpointing of the reentrant kind is one, whoever wrote it, where no input requires a gradient. None inside of one
-    that brings its inputs their gradients itself, as a fused layer does; under `torch.no_grad()` it does not.
+    Gradient checkpointing of the reentrant kind is one, whoever wrote it, where no input requires a gradient.
+    None inside of one that brings its inputs their gradients itself, as a fused layer does; under
+    `torch.no_grad()` it does not.
     """
     frame: Any = frame_above(2)
     while frame is not None:

@@ -58,7 +58,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 def named_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that `module` is called with, by the names that its forward has for them."""
+    """Yield the tensors that `module` is called with, by the names that its forward has for them."""
     names = _positional(module)
     for index, value in enumerate(args):
         yield from named_tensors(value, names[index] if index < len(names) else f"args[{index}]")

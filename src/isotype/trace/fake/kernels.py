@@ -94,7 +94,7 @@ class Kernels:
         )
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Whatever a fake kernel's result depends on; None where it may not be remembered."""
+        """Whatever a fake kernel's result depends on; None if it may not be remembered."""
         steady = _STEADY.get(func)
         if steady is None:
             steady = _STEADY[func] = _is_steady(func)
@@ -204,7 +204,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_steady(func: Any) -> bool:
-    """Whether an operator's result has the same kind whenever its operands have."""
+    """Return whether an operator's result has the same kind whenever its operands have."""
     return (
         isinstance(func, OpOverload)
         and func.namespace in _BUILT_IN

@@ -165,7 +165,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return map_leaves(swap, values)
 
     def stand_for(self, tensor: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
-        """The fake of a real tensor from outside of the twin, the same one each time."""
+        """Return the fake of a real tensor from outside of the twin, the same one each time."""
         known = self._outside.get(id(tensor))
         if known is None:
             with without_modes():
@@ -177,7 +177,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return known[1]
 
     def _brought(self, tensor: torch.Tensor) -> Origin:
-        """The origin of a real tensor: the loss brings it, or, met in a module, the code keeps it."""
+        """Return the origin of a real tensor: the loss brings it, or, met in a module, the code keeps it."""
         if id(tensor) in self._brings:
             return Origin("data", tensor.dtype, self._brings[id(tensor)][1])
         unknown = self._unknown(tensor)
@@ -233,7 +233,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _edited(self, place: Place) -> torch.dtype | None:
-        """The dtype that the line which asked gets instead, None where the code stays as it is."""
+        """Return the dtype that the line which asked gets instead, None if the code stays as it is."""
         return self.lines.get(shown(place.source)) if self.lines else None
 
     def _judged(
@@ -302,7 +302,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _target(
         self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
     ) -> tuple[torch.dtype, bool]:
-        """The dtype to convert to, and whether the edited line does it by itself.
+        """Return the dtype to convert to, and whether the edited line does it by itself.
 
         It is that of what an operator writes into, which no cast at the line changes; else the edit's, else that of
         what is not shared with others, else that of the part of the model it is in, else the widest.
@@ -327,7 +327,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return side if side in floats else max(floats, key=width, default=side), False
 
     def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
-        """The dtype of the part of the model in which the float ones of `tensors` meet."""
+        """Return the dtype of the part of the model in which the float ones of `tensors` meet."""
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
         causes = [self.origin(tensor).cause for tensor in floats if tensor.dim()]
         return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
@@ -415,7 +415,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return Failure(self.phase, name, source, text, mixed, operands, again, condition)
 
     def _at_hand(self, error: Exception) -> Iterator[Operand]:
-        """The float tensors that whatever raised had before it."""
+        """Yield the float tensors that whatever raised had before it."""
         for name, value in tensors_at_hand(error):
             if value.dtype in FLOATS:
                 yield Operand(name, value.dtype, tuple(value.shape), self.origin(value))
@@ -430,7 +430,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Whether it is a tensor with values, not a fake nor what vmap makes of one."""
+    """Return whether it is a tensor with values, not a fake nor what vmap makes of one."""
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
         return False
     return not is_transformed_tensor(leaf)
@@ -447,5 +447,5 @@ _PRINTED = re.compile(r"\S*(?=\{\[)")
 
 
 def says_dtypes(error: Exception) -> bool:
-    """Whether an error's own words are about dtypes."""
+    """Return whether an error's own words are about dtypes."""
     return _DTYPE_WORDS.search(_PRINTED.sub("", str(error))) is not None

@@ -229,7 +229,7 @@ class ProcessMemory:
 
 
 def _differentiable(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors with a gradient in what a module takes or returns."""
+    """Yield the tensors with a gradient in what a module takes or returns."""
     if isinstance(values, torch.Tensor):
         if values.requires_grad:
             yield values

@@ -131,7 +131,7 @@ def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
 
 
 def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
-    """The trace of a step that could not even be begun: how it was to be run, and why it was not."""
+    """Return the trace of a step that could not even be begun: how it was to be run, and why it was not."""
     failure = Failure("load", "", line_of(error), f"{type(error).__name__}: {first_line(error)}")
     return Trace(setup, (), (), {}, Memory({}), failure, model=type(model).__name__)
 
@@ -139,7 +139,8 @@ def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
 def _with_history(
     faked: Sequence[Weight], real: Sequence[Weight], before: Mapping[str, torch.dtype]
 ) -> tuple[Weight, ...]:
-    """The twin's weights as they are (a fix may have cast them), with the magnitudes of the real values.
+    """Return the twin's weights as they are (a fix may have cast them), with the magnitudes of the real
+    values.
 
     `before` holds their dtypes when the step began.
     """
@@ -428,10 +429,12 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
-    """An optimizer over `parameters`, or a note (a string) where its step cannot be traced on fake tensors.
+    """Return an optimizer over `parameters`, or a note (a string) where its step cannot be traced on fake
+    tensors.
 
     Args:
-        asked: a name, an optimizer (its class and defaults are taken), or a callable (parameters -> optimizer).
+        asked: a name, an optimizer (its class and defaults are taken), or a callable (parameters ->
+            optimizer).
         parameters: the twin's trainable parameters.
         learning_rate: None for the optimizer's own default.
     """

@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
-    """A mode in which tensors that a module holds outside of its parameters become fakes when they are met.
+    """Return a mode in which tensors that a module holds outside of its parameters become fakes when they are met.
 
     With the profile of a CPU, what computes otherwise on one without instructions for a dtype does so on the fakes.
     """
@@ -52,7 +52,7 @@ def forget_fakes(mode: FakeTensorMode) -> None:
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """A fake of the same shape, strides and dtype on the CPU, whatever device `tensor` is on."""
+    """Return a fake of the same shape, strides and dtype on the CPU, whatever device `tensor` is on."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
     # Past the mode's dispatch, which takes ten times as long.
@@ -65,7 +65,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
-    """The same structure with every tensor faked; `requires_grad` is kept."""
+    """Return the same structure with every tensor faked; `requires_grad` is kept."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -77,7 +77,7 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
 
 
 def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of `model` on fakes: the same classes, names, ties, hooks and quantization states.
+    """Return a copy of `model` on fakes: the same classes, names, ties, hooks and quantization states.
 
     An attribute that cannot be copied because it belongs to this process (a lock, a file, a process group) is shared.
     """
@@ -109,7 +109,7 @@ class _Fakes:
         self._memory: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake of a tensor of the model."""
+        """Return the fake of a tensor of the model."""
         fake = fake_like(tensor, self._mode)
         if fake is tensor or tensor.layout != torch.strided:
             return fake

@@ -371,13 +371,13 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_opened(module: str) -> bool:
-    """Whether instances of a module's classes are looked into."""
+    """Return whether instances of a module's classes are looked into."""
     return module.startswith(_OPENED) or _is_code_opened(module)
 
 
 @functools.cache
 def _is_code_opened(module: str) -> bool:
-    """Whether a module's functions and classes are looked into."""
+    """Return whether a module's functions and classes are looked into."""
     return module.partition(".")[0] not in _CLOSED
 
 
@@ -391,7 +391,7 @@ def _written(name: _Name) -> str:
 
 @functools.lru_cache(maxsize=10_000)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
-    """The names that code and what is defined in it use, and whether it assigns globals."""
+    """Return the names that code and what is defined in it use, and whether it assigns globals."""
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     names = frozenset(code.co_names).union(*(names for names, _ in inner))
     return names, _STORE_GLOBAL in code.co_code[::2] or any(assigns for _, assigns in inner)
@@ -425,7 +425,7 @@ def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
 
 
 def _reaches_fake(value: Any, known: Set[int]) -> bool:
-    """Whether what Python cannot look into (a memo, an iterator, a long list) holds a fake tensor."""
+    """Return whether what Python cannot look into (a memo, an iterator, a long list) holds a fake tensor."""
     stack, seen = [value], {id(value)}
     while stack and len(seen) < _LOOKED_INTO:
         for each in gc.get_referents(stack.pop()):

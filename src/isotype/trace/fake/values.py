@@ -75,7 +75,7 @@ class Values:
             setattr(tensor, VALUE, value)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of `tensor`, None where it is not known."""
+        """Return the value of `tensor`, None if it is not known."""
         if isinstance(tensor, FakeTensor):
             value: torch.Tensor | None = getattr(tensor, VALUE, None)
             if value is None or (self._spoiled and storage_of(value) in self._spoiled):
@@ -99,7 +99,7 @@ class Values:
                 self.give(info, torch.zeros(info.shape, dtype=info.dtype))
 
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """The real result of an operator whose operands are all known; None where one is not."""
+        """Return the real result of an operator whose operands are all known; None if one is not."""
         packet = operator_packet(func)
         if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
@@ -194,7 +194,7 @@ class Values:
     # ------------------------------------------------------------------------------------------------ stand-ins
 
     def stand_in(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """The function to call in place of `func` for these arguments, or None."""
+        """Return the function to call in place of `func` for these arguments, or None."""
         if func is aten.nonzero.default:
             return self._nonzero
         if func is aten.masked_select.default:
@@ -206,7 +206,7 @@ class Values:
         return STAND_INS.get(func) or _OF_INT8.get(operator_name(func))
 
     def rows(self, mask: torch.Tensor) -> int:
-        """How many places of an unknown mask are taken to be set.
+        """Return how many places of an unknown mask are taken to be set.
 
         All of a short vector: it asks which experts were hit. Of a longer mask that follows, the share of one expert
         under balanced routing; a few where no experts are known.
@@ -253,7 +253,7 @@ def is_data_dependent(func: Any) -> bool:
 
 
 def fakes_of(result: Any, values: Values, mode: Any) -> Any:
-    """A real result as fakes whose values are known."""
+    """Return a real result as fakes whose values are known."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -266,7 +266,8 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 
 
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
-    """Every other place holds, the first of them: whatever is selected by it or by its opposite is not empty.
+    """Return every other place holds, the first of them: whatever is selected by it or by its opposite is not
+    empty.
 
     A vector is not guessed: it may ask which experts were hit.
     """

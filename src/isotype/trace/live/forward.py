@@ -17,20 +17,20 @@ def in_backward() -> bool:
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether a forward of `module` may be the beginning of a training step."""
+    """Return whether a forward of `module` may be the beginning of a training step."""
     if not torch.is_grad_enabled():
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
 
 
 def kwargs_of(frame: Any) -> Mapping[str, Any]:
-    """The keyword arguments of a module's call, which the hooks for all modules are not given."""
+    """Return the keyword arguments of a module's call, which the hooks for all modules are not given."""
     kwargs: Mapping[str, Any] = frame.f_locals.get("kwargs", {})
     return kwargs
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether it is a model; transforms and metrics are modules, too."""
+    """Return whether it is a model; transforms and metrics are modules, too."""
     return any(not p.is_meta for p in module.parameters())
 
 

@@ -137,7 +137,7 @@ class LiveRecorder(Recorder):
 
     @property
     def inside(self) -> bool:
-        """Whether a module's forward is running."""
+        """True if a module's forward is running."""
         return bool(self._frames)
 
     def turn_to(self, phase: Phase) -> None:

@@ -67,7 +67,7 @@ class Beginning:
 
     Attributes:
         model: the module that is called.
-        inputs: what it is called with, by argument name; None where a name cannot be told.
+        inputs: what it is called with, by argument name; None if a name cannot be told.
         args, kwargs: the same as they were given.
     """
 
@@ -263,7 +263,8 @@ class Watch:
             recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Whether this is a real call of the watched thread; autograd's own threads compute again for it.
+        """Return whether this is a real call of the watched thread; autograd's own threads compute again for
+        it.
 
         What is forked off while a step is watched (a data loader's worker) is another process.
         """
@@ -434,7 +435,7 @@ class Watch:
         )
 
     def autocast(self) -> torch.dtype | None:
-        """The autocast dtype that most operators of the forward ran under."""
+        """Return the autocast dtype that most operators of the forward ran under."""
         assert self.recorder is not None
         forward = ("forward", "generate")
         counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)

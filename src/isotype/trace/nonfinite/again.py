@@ -36,7 +36,7 @@ def first_nonfinite(
         stop: leave the step at the first; False where other processes wait for the operators that follow.
 
     Returns:
-        The first, None where every value of the step is finite.
+        The first, None if every value of the step is finite.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []

@@ -33,7 +33,7 @@ _MASKS = ("attn_mask", "attn_bias", "self")
 def fresh_elements(
     func: Any, operands: Sequence[Operand], result: torch.Tensor, by_code: Sequence[bool]
 ) -> torch.Tensor | None:
-    """The elements of a result that are no numbers though the operands of which they are made are.
+    """Return the elements of a result that are no numbers though the operands of which they are made are.
 
     Args:
         func: the operator.
@@ -42,7 +42,7 @@ def fresh_elements(
         by_code: of each operand, whether it is made of constants alone: a mask, or a number in the code.
 
     Returns:
-        Where they are, of the result's shape; None where there are none.
+        Where they are, of the result's shape; None if there are none.
     """
     values = readable(result)
     if values is None:
@@ -105,7 +105,7 @@ def exact_result(
 ) -> float | None:
     """Largest magnitude that the elements `fresh` of the result have in the next wider dtype.
 
-    None where they are not finite there either, or where the operator does not run in that dtype.
+    None if they are not finite there either, or where the operator does not run in that dtype.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:

@@ -14,7 +14,8 @@ from isotype.records.nonfinite import Value
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The dense float values that lie here, as float32 where no kernel looks at the dtype; None where there are none.
+    """Return the dense float values that lie here, as float32 where no kernel looks at the dtype; None if
+    there are none.
 
     Of a sharded tensor it is this process's part; what a tensor subclass keeps in its own way cannot be read.
     """
@@ -30,7 +31,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Every element that can be read is a number."""
+    """Return every element that can be read is a number."""
     values = readable(tensor)
     if values is None:
         return True
@@ -101,7 +102,7 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
 
 
 def _is_count(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one integer: what a sum is divided by."""
+    """Return whether a tensor is one integer: what a sum is divided by."""
     return (
         not tensor.dim()
         and not tensor.is_floating_point()
@@ -116,7 +117,7 @@ def _is_number(tensor: torch.Tensor) -> bool:
 
 
 def written_in(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator writes into."""
+    """Return the tensors that an operator writes into."""
     written = schema_of(func).written
     if not written:
         return []

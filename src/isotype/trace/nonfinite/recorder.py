@@ -122,7 +122,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------------------- looking
 
     def _look(self, call: _Call, result: Any) -> NonFinite | None:
-        """What is wrong with the results; None where all may be as they are."""
+        """What is wrong with the results; None if all may be as they are."""
         name = operator_name(call.func)
         written = written_in(call.func, call.args, call.kwargs)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -154,7 +154,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge(self, call: _Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
-        """What is wrong with a result that is not finite; None where it may be so."""
+        """What is wrong with a result that is not finite; None if it may be so."""
         fresh = fresh_elements(call.func, call.operands, result, by_code)
         if fresh is not None:
             return self._fresh(call, result, fresh)
@@ -169,7 +169,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _meets(self, call: _Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
-        """What is wrong with an operand that is not finite; None where it may be so."""
+        """What is wrong with an operand that is not finite; None if it may be so."""
         assert operand.tensor is not None
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
         if address in self._weights:

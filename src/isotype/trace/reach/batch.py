@@ -47,15 +47,15 @@ class Batch:
 
     @property
     def packed(self) -> bool:
-        """Whether a row has several sequences."""
+        """True if a row has several sequences."""
         return bool((self.sequences > 0).any())
 
     def but(self, **changes: Any) -> dict[str, Any]:
-        """The inputs with other values; None leaves one out."""
+        """Return the inputs with other values; None leaves one out."""
         return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
 
     def to(self, dtype: torch.dtype) -> Batch:
-        """The batch with its floats in `dtype`."""
+        """Return the batch with its floats in `dtype`."""
         cast = {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in self.inputs.items()
@@ -64,7 +64,7 @@ class Batch:
 
 
 def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
-    """The batch that can be measured; None if it has no token ids with values."""
+    """Return the batch that can be measured; None if it has no token ids with values."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
@@ -199,7 +199,7 @@ def _meeting(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """The batch with the token ids of a small copy, in `input_ids` and in labels that repeat them."""
+    """Return the batch with the token ids of a small copy, in `input_ids` and in labels that repeat them."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

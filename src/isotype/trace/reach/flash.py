@@ -87,7 +87,7 @@ def _forward(
 def _sequences(
     rows: int, tokens: int, starts: torch.Tensor | None, positions: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The sequence that each token belongs to, `[rows, tokens]`; None where the kernel is told of none.
+    """Return the sequence that each token belongs to, `[rows, tokens]`; None if the kernel is told of none.
 
     Positions that start again count in a batch of one row alone.
     """

@@ -32,7 +32,7 @@ def leaks(probe: Probe) -> Iterator[Leak]:
 def _leak(
     probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
 ) -> Leak | None:
-    """The leak that changed inputs show.
+    """Return the leak that changed inputs show.
 
     Args:
         probe: the copy and its batch.
@@ -71,7 +71,7 @@ def _neighbours(probe: Probe) -> Leak | None:
 
 
 def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
-    """The input without which the same change reaches nothing; "" if there is none."""
+    """Return the input without which the same change reaches nothing; "" if there is none."""
     batch = probe.batch
     told = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
     if not told or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":
@@ -138,7 +138,7 @@ def _unmasked_padding(probe: Probe) -> torch.Tensor:
 
 
 def _padding_positions(probe: Probe) -> Leak | None:
-    """A row with padding in front, computed again without it."""
+    """Return a row with padding in front, computed again without it."""
     batch, learned = probe.batch, probe.learned
     shape = batch.ids.shape
     tensors = {name for name, value in batch.inputs.items() if isinstance(value, torch.Tensor)}

@@ -95,7 +95,7 @@ def _labels(probe: Probe) -> Labels:
 
 
 def _matrix(probe: Probe, row: int) -> Matrix | None:
-    """The tokens that reach some predictions of a row, by the gradients of their embeddings."""
+    """Return the tokens that reach some predictions of a row, by the gradients of their embeddings."""
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     learned, ids = probe.learned, probe.batch.ids
     places = (learned.rows == row).nonzero()[:, 0].tolist()

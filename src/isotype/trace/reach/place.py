@@ -24,7 +24,8 @@ def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
 def first_place(
     model: nn.Module, run: Callable[[Any], Any], before: Any, after: Any, where: torch.Tensor, seen: float
 ) -> tuple[str, str]:
-    """(name, class) of the first module that lets a change through to where it must not come; ("", "") if none is seen.
+    """Return (name, class) of the first module that lets a change through to where it must not come; ("", "")
+    if none is seen.
 
     Args:
         model: that `run` calls.

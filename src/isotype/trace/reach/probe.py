@@ -81,12 +81,12 @@ class Probe:
 
     @property
     def of_rows(self) -> bool:
-        """Whether the model predicts once a row, as a classifier does."""
+        """True if the model predicts once a row, as a classifier does."""
         return self.base.dim() == 2
 
     @property
     def late(self) -> bool:
-        """Whether no time is left."""
+        """True if no time is left."""
         return time.thread_time() > self._deadline
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
@@ -108,7 +108,7 @@ class Probe:
         return -logits.log_softmax(-1)[learned.rows, learned.columns, learned.targets].sum()
 
     def logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Its logits."""
+        """Return its logits."""
         with torch.no_grad():
             logits = logits_of(self.run(inputs), inputs["input_ids"])
         assert logits is not None
@@ -133,11 +133,13 @@ class Probe:
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
     def other_tokens(self, where: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
-        """The token ids with other ones where `where` says; those with a meaning of their own stay, if they are no padding.
+        """Return the token ids with other ones where `where` says; those with a meaning of their own stay, if
+        they are no padding.
 
         Args:
             where: `[rows, tokens]`.
-            kept: ids to draw in the place of, in another tensor of the batch's shape (labels); None: the batch's ids.
+            kept: ids to draw in the place of, in another tensor of the batch's shape (labels); None: the
+                batch's ids.
         """
         ids, plain = self.batch.ids if kept is None else kept, torch.tensor(self.copy.plain)
         drawn = plain[torch.randint(len(plain), ids.shape, generator=self._draw)]
@@ -196,7 +198,7 @@ def spread(first: int, last: int, most: int) -> list[int]:
 
 
 def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predictions:
-    """The predictions with a gradient: what the loss does not depend on has none, exactly."""
+    """Return the predictions with a gradient: what the loss does not depend on has none, exactly."""
     gradient = None
     if loss.requires_grad and logits.requires_grad:
         (gradient,) = torch.autograd.grad(loss.sum(), logits, allow_unused=True)

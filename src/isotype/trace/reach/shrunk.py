@@ -22,7 +22,7 @@ def shrunk_config(config: Any) -> Any:
 
 
 def of_few_layers(config: Any) -> Any:
-    """A copy of a transformers config with its widths, of few layers."""
+    """Return a copy of a transformers config with its widths, of few layers."""
     small = copy.deepcopy(config)
     for _, part in _parts(small):
         _cut_layers(part)

@@ -53,7 +53,7 @@ class NoCopyError(Exception):
 
 
 def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | None = None) -> Copy:
-    """A small copy of `model` with generic weights, for inputs with these token ids.
+    """Return a small copy of `model` with generic weights, for inputs with these token ids.
 
     Args:
         model: real or on the meta device; it is not changed.
@@ -99,7 +99,7 @@ def _copyable(model: nn.Module) -> bool:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """The model's own modules on tensors of their own, in float64."""
+    """Return the model's own modules on tensors of their own, in float64."""
     memo: dict[int, Any] = {}
     empty_copies(model, memo)
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +133,7 @@ def _values(parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor
 
 
 def _scale(shape: torch.Size) -> float:
-    """The standard deviation at which a product keeps the size of its inputs."""
+    """Return the standard deviation at which a product keeps the size of its inputs."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 
@@ -200,7 +200,7 @@ def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], t
 
 
 def _adapted(small: nn.Module, model: Any) -> nn.Module:
-    """The small model with adapters as `model` has them."""
+    """Return the small model with adapters as `model` has them."""
     import peft
 
     made: Any = None
@@ -227,7 +227,7 @@ def _adapted(small: nn.Module, model: Any) -> nn.Module:
 
 
 def _quiet(model: nn.Module, training: bool) -> nn.Module:
-    """The model as it trains, less dropout; by kernels that compute in float64 on a CPU."""
+    """Return the model as it trains, less dropout; by kernels that compute in float64 on a CPU."""
     model.train(training)
     use_stand_in(model)
     modules: list[Any] = list(model.modules())
