@@ -1,4 +1,4 @@
-"""Which parts of a model a training gives adapters."""
+"""The parts of a model that a training gives adapters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from isotype.train.command.settings import Settings
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """The parts of the model that a training gives adapters: as asked; without pictures in its rows, those that a loss depends on.
-
-    Args:
-        settings: of the training.
-        columns: of its rows.
-    """
+    """Return the parts to adapt: those of `--adapt`; else the language model if no row has pictures; else None (all)."""
     if settings.extra.adapt is not None:
         return Adapt(read_parts(settings.extra.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):

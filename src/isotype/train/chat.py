@@ -1,4 +1,4 @@
-"""Talk to a model or an adapter, in the dtypes it was trained in."""
+"""Chat with a model or an adapter, in the dtypes it was trained in."""
 
 from __future__ import annotations
 
@@ -34,17 +34,12 @@ _HELP_TEXT = """\
 def chat(options: argparse.Namespace, console: Console) -> int:
     """Run `isotype chat` and return its exit status.
 
-    Pictures of `--image`, and of `/image FILE`, go with the question after them.
-
-    Questions come from `--ask`, from the keyboard, or line by line from a pipe. Each is part of one conversation
-    until `/reset`, after the message of `--system` if there is one; `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops the current answer only.
-
-    Args:
-        options: `model`, `ask`, `image`, `system`, `dtype`, `quantization`, `device`, `model_revision`, `max_new_tokens`, `temperature`.
-        console: where to write.
+    Questions come from `--ask`, from the keyboard, or line by line from a pipe. All belong to one conversation until
+    `/reset`, after the message of `--system`. Pictures of `--image` and `/image FILE` go with the next question.
+    `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops only the current answer.
 
     Raises:
-        UsageError: options that make no sense, a model that writes no text, or a picture that cannot be shown to it.
+        UsageError: invalid options, a model that generates no text, or a picture that it cannot take.
         CheckpointError, PrecisionError: as `load_for_inference`.
     """
     _check(options)
@@ -85,10 +80,10 @@ def chat(options: argparse.Namespace, console: Console) -> int:
 
 
 def opened_picture(path: str, processor: Any) -> Any:
-    """A picture as pillow has it, in RGB.
+    """Open a picture with pillow, in RGB.
 
     Raises:
-        UsageError: there is none, it cannot be read, or the model takes none.
+        UsageError: it does not exist or cannot be read, or the model takes none.
     """
     if not hasattr(processor, "image_processor"):
         expected, fix = "a model that takes pictures, with its processor", "leave the picture out"
@@ -127,12 +122,9 @@ def _asked(question: str, pictures: Sequence[Any]) -> Message:
 def stream_answer(
     model: Any, tokenizer: Any, messages: list[Message], console: Console, **generation: Any
 ) -> tuple[str, bool]:
-    """Write the model's answer word by word as it is generated.
+    """Write the model's answer word by word; return it, and False if Ctrl-C cut it short.
 
-    Runs without autocast: under a policy no operator meets two float dtypes.
-
-    Returns:
-        (text, whole): the answer, and False where Ctrl-C cut it short.
+    Runs without autocast: under a policy no operator gets two float dtypes.
     """
     from transformers import TextStreamer
 
@@ -211,7 +203,7 @@ def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy
 
 
 def _questions(options: argparse.Namespace, interactive: bool, console: Console) -> Iterator[str]:
-    """The questions of the command line, of a pipe, or of the keyboard until Ctrl-D."""
+    """Yield the questions of the command line, of a pipe, or of the keyboard until Ctrl-D."""
     if options.ask is not None:
         yield from (as_typed(question).strip() for question in options.ask)
     elif not interactive:
@@ -272,7 +264,7 @@ def _sampled(temperature: float) -> dict[str, Any]:
 
 
 def _fitting(model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int) -> list[Message]:
-    """The system message and the latest turns that leave room for an answer; empty where not even the last question does."""
+    """Return the system message and the latest turns that leave room for an answer; empty if none fits."""
     limit = _context(model)
     opening = [message for message in messages[:1] if message["role"] == "system"]
     turns = messages[len(opening) :]
@@ -284,6 +276,6 @@ def _fitting(model: Any, tokenizer: Any, messages: list[Message], max_new_tokens
 
 
 def _context(model: Any) -> int | None:
-    """Positions that the model has, where its config says."""
+    """Return the number of positions in the model's config, or None."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit

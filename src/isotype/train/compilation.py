@@ -1,9 +1,9 @@
-"""`--torch_compile`: each block of a model compiled by itself, and nothing of isotype's inside.
+"""`--torch_compile`: compile each block of a model by itself, and nothing of isotype.
 
-accelerate gives the whole model to `torch.compile`: with it go the head with its loss, what checks the first batch and
-what watches steps, whose Python state makes a graph fail or be compiled again at every call. A block is where the time
-goes, all blocks of a kind share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html), and
-hooks stay outside, for it is `forward` that is compiled and not the module's call.
+accelerate passes the whole model to `torch.compile`, with the head, its loss and isotype's hooks, whose Python state
+breaks graphs or recompiles at every call. Most time is spent in the blocks; all blocks of a kind share one graph
+(https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Hooks stay outside, since `forward` is
+compiled and not the module's call.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Options = tuple[tuple[str, Any], ...]
 
 
 class CompiledBlock(Swapped):
-    """A block whose forward is compiled where it is differentiated; evaluation and generation run as written.
+    """Block whose forward is compiled when differentiated; evaluation and generation run eagerly.
 
-    Generation would compile each block for itself, by the number under which it finds its keys in the cache.
+    Generation would compile each block separately, by its number in the key cache.
 
     Attributes:
-        compiled_original: the class that was swapped.
-        compiled_options: how it is compiled.
+        compiled_original: the replaced class.
+        compiled_options: options of the compilation.
     """
 
     compiled_original: type[nn.Module]
@@ -64,9 +64,9 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """What accelerate was told to compile a model by, which it does no longer; None where it was told nothing.
+    """Take accelerate's options for compiling a model, so that it does not compile; None if there are none.
 
-    DeepSpeed's engine compiles by itself, and keeps what it was told.
+    DeepSpeed's engine compiles by itself and keeps its options.
     """
     from accelerate.utils import DynamoBackend
 
@@ -80,12 +80,7 @@ def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True)
 class CompiledBlocks:
-    """What `compile_blocks` did.
-
-    Attributes:
-        names: of the blocks.
-        backend: of `torch.compile`.
-    """
+    """The result of `compile_blocks`: names of the blocks and the backend of `torch.compile`."""
 
     names: tuple[str, ...]
     backend: str
@@ -100,11 +95,9 @@ class CompiledBlocks:
 
 
 def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> CompiledBlocks:
-    """Let every block of a model compile its forward when it is first differentiated, or comes in another shape.
+    """Compile the forward of every block when it is first differentiated, or gets another shape.
 
-    Args:
-        model: changed in place; nothing of it is fused.
-        options: keyword arguments of `torch.compile`, `backend` among them.
+    The model is changed in place and not fused; `options` of `torch.compile` include `backend`.
     """
     names = []
     for name, block in list(outermost_blocks(model)):
@@ -116,7 +109,7 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> CompiledBloc
 
 
 def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
-    """Whether inductor, where it is asked for, finds what it compiles by."""
+    """Yield a problem if inductor is requested and its compiler is not installed."""
     if not training.torch_compile or training.torch_compile_backend != "inductor":
         return
     flag, fix = "--torch_compile True", "install it, or leave --torch_compile out"

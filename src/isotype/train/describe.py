@@ -1,4 +1,4 @@
-"""What a run says of itself: to the terminal at its start, to the run report at its end."""
+"""Descriptions of a run: in the terminal at its start, in the run report at its end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SETTINGS = (
 
 
 def policy_rows(policy: PrecisionPolicy, optimizer: Any = None) -> tuple[tuple[str, str, str], ...]:
-    """The rows of the policy; the optimizer's state as `--optim` keeps it, where that is not in the master dtype."""
+    """Return the rows of the policy; the optimizer's state by `--optim` if it is not in the master dtype."""
     name = str(getattr(optimizer, "value", optimizer))
     kept = state_of(name)
     if kept is None:
@@ -91,9 +91,9 @@ def show_policy(
     extra: IsotypeArguments | None = None,
     choice: Choice | None = None,
 ) -> None:
-    """The policy as a table of one line a role, with the choice of layers to compute again; then its warnings.
+    """Print the policy, one line per role, with the choice of recomputed layers, then its warnings.
 
-    With `--quiet` in three lines without reasons, with `--verbose` with every reason in full.
+    `--quiet`: three lines without reasons; `--verbose`: every reason in full.
     """
     rows = (*policy_rows(policy, optimizer), *_choice_rows(choice))
     if extra is not None and extra.quiet:
@@ -126,7 +126,7 @@ def show_policy(
 
 
 def show_model(console: Console, model: Any) -> None:
-    """How many parameters there are, how many learn, and how the weights are stored."""
+    """Print the number of parameters and of trainable ones, and the storage of the weights."""
     total, trainable = parameter_counts(model)
     lies = ", ".join(f"{name} {format_bytes(size)}" for name, size in weight_bytes(model))
     console.print(
@@ -151,7 +151,7 @@ def show_model(console: Console, model: Any) -> None:
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
-    """(part, parameters, trainable ones, storage dtypes) of each part of a model that takes pictures or sound; nothing of another."""
+    """Return (part, parameters, trainable ones, storage dtypes) per part of a model with pictures or sound."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     parts = Parts(base)
     if not parts.towers:
@@ -173,7 +173,7 @@ def _form(dtype: Any) -> str:
 
 
 def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments) -> None:
-    """What computes in one function: a line, or with `--verbose` everything; what does not, always."""
+    """Print what is fused (all of it with `--verbose`) and what is not."""
     if not report.fused and not report.left:
         return  # every weight is trained
     lines = str(report).splitlines()
@@ -187,13 +187,13 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
-    """(all, trainable) parameters; packed 4-bit weights count as the values they stand for."""
+    """Return all and trainable parameters; packed 4-bit weights count as their unpacked values."""
     total = sum(each.elements for each in stored_parameters(model))
     return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
-    """Bytes of the weights by storage dtype, most first; quantization constants count with their weights."""
+    """Return bytes of the weights by storage dtype, most first; quantization constants count with their weights."""
     sizes: Counter[str] = Counter()
     for each in stored_parameters(model):
         sizes[_form(each.dtype)] += each.bytes
@@ -201,12 +201,12 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """What is not as one might expect of this model: unquantized experts, adapters that were left out."""
+    """Return the peculiarities of this model: unquantized experts, omitted adapters."""
     return (*unquantized_experts(model), *getattr(model, "adapter_notes", ()))
 
 
 def unquantized_experts(model: Any) -> list[str]:
-    """Says where a quantized model keeps stacked weights in a float dtype, and why."""
+    """Return a line about stacked weights that a quantized model keeps in a float dtype, and why."""
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     named = {
         name: p
@@ -224,15 +224,11 @@ def unquantized_experts(model: Any) -> list[str]:
 
 
 _PICTURED = 4
-"""Rows with pictures that a model is asked about; of text it is asked one."""
+"""Number of sample questions with pictures; one without."""
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """The question of `--ask` as one turn of a chat, or the first prompts of the test split as their rows have them.
-
-    Returns:
-        (sample, prompt) each: the texts to show, and what the model is asked; nothing where there is nothing to ask.
-    """
+    """Return (sample, prompt) of `--ask` as one turn of a chat, or of the first prompts of the test split."""
     if settings.extra.ask:
         asked = as_typed(settings.extra.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
@@ -276,7 +272,7 @@ def record(
     status: Literal["running", "finished", "interrupted", "failed"],
     error: str | None = None,
 ) -> RunRecord:
-    """The run as data, as `recorder` has measured it since `started`."""
+    """Return the run as data, as `recorder` has measured it since `started`."""
     settings, policy, trainer = run.settings, run.policy, built.trainer
     total, trainable = parameter_counts(trainer.model)
     dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
@@ -319,9 +315,7 @@ def record(
 
 def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
     training = settings.training
-    other = (
-        "num_train_epochs" if training.max_steps > 0 else "max_steps"
-    )  # of the two, the one that says nothing
+    other = "num_train_epochs" if training.max_steps > 0 else "max_steps"  # the shorter of the two
     values = {name: getattr(training, name, "") for name in _SETTINGS if name != other}
     rows = [(name, str(getattr(value, "value", value))) for name, value in values.items()]
     if settings.model.use_peft:
@@ -342,7 +336,7 @@ def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
 
 
 def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
-    """What computes in functions of ours, by which kernels, and what does not and why."""
+    """Return the fused functions, their kernels, and what is not fused and why."""
     if fusion is None or not (fusion.fused or fusion.left):
         return []
     rows = [("fused", fusion.summary.removeprefix("fused: ")), ("attention", str(fusion.attention))]
@@ -351,12 +345,12 @@ def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Which language-model head was taken by measurement, where there were two."""
+    """Return the language-model head chosen by measurement, if two were compared."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]
 
 
 def _allocator(profile: DeviceProfile) -> tuple[tuple[str, str], ...]:
-    """How torch reserves the memory of an NVIDIA GPU, where that is set."""
+    """Return torch's allocator setting for an NVIDIA GPU, if set."""
     setting = allocator_setting() if profile.kind == "cuda" else None
     return () if setting is None else (("allocator", setting),)

@@ -1,4 +1,4 @@
-"""The device that a training command runs on."""
+"""The device of a training command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isotype.train.command.settings import Settings
 
 
 def training_device(settings: Settings) -> DeviceProfile:
-    """The profile of the device that the arguments ask for.
+    """Return the profile of the requested device.
 
     Raises:
         UsageError: it is not in this machine, or not the first of its kind.
@@ -44,7 +44,7 @@ def training_device(settings: Settings) -> DeviceProfile:
 
 
 def say_one_gpu(settings: Settings, console: Console) -> None:
-    """Without a launcher a run takes the first GPU of several: how to take all."""
+    """Print how to use all GPUs if a run without launcher uses the first of several."""
     left = gpus_left(settings.training)
     if left:
         command = f"torchrun --standalone --nproc_per_node {left + 1} -m isotype {settings.method.name} …"
@@ -53,7 +53,7 @@ def say_one_gpu(settings: Settings, console: Console) -> None:
 
 
 def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, Any]:
-    """Arguments by which batches go to an NVIDIA or AMD GPU out of pinned memory without waiting for them; else nothing is pinned."""
+    """Return arguments for asynchronous copies from pinned memory to an NVIDIA or AMD GPU."""
     if not torch.cuda.is_available():
         return {"dataloader_pin_memory": False}  # torch warns where there is nothing to pin for
     pinned = profile.kind in ("cuda", "rocm") and settings.training.dataloader_pin_memory
@@ -65,7 +65,7 @@ def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, A
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
-    """Within it no kernel of attention is taken whose gradients may be NaN (IST812); the others compute the same."""
+    """Exclude attention kernels whose gradients may be NaN (IST812); the others compute the same."""
     return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()
 
 

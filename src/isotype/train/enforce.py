@@ -1,4 +1,4 @@
-"""enforce: restore the policy on a model or a trainer that something else has touched."""
+"""Restore the policy on a model or a trainer that other code has changed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy
 
 
 def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, ...]:
-    """Restore `policy` in place and return what had to be changed (an empty tuple when nothing had).
+    """Restore `policy` in place and return the changes (an empty tuple if there were none).
 
     Args:
-        model: a model, or a transformers/TRL trainer before `train()`: then its GradScaler and autocast are
-            brought along, which accelerate leaves out for float16 on a CPU.
-        policy: by default the one the model carries (`isotype.load` and `isotype.add_lora` leave it there).
+        model: a model, or a transformers/TRL trainer before `train()`; then also its GradScaler and autocast, which
+            accelerate omits for float16 on a CPU.
+        policy: default: the model's (set by `isotype.load` and `isotype.add_lora`).
 
     Raises:
-        PrecisionError: no policy was given and the model carries none; a quantization state is lost; or the
-            trainer was built for another mixed precision.
+        PrecisionError: no policy was given and the model has none; a quantization state is lost; or the trainer was
+            built for another mixed precision.
     """
     is_trainer = hasattr(model, "accelerator") and hasattr(model, "model")
     policy = policy or policy_of(model.model if is_trainer else model)
@@ -44,14 +44,14 @@ def enforce_trainer(
 ) -> tuple[Change, ...]:
     """Bring a trainer that has just been built under `policy`: its model, its autocast and its GradScaler.
 
-    Liger's kernels, which the trainer would put into the model when training begins, are switched off: see `isotype.compat.liger`.
+    Liger's kernels, which the trainer would install when training begins, are switched off: see
+    `isotype.compat.liger`.
 
     Args:
         trainer: a transformers or TRL trainer, before `train()`.
         policy: from `isotype.resolve_precision`.
-        masters: trainable parameters as they were before the trainer was built, by name. TRL casts the
-            trainable parameters of a quantized model to bfloat16 when it is built; with these the digits it cut
-            off come back.
+        masters: trainable parameters by name, from before the trainer was built. TRL casts those of a quantized model
+            to bfloat16; these values restore the lost digits.
     """
     parameters = dict(trainer.model.named_parameters())
     for name, values in (masters or {}).items():
@@ -73,17 +73,17 @@ def enforce_trainer(
 
 
 def masters_of(model: Any) -> dict[str, torch.Tensor]:
-    """The trainable parameters' storage by name, to hand to `enforce_trainer` (references, no copies)."""
+    """Return the trainable parameters' storage by name for `enforce_trainer` (references, no copies)."""
     return {name: p.data for name, p in model.named_parameters() if p.requires_grad}
 
 
 def mixed_precision_name(policy: PrecisionPolicy) -> str:
-    """accelerate's name for the policy's autocast: `"no"`, `"bf16"` or `"fp16"`."""
+    """Return accelerate's name for the policy's autocast: `"no"`, `"bf16"` or `"fp16"`."""
     return {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[policy.autocast]
 
 
 def precision_arguments(policy: PrecisionPolicy) -> dict[str, Any]:
-    """Attributes of transformers' TrainingArguments under a policy: `fp16`, `bf16` and what follows from them."""
+    """Return the policy's attributes of transformers' TrainingArguments: `fp16`, `bf16` and dependent ones."""
     return {
         "bf16": policy.compute == torch.bfloat16,
         "fp16": policy.compute == torch.float16,
@@ -114,6 +114,6 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
 
 
 def begin_loss_scale(scaler: Any, policy: PrecisionPolicy) -> None:
-    """Let a GradScaler that nobody has set begin with the policy's loss scale; it has not made a step yet."""
+    """Set the policy's loss scale on a GradScaler with default settings that has made no step."""
     if scaler.get_scale() == DEFAULT_LOSS_SCALE != policy.loss_scale:
         scaler.load_state_dict({**scaler.state_dict(), "scale": policy.loss_scale})

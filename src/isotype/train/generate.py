@@ -1,4 +1,4 @@
-"""Ask a model a question."""
+"""Generate answers of a model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from isotype.core.errors import UsageError, one_line
 from isotype.report.run.record import RunRecord, Sample
 
 Message = dict[str, Any]
-"""`role`, and `content`: a text, or parts where a turn shows pictures."""
+"""`role`, and `content`: a text, or parts if a turn has pictures."""
 PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
 PLAIN |= {"num_beams": 1}
 """Of a checkpoint's generation settings, those that are code of the hub, or that a stream of words has no use for, are off."""
 Prompt = str | Sequence[Message]
-"""A plain text to go on with, or a conversation."""
+"""A plain text to continue, or a conversation."""
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode with the KV cache on, and back to what it was."""
+    """Switch to evaluation mode with the KV cache, and back."""
     training, cache = model.training, getattr(model.config, "use_cache", None)
     model.eval()
     model.config.use_cache = True
@@ -40,8 +40,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def encode(tokenizer: Any, messages: Prompt) -> Any:
-    """The prompt's ids and mask: plain text as it is; a conversation by the chat template, or its last message
-    as plain text where there is none."""
+    """Return ids and mask of a text or a conversation; without a chat template, of its last message."""
     if isinstance(messages, str):
         return tokenizer(text=messages, return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
@@ -62,7 +61,7 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
 
 
 def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]:
-    """Messages with their contents in parts, and pictures in their places."""
+    """Return messages with their contents in parts, and pictures in their places."""
     from trl import prepare_multimodal_messages
 
     turns: list[Any] = prepare_multimodal_messages([dict(turn) for turn in messages], images=list(pictures))
@@ -71,9 +70,9 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """The model's greedy answer (sampling with `do_sample=True, …`) to a text or a conversation, as text.
+    """Return the model's greedy answer (sampling with `do_sample=True, …`) to a text or a conversation, as text.
 
-    Runs without autocast: under a policy no operator meets two float dtypes.
+    Runs without autocast: under a policy no operator gets two float dtypes.
     """
     device = next(model.parameters()).device
     inputs = {k: v.to(device) for k, v in encode(tokenizer, messages).items()}
@@ -90,7 +89,7 @@ def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 6
 
 
 def as_asked_before(asked: Sequence[tuple[Sample, Prompt]], earlier: RunRecord | None) -> list[Sample]:
-    """The sample questions, with the answers that they got before the run began."""
+    """Return the sample questions with their answers from before the run."""
     samples = () if earlier is None else earlier.samples
     answers = {(sample.question, sample.pictures): sample.before for sample in samples}
     return [
@@ -101,7 +100,7 @@ def as_asked_before(asked: Sequence[tuple[Sample, Prompt]], earlier: RunRecord |
 def answers_after(
     trainer: Any, samples: Sequence[Sample], asked: Sequence[tuple[Sample, Prompt]], console: Console
 ) -> list[Sample]:
-    """The sample questions, with the answers of the trained model."""
+    """Return the sample questions with the answers of the trained model."""
     if not samples:
         return []
     with console.status("asking the model after training …"):

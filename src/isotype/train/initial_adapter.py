@@ -1,4 +1,4 @@
-"""How the adapter of a run begins: as one that `--model_name_or_path` names, or by one of PEFT's initialisations (`--init_lora_weights`)."""
+"""The initial adapter of a run: that of `--model_name_or_path`, or PEFT's initialisation `--init_lora_weights`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ MADE_BY = {
     "use_rslora": "use_rslora",
     "init_lora_weights": "init_lora_weights",
 }
-"""Arguments that a new adapter is made by, and the field of PEFT's config that each one sets."""
+"""Arguments of a new adapter, and the field of PEFT's config that each one sets."""
 
 
 def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
-    """The settings with the base model in the place of an adapter, and that adapter; or as given, and None.
+    """Return the settings with the base model in place of an adapter, and that adapter; or the settings and None.
 
-    What no flag says about precision is as the adapter was trained: the base's storage and the compute dtype.
+    Precision without a flag is the adapter's: the base's storage and the compute dtype.
 
     Raises:
         CheckpointError: the adapter is damaged or names no base model.
-        UsageError: arguments that would make another adapter; one that is of another task.
+        UsageError: arguments of another adapter, or an adapter for another task.
     """
     name = str(settings.model.model_name_or_path)
     if not is_adapter(name):
@@ -89,7 +89,7 @@ def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:
 
 
 def _other_adapter(settings: Settings, adapter: Adapter) -> list[Problem]:
-    """The arguments that were really given and say something else than the adapter's own config."""
+    """Return the problems of given arguments that contradict the adapter's config."""
     problems = []
     if settings.precision.trainable == "full":
         problems.append(
@@ -108,7 +108,7 @@ def _other_adapter(settings: Settings, adapter: Adapter) -> list[Problem]:
 
 
 def _plain(value: Any) -> Any:
-    """Names in any order and container compare alike."""
+    """Normalize names, so that order and container do not matter."""
     return sorted(value) if isinstance(value, (list, tuple, set)) else value
 
 
@@ -116,20 +116,20 @@ def _plain(value: Any) -> Any:
 
 
 DRAWN = ("gaussian", "orthogonal")
-"""Initialisations that draw A and B so that their product is zero; the base stays as it is."""
+"""Initialisations with random A and B whose product is zero; the base is unchanged."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
-"""Initialisations that want a base in a float dtype: PEFT 0.21 draws `orthogonal` in the dtype that a weight is stored in."""
+"""Initialisations that need a base in a float dtype: PEFT 0.21 draws `orthogonal` in a weight's storage dtype."""
 
 PART_OF_BASE = ("olora", "pissa")
-"""Initialisations that take a part of each base weight into the adapter, by a QR or singular value decomposition.
+"""Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-The rest of the base is computed again wherever the adapter is attached: equal up to rounding, as the product of A and B is,
-whatever signs the decomposition chooses.
+The rest of the base is computed again whenever the adapter is attached: equal up to rounding, like the product of A
+and B, whatever signs the decomposition chooses.
 """
 
 LOFTQ = "loftq"
-"""The initialisation from the quantization errors of layers in 4 bits, see `isotype.checkpoint.loftq`."""
+"""Initialisation from the quantization errors of 4-bit layers, see `isotype.checkpoint.loftq`."""
 
 _DATA = "it needs passes over data before the adapter is there: save one by PEFT's script and give it as --model_name_or_path"
 _REFUSED: Mapping[str, str] = {
@@ -138,11 +138,11 @@ _REFUSED: Mapping[str, str] = {
     "lora_ga": _DATA,
     "mica": "its B is not trained, which no policy here knows",
 }
-"""What PEFT has besides -> why not here."""
+"""Other initialisations of PEFT -> why they are refused."""
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
-    """What is wrong with `--init_lora_weights`, as far as the arguments tell."""
+    """Yield the problems of `--init_lora_weights` that the arguments show."""
     name, extra = settings.extra.init_lora_weights, settings.extra
     if name is None:
         return
@@ -182,15 +182,15 @@ def _loftq_problems(settings: Settings, setting: str) -> Iterator[Problem]:
 
 
 def brings_tokens(training: Any) -> bool:
-    """Whether a chat template of another model is taken over, with its tokens; sft and reward have the argument."""
+    """Return True if the chat template and tokens of another model are adopted; sft and reward have the argument."""
     template = getattr(training, "chat_template_path", None)
     return template is not None and not Path(template).is_file()
 
 
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
-    """Whether the method would put a second adapter on the base, which would take its part out of it once more.
+    """Return a problem if the method would put a second adapter on the base, and so subtract its part twice.
 
-    TRL's reference of a preference run, or of one with a KL term, is a copy of the adapter, made by its config.
+    TRL's reference of a preference run, or of one with a KL term, is a copy of the adapter, made from its config.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or settings.method.reference == "none":
         return []
@@ -212,16 +212,16 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings, start: Adapter | None) -> bool:
-    """Whether the model is its own reference where its adapter is switched off: one that is new, and leaves the base as it is."""
+    """Return True if the model without its adapter is the reference: if the adapter is new and the base unchanged."""
     new = start is None and settings.extra.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 
 
 def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Whether the base that the policy decided on can give a part of its weights to the adapter.
+    """Raise if the adapter needs a part of the base's weights and the policy quantizes them.
 
     Raises:
-        PrecisionError: it is quantized.
+        PrecisionError: it does.
     """
     name = settings.extra.init_lora_weights
     if name in OF_FLOATS and policy.quantized:

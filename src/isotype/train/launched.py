@@ -1,4 +1,4 @@
-"""Several processes: what a launcher (torchrun, accelerate) or `--fsdp` asks for."""
+"""Several processes, as requested by a launcher (torchrun, accelerate) or `--fsdp`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _GONE = re.compile(
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded over processes, by FSDP2.
+    """Sharding of a model over processes by FSDP2.
 
     Attributes:
-        reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
-        checkpointing: whether FSDP's own configuration asks for gradient checkpointing.
-        version: of FSDP that was asked for.
-        offload: whether parts in the memory of the CPU were.
-        source: what says the version.
+        reshard: free a block's gathered weights after its forward and gather them again for its backward.
+        checkpointing: FSDP's configuration requests gradient checkpointing.
+        version: requested version of FSDP.
+        offload: parts in CPU memory were requested.
+        source: name of the argument with the version.
     """
 
     reshard: bool = True
@@ -46,17 +46,13 @@ class Sharding:
 
 
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
-    """What `--fsdp` or `accelerate launch` asks for, taken out of the environment; None without either.
+    """Return the sharding of `--fsdp` or `accelerate launch`, removed from the environment; None without either.
 
-    The model is sharded when it is loaded (`isotype.checkpoint.shard`). accelerate would load it whole into every process first, and
-    shards nothing on a CPU, whatever its config says.
-
-    Args:
-        training: TrainingArguments.
-        arguments: TRL's ModelConfig.
+    The model is sharded while it is loaded (`isotype.checkpoint.shard`). accelerate would first load it whole into
+    every process, and shards nothing on a CPU, whatever its config.
 
     Raises:
-        UsageError: what is asked for cannot be done; all of it is named.
+        UsageError: unsupported requests, all named.
     """
     asked = requested_sharding(training)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -69,12 +65,12 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
 
 
 def processes() -> int:
-    """How many processes a launcher has started together; 1 without one."""
+    """Return the number of processes that a launcher has started together; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def from_first(compute: Callable[[], T]) -> T:
-    """What the first process of a run computes, in all of its processes; what it raises is raised in all."""
+    """Return in all processes what rank 0 computes; its exception is raised in all."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return compute()
     box: list[Any] = [None]
@@ -92,7 +88,7 @@ def from_first(compute: Callable[[], T]) -> T:
 
 
 def requested_sharding(training: Any) -> Sharding | None:
-    """What `--fsdp` or `accelerate launch` asks for, unjudged; None without either."""
+    """Return the sharding of `--fsdp` or `accelerate launch`, unchecked; None without either."""
     if training.fsdp:
         return _of_arguments(training)
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
@@ -110,7 +106,7 @@ def _of_arguments(training: Any) -> Sharding:
 
 
 def _of_launcher() -> Sharding:
-    """What `accelerate launch` hands on of its config (`prepare_multi_gpu_env` in accelerate/utils/launch.py)."""
+    """Return the sharding of `accelerate launch` (`prepare_multi_gpu_env` in accelerate/utils/launch.py)."""
     given = os.environ.get
     return Sharding(
         reshard=_true(given("FSDP_RESHARD_AFTER_FORWARD", "true")),
@@ -150,11 +146,9 @@ def _problems(asked: Sharding, training: Any, arguments: Any) -> list[Problem]:
 
 @contextmanager
 def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator[None]:
-    """The death of another process of a run, which ends a collective here, is told as that.
+    """Report the death of another process of the run, which fails a collective in this one.
 
-    Args:
-        trainer: the run's.
-        goes_on: the command that goes on from a checkpoint.
+    `goes_on` returns the command that resumes a checkpoint.
 
     Raises:
         TrainingError: another process is gone.
@@ -164,18 +158,18 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
     except RuntimeError as error:
         if trainer.accelerator.num_processes == 1 or not _GONE.search(str(error)):
             raise
-        # The launcher ends this process now; what is left is to say why.
+        # The launcher ends this process now; only the reason remains to be printed.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _lost(trainer, goes_on) from error
 
 
 @cache
 def leave_group_at_exit() -> None:
-    """Leave the process group when this process ends, which neither transformers nor accelerate does.
+    """Leave the process group when this process exits; neither transformers nor accelerate does.
 
-    The threads of a group that is still there when Python is torn down end the process now and then with SIGABRT, "terminate called
-    without an active exception": https://github.com/pytorch/pytorch/issues/190489. For processes whose training came to its end; one that
-    has lost another must not wait for it.
+    Threads of a live group sometimes end Python's shutdown with SIGABRT, "terminate called without an active
+    exception": https://github.com/pytorch/pytorch/issues/190489. Only for processes whose training has ended: one
+    that lost another process must not wait for it.
     """
     atexit.register(_leave_group)
 

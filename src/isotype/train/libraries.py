@@ -1,4 +1,4 @@
-"""Refuses installed libraries that lack what isotype reads and overrides in them, before a model is loaded."""
+"""Refuse installed libraries that lack what isotype reads and overrides, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ LAST_TRIED = {
     "accelerate": "1.15",
     "bitsandbytes": "0.50",
 }
-"""The newest version of each library that every entry of docs/compat.md was tried with."""
+"""The newest version of each library that every entry of docs/compat.md was tested with."""
 
 
 def require_fitting_libraries() -> None:
-    """Raise where a training would fail, or be left without a step of ours, in the middle of transformers or TRL.
-
-    A library that is newer than what isotype was tried with is a line in the log; it may well fit.
+    """Raise if a training would fail in transformers or TRL, or lose a step of isotype; log newer libraries.
 
     Raises:
         UsageError: a library lacks what is read or overridden; the message names both versions.
@@ -40,7 +38,7 @@ def require_fitting_libraries() -> None:
 
 
 def require_names(method: Method) -> None:
-    """Raise where TRL lacks the trainer of a method, its arguments, or what reads arguments: before any of it is loaded.
+    """Raise if TRL lacks a method's trainer, its arguments, or their parser, before any is loaded.
 
     Raises:
         UsageError: as `require_fitting_libraries`.
@@ -63,7 +61,7 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
 
 
 def newer_than_tried() -> list[str]:
-    """A line for each installed library that is newer than the last version that isotype was tried with."""
+    """Return a line for each installed library that is newer than the last tested version."""
     lines = []
     for library, last in LAST_TRIED.items():
         try:

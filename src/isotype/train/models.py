@@ -1,4 +1,4 @@
-"""The model of a training command under its policy, with its adapter: loaded, or without a byte of weights."""
+"""The model of a training command under its policy, with its adapter: loaded, or without weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from isotype.train.initial_adapter import LOFTQ, brings_tokens, is_its_own_refer
 from isotype.train.launched import Sharding
 from isotype.train.policy import moments_of_run
 
-# What the policy decides; `read_precision_request` has heard what the arguments say about it.
+# Decided by the policy; `read_precision_request` has read the arguments.
 _DECIDED = (
     "dtype",
     "torch_dtype",
@@ -58,11 +58,11 @@ def adapted_model(
     *,
     adapt: Adapt | None = None,
 ) -> tuple[Any, Any]:
-    """Load `checkpoint` and add the adapter that the arguments describe on the parts `adapt`, or `start`, to be trained further.
+    """Load `checkpoint` and add the arguments' adapter on the parts `adapt`, or `start`, to be trained further.
 
     Returns:
-        (model, peft_config): peft_config is None, except where the trainer has to add the adapter itself
-        because a chat template brings new tokens that have to become trainable first.
+        model, peft_config: the latter is None unless the trainer has to add the adapter, because a chat template adds
+            tokens that must become trainable first.
     """
     import transformers
 
@@ -134,11 +134,11 @@ def _adapted(
 
 
 _REFERENCE = "ref"
-"""TRL's name for the frozen copy of the adapter that a preference run, or one with a KL term, starts from."""
+"""TRL's name for the frozen copy of the adapter, the reference of a preference run or of one with a KL term."""
 
 
 def _with_reference(settings: Settings, model: Any) -> Any:
-    """Add the adapter that TRL would add to a model that is not sharded: to one that is, none can be added any more."""
+    """Add TRL's reference adapter to a sharded model, which TRL cannot do."""
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() leaves it on the model"
@@ -149,7 +149,7 @@ def _with_reference(settings: Settings, model: Any) -> Any:
 
 
 def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
-    """PEFT's `add_adapter`, which finds experts that are stored quantized; nothing where the adapter is `there`."""
+    """Call PEFT's `add_adapter`, also for quantized experts; do nothing if the adapter is `there`."""
     if not there:
         with seen_dense(model):
             type(model).add_adapter(model, name, config)
@@ -157,10 +157,10 @@ def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
 
 @contextmanager
 def one_reference(settings: Settings, start: Adapter | None, model: Any) -> Iterator[None]:
-    """While a trainer is built: let TRL add an adapter `ref` only where it is needed, and where it can be added.
+    """While a trainer is built, let TRL add an adapter `ref` only if it is needed and can be added.
 
-    A sharded model has it already: TRL copies values into it. A new adapter's copy goes again: with the adapter switched off the model
-    computes the same.
+    A sharded model has it already: TRL copies values into it. The copy of a new adapter is deleted again: the model
+    with the adapter switched off computes the same.
     """
     adapters = getattr(model, "peft_config", None) or {}
     there = _REFERENCE in adapters
@@ -191,11 +191,7 @@ def _sharded(
 
 
 def require_token_ids(config: Any, settings: Settings) -> None:
-    """Refuse a model that is called with something else than token ids, such as Whisper: no trainer of TRL's feeds it.
-
-    Raises:
-        UsageError: it is one.
-    """
+    """Raise UsageError for a model whose input is not token ids, such as Whisper: no trainer of TRL feeds it."""
     cls = concrete_class(config)
     takes = getattr(cls, "main_input_name", "input_ids")
     if takes == "input_ids":
@@ -209,17 +205,17 @@ def require_token_ids(config: Any, settings: Settings) -> None:
 
 
 def check_module_names(model: Any, config: Any) -> None:
-    """Whether every name in `--lora_target_modules` and `--lora_modules_to_save` is one of a module.
+    """Check that every name in `--lora_target_modules` and `--lora_modules_to_save` is a module's.
 
     A regex or `all-linear` (a string) is left to PEFT.
 
     Raises:
-        UsageError: a name that no module ends with, with the nearest names there are.
+        UsageError: a name that no module ends with, with the nearest names.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
-    convert_peft_config_for_transformers(converted, model, None)  # names of experts that lie stacked
+    convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts
     modules = [name for name, _ in model.named_modules() if name]
     last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
     problems = []
@@ -244,13 +240,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Whether some adapted layer is as wide as the rank: none has more directions than its narrower side.
-
-    What is too narrow for the rank while others are not is a note of the model's.
-
-    Raises:
-        UsageError: every one is narrower.
-    """
+    """Raise UsageError if every adapted layer's narrower side is less than the rank; a note if only some are."""
     rank, targets = getattr(config, "r", None), config.target_modules
     widths = [
         min(module.in_features, module.out_features)
@@ -284,9 +274,9 @@ def _is_target(name: str, targets: Any) -> bool:
 
 
 def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str, Any]:
-    """(source, tokenizer) of a model on this machine: a directory, a GGUF file, an embedded model, a hub id that was downloaded.
+    """Return the local source and tokenizer of a model: a directory, GGUF file, embedded model or downloaded hub id.
 
-    (model, None) where it has none here. A GGUF file's is written into the cache, as a training does.
+    (model, None) if there is none. A GGUF file's is written into the cache, as in a training.
     """
     source = local_path(model) or local_snapshot(model, revision)
     if source is None:
@@ -300,7 +290,7 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
 
 
 def processing_class(source: Path | str, revision: str | None = None) -> Any:
-    """The tokenizer of a checkpoint, or its processor where it takes images.
+    """Return the tokenizer of a checkpoint, or its processor if it takes images.
 
     Raises:
         CheckpointError: the checkpoint has none, or it cannot be read.
@@ -330,21 +320,21 @@ def weightless_model(
     attn_implementation: str | None = None,
     **settings: Any,
 ) -> Any:
-    """What `isotype.load` and `isotype.add_lora` would give under `policy`, every tensor on the meta device.
+    """Return the model of `isotype.load` and `isotype.add_lora` under `policy`, every tensor on the meta device.
 
     Args:
         config: of transformers; it is copied.
         policy: from `isotype.resolve_precision`.
-        model_class: a transformers model class or auto class; by default the class that the config names.
-        lora: a `peft.LoraConfig` or the arguments of one; None for no adapters.
+        model_class: a transformers model class or auto class; default: the class that the config names.
+        lora: a `peft.LoraConfig` or its arguments; None for no adapters.
         adapt: the parts that get adapters.
-        fold: whether equal layers are folded (see `isotype.model.fold`): before adapters are made, except where
-            layers are chosen by their numbers.
+        fold: fold equal layers (see `isotype.model.fold`): before adapters are made, unless layers are chosen by
+            number.
         attn_implementation: as in `from_pretrained`.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
-        CheckpointError: transformers has no class for the config, or one that it does not fit.
+        CheckpointError: transformers has no class for the config, or an incompatible one.
         PrecisionError: adapters under a policy that trains every weight.
         UsageError: an adapter that cannot be made on this model.
     """
@@ -378,7 +368,7 @@ def _lora_config(model: Any, lora: Any) -> Any:
 
 
 def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
-    """Whether the quantizer or PEFT treats layers differently by their numbers."""
+    """Return True if the quantizer or PEFT treats layers differently by number."""
     if lora is None:
         names: list[str] = []
     elif getattr(lora, "layers_to_transform", None) is not None:
@@ -398,7 +388,7 @@ def _with_blank_adapter(model: Any, policy: PrecisionPolicy, lora: Any, adapt: A
 
 
 def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
-    """`add_lora` without its warnings: what cannot be adapted as asked is in the model's `adapter_notes` too, and is printed."""
+    """Call `add_lora` without its warnings: the model's `adapter_notes` contain them and are printed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return add_lora(model, policy, config, adapt=adapt)
@@ -406,7 +396,7 @@ def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None
 
 @contextmanager
 def _adapter_arguments() -> Iterator[None]:
-    """PEFT's word on the user's own arguments: a regex that matches nothing, a layer it cannot adapt."""
+    """Show PEFT's warnings about the user's arguments: a regex without a match, an unsupported layer."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:

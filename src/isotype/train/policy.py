@@ -1,4 +1,4 @@
-"""The policy of a checkpoint whose value ranges are measured where float16 needs to know them."""
+"""The policy of a checkpoint, with measured value ranges if float16 needs them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,13 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """The policy, and the measurement that it was decided by; None where there is none or none is needed.
+    """Return the policy and the measured ranges behind it; None if not measured or not needed.
 
-    Args:
-        checkpoint: whose weights are measured, if they are on this machine.
-        request: what was asked of the precision.
-        device: name of a device or of a profile.
-        when: `measure`: measure a checkpoint whose weights are on this machine and that nobody has measured; `known`: do not.
+    `when`: `measure` a local checkpoint without a cached measurement, or use only what is `known`.
 
     Raises:
-        PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`; parameters that float16 does not hold.
+        PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`; parameters beyond float16's
+            range.
     """
     profile = device_profile(device)
     measure = partial(_measured, measure_checkpoint, checkpoint, profile) if when == "measure" else None
@@ -52,10 +49,10 @@ def policy_by_ranges(
 
 
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
-    """Refuse to train in float16 behind a norm, or another parameter, that multiplies by more than it holds.
+    """Refuse to train in float16 if a norm or another parameter multiplies by more than 65504.
 
-    Linear layers and embeddings of that kind run in float32. What follows a norm may, too, and what was measured fits; but the first update
-    of an adapter moves results by such a factor times the learning rate, which no measurement before it has seen.
+    Linear layers and embeddings of that kind run in float32. The measured values after a norm fit, but the first
+    update of an adapter changes results by such a factor times the learning rate, which is not measured.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -75,7 +72,7 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
 def policy_of_run(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """`policy_by_ranges` for one of the processes of a run: the first measures, and all decide by what it has found."""
+    """Return `policy_by_ranges` for all processes of a run, measured and decided by the first."""
     if processes() == 1:
         return policy_by_ranges(checkpoint, request, device, when=when)
     policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
@@ -90,7 +87,7 @@ def policy_of_run(
 
 
 def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tensor]:
-    """`[in]` second moments of each linear layer's input channels, as they were measured, or are now: by the first process of several."""
+    """Return the second moments `[in]` of each linear layer's input channels, cached or measured by rank 0."""
 
     def measured() -> dict[str, str]:
         here = downloaded(checkpoint)
@@ -103,7 +100,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measured on the GPU that is about to train, block by block; on the CPU where there is none, or no room on it."""
+    """Measure block by block on the GPU that will train; on the CPU if there is none, or no room on it."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)
@@ -112,7 +109,7 @@ def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: D
     except torch.OutOfMemoryError:
         note = f"measured on the CPU: there was no room on {profile.title}"
     finally:
-        torch.get_device_module(device).empty_cache()  # what is free decides what else is done
+        torch.get_device_module(device).empty_cache()  # later choices depend on the free memory
     result = measure(checkpoint)
     return replace(result, notes=(*result.notes, note))
 

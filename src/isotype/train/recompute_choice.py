@@ -1,4 +1,4 @@
-"""`--gradient_checkpointing auto`: no more layers are computed again in the backward than the device's memory asks for."""
+"""`--gradient_checkpointing auto`: recompute only as many layers in the backward as the step needs to fit."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices.room import Room
 
 SPARSEST = 4
-"""The fewest layers that are checkpointed are every fourth: fewer would save less than the margin is."""
+"""At least every fourth layer is checkpointed: fewer would save less than the margin of error."""
 
 Foresee = Callable[[Mapping[str, Any] | None], int]
 
 
 class NotForeseenError(Exception):
-    """What a step takes cannot be said; the message says why, as a clause."""
+    """The cost of a step cannot be determined; the message is the reason, as a clause."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which layers are computed again in the backward.
+    """The layers recomputed in the backward.
 
     Attributes:
         arguments: of the model's `gradient_checkpointing_enable`; None for no layer.
-        reason: why, as a clause.
+        reason: as a clause.
     """
 
     arguments: Mapping[str, Any] | None
@@ -42,16 +42,15 @@ class Choice:
         return "every layer" if number == 1 else f"every {endings.get(number, f'{number}th')} layer"
 
     def row(self) -> tuple[str, str, str]:
-        """The row of the policy's table."""
+        """Row of the policy's table."""
         return "checkpointing", self.words, self.reason
 
 
 def choose(foresee: Foresee, room: Room) -> Choice:
-    """The fewest layers to compute again with which a step fits: none, every fourth to every second, or all.
+    """Return the fewest recomputed layers with which a step fits: none, every fourth to every second, or all.
 
-    Args:
-        foresee: bytes at the peak of a step with these arguments of `gradient_checkpointing_enable`; raises `NotForeseenError`.
-        room: what the step may take.
+    `foresee`: returns bytes at the peak with these arguments of `gradient_checkpointing_enable`, or raises
+    `NotForeseenError`.
     """
     if room.size is None:
         return Choice(CHECKPOINTING, room.words)
@@ -74,7 +73,7 @@ def choose(foresee: Foresee, room: Room) -> Choice:
 
 
 def _sparser(without: int, least: int, room: int) -> range:
-    """The numbers n to try, the largest first: what every n-th layer saves is nearly an n-th of what all save."""
+    """Return the numbers n to try, the largest first: every n-th layer saves nearly an n-th of what all save."""
     if least > room or without <= least:
         return range(0)
     most = min(SPARSEST, int((without - least) / (without - room)))

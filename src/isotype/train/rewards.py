@@ -1,4 +1,4 @@
-"""Reward functions of grpo and rloo by name, as `trl grpo` takes them."""
+"""Reward functions of grpo and rloo by name, as for `trl grpo`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ BUILT_IN = (
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
-    """TRL's reward functions by name, functions by dotted path (`my_rewards.length`), and a reward model's path.
+    """Return TRL's reward functions by name, functions by dotted path (`my_rewards.length`), and a reward model's
+    path.
 
     Raises:
-        UsageError: none was given, or one cannot be found; all at once.
+        UsageError: none was given, or some do not exist; all at once.
     """
     functions: list[Any] = [reward_model] if reward_model else []
     problems = []
@@ -52,7 +53,7 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
 
 
 def _explained(function: Any) -> Any:
-    """The function; where it raises, the error says in which line of it."""
+    """Wrap a function so that its error names the line."""
     if isinstance(function, nn.Module):
         return function  # a reward model
     name = getattr(function, "__name__", type(function).__name__)
@@ -84,7 +85,7 @@ def _explained(function: Any) -> Any:
 
 
 def _line_in(function: Any, error: Exception) -> str:
-    """`file:line` of the function's own file where the error came through, whoever raised it there."""
+    """Return the `file:line` of the function's own file in the error's traceback."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else line_of(error)

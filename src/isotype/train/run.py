@@ -1,4 +1,4 @@
-"""A training run as two values: all that is decided before a weight is read, and what is built by it."""
+"""A training run as two values: everything decided before a weight is read, and what is built from it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ from isotype.train.rows.lengths import Lengths
 
 @dataclass(frozen=True)
 class Run:
-    """What a training command comes to.
+    """The decisions of a training command.
 
     Attributes:
-        settings: the command, with the base model in the place of an adapter that it goes on from.
-        checkpoint: the model.
-        start: the adapter that is trained further; None for a new one.
-        policy: of every role's dtype.
-        ranges: the measurement that it was decided by; None where there is none.
+        settings: the command, with the base model in place of an adapter to train further.
+        start: the adapter to train further; None for a new one.
+        ranges: the measurement behind the policy; None if there is none.
         profile: the device.
         data: splits of rows.
         rewards: the trainer's argument for rewards; empty for methods without.
-        resume: the run's checkpoint that it goes on from; None for a start from the beginning.
+        resume: the run's checkpoint to resume; None to start from the beginning.
         earlier: the report of the run up to there.
-        identity: the settings that decide its numbers, see `isotype.train.output.resume.identity_of`.
-        notes: what its user should know besides.
+        identity: the settings that determine its numbers, see `isotype.train.output.resume.identity_of`.
+        notes: for the user.
     """
 
     settings: Settings
@@ -55,15 +53,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Built:
-    """What a run has built to train.
+    """The objects that a run has built for training.
 
     Attributes:
         trainer: under the policy.
-        asked: the questions that it is asked before and after.
-        choice: of the layers that are computed again in the backward.
-        fusion: what computes in functions of ours; None where nothing was fused.
-        notes: what its user should know besides.
-        lengths: of the training rows, where they are known.
+        asked: questions to answer before and after.
+        choice: the recomputed layers.
+        fusion: the fused functions; None if nothing was fused.
+        notes: for the user.
+        lengths: of the training rows, if known.
     """
 
     trainer: Any

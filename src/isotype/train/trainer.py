@@ -1,6 +1,6 @@
-"""A transformers or TRL trainer under a policy: whole checkpoints only, and a measure of every step.
+"""A transformers or TRL trainer under a policy, with complete checkpoints and measured steps.
 
-`policy_trainer(SFTTrainer)` is a subclass; nothing of the trainer's own source is replaced.
+`policy_trainer(SFTTrainer)` is a subclass; the trainer's source is unchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PolicyTrainer(WholeCheckpoints):
     """Mixin over `transformers.Trainer`; see `policy_trainer`.
 
     Attributes:
-        compilation: arguments of `torch.compile` for the model's blocks; None where nothing is to be compiled.
-        steps: measures its steps while it trains.
+        compilation: arguments of `torch.compile` for the model's blocks; None without compilation.
+        steps: measures the steps during training.
     """
 
     compilation: Mapping[str, Any] | None = None
@@ -45,15 +45,15 @@ class PolicyTrainer(WholeCheckpoints):
         self._free_inputs()
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """As the trainer's own; what is to be compiled is not left to accelerate, which would take the whole model."""
+        """Call the trainer's own, but take compilation from accelerate, which would compile the whole model."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.compilation = take_compilation(self.accelerator)
 
     def _free_inputs(self: Any) -> None:
-        """Let embeddings need no gradient where gradient checkpointing does without.
+        """Clear `requires_grad` of embedding outputs if gradient checkpointing does not need it.
 
-        TRL asks for it when the trainer is built, transformers (5.23) when the training begins. A frozen part below the first
-        adapter then has a graph, and a backward.
+        TRL sets it when the trainer is built, transformers (5.23) when the training begins. Frozen layers below the
+        first adapter would then have a graph, and a backward.
         """
         args = self.args
         if args.gradient_checkpointing and not needs_input_gradients(args.gradient_checkpointing_kwargs):
@@ -62,12 +62,7 @@ class PolicyTrainer(WholeCheckpoints):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, signals: Sequence[int] = (), **kwargs: Any
     ) -> Any:
-        """As the trainer's own, and every step is measured.
-
-        Args:
-            resume_from_checkpoint, args, kwargs: the trainer's own, and the `hooks` of saving.
-            signals: those that have asked this process to stop, by the time that a step is read.
-        """
+        """Call the trainer's own `train` and measure every step; `signals` are stop requests to this process so far."""
         self._flops_of_value = None
         with memory_meter(self.args.device) as memory:
             self.steps = StepMeter(self, together=True, memory=memory, signals=signals)
@@ -80,7 +75,7 @@ class PolicyTrainer(WholeCheckpoints):
 
     def run_epoch(self: Any, **kwargs: Any) -> None:
         self._free_inputs()
-        # A run that goes on from its last step has no step left; transformers 5.23 looks only after one more.
+        # A run resumed at its last step has no step left; transformers 5.23 would make one more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -92,7 +87,7 @@ class PolicyTrainer(WholeCheckpoints):
         super().run_epoch(**kwargs)
 
     def floating_point_ops(self: Any, inputs: Any) -> int:
-        """As the trainer's own: a number for each value of the input, for which it counts the model's parameters every time."""
+        """Return the trainer's own count, without counting the model's parameters again at every call."""
         name = getattr(self.model, "main_input_name", "input_ids")
         values: int = inputs[name].numel() if name in inputs else 0
         if not values:
@@ -103,13 +98,13 @@ class PolicyTrainer(WholeCheckpoints):
         return values * each
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's own; hooks of embeddings see rows that were kept as TRL would have joined them."""
+        """Call the trainer's own; hooks of embeddings see kept rows as TRL would have joined them."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
 @cache
 def policy_trainer(trainer_class: type) -> type:
-    """`trainer_class` with whole checkpoints, step measures and isotype's loss; the name is kept."""
+    """Return `trainer_class` with complete checkpoints, measured steps and isotype's loss, under the same name."""
     bases = (PolicyTrainer, trainer_class)
     return type(trainer_class.__name__, bases, {"__module__": trainer_class.__module__})

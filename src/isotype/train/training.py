@@ -87,14 +87,14 @@ from isotype.train.validate import (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        record: what the report says.
-        adapter: directory of the saved adapter (or model), None where the run did not get there.
+        record: the data of the report.
+        adapter: directory of the saved adapter (or model), None if nothing was saved.
         report: path of the HTML report.
-        checkpoint: the last whole checkpoint of this run, or the one it went on from; None where there is none.
-        stopped_by: the signal that stopped it; None where it came to its end.
+        checkpoint: the last complete checkpoint of this run, or the resumed one; None if there is none.
+        stopped_by: the signal that stopped it; None if it reached its end.
     """
 
     record: RunRecord
@@ -107,8 +107,7 @@ class Outcome:
 def run(settings: Settings, console: Console) -> Outcome:
     """Run one training command from its parsed arguments.
 
-    Everything that can be wrong with the arguments, the data, the device and the checkpoint's headers is found
-    before any weights are read.
+    Errors in the arguments, the data, the device and the checkpoint's headers are raised before any weights are read.
 
     Raises:
         IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
@@ -144,7 +143,7 @@ def _run(
 
 
 def _here(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """The settings on this machine: the trainer neither shards, as the model is when it is loaded, nor waits more than it has to."""
+    """Return the settings for this machine: the trainer does not shard, since the model is sharded on loading."""
     values = loading_arguments(settings, profile)
     auto = settings.auto_checkpointing
     if sharding is not None:
@@ -158,7 +157,7 @@ def _here(settings: Settings, sharding: Sharding | None, profile: DeviceProfile)
 def _decided(
     settings: Settings, start: Adapter | None, profile: DeviceProfile, rewards: dict[str, Any]
 ) -> Run:
-    """The run: data, checkpoint and policy, read and decided, and compared with the run that it goes on from."""
+    """Return the run: data, checkpoint and policy, decided and compared with the run that it resumes."""
     from isotype.train.rows.data import hold_back, training_data
 
     resume = resume_point(settings)
@@ -194,7 +193,7 @@ def _decided(
 
 @contextmanager
 def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
-    """Refuse a second run into the same folder; of several processes of one run, the one that writes holds the lock."""
+    """Refuse a second run into the same folder; the writing process of a run holds the lock."""
     if not settings.training.should_save:
         yield
         return
@@ -207,7 +206,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
 
 @contextmanager
 def _output_directory(settings: Settings) -> Iterator[None]:
-    """The output directory, made; of what was made here, nothing is left where nothing was written into it."""
+    """Create the output directory; remove it again if nothing was written."""
     root = Path(settings.training.output_dir)
     missing = [path for path in (root, *root.parents) if not path.exists()]
     try:
@@ -215,7 +214,7 @@ def _output_directory(settings: Settings) -> Iterator[None]:
         yield
     finally:
         for path in missing:
-            with suppress(OSError):  # there is something in it, or nobody could make it
+            with suppress(OSError):  # it is not empty, or could not be created
                 path.rmdir()
 
 
@@ -232,7 +231,7 @@ def _make_outputs(root: Path) -> None:
 
 
 def _build(run: Run, console: Console) -> Built:
-    """The trainer under the policy, and the sample question with the answer before training."""
+    """Return the trainer under the policy, and the sample questions with their answers before training."""
     from transformers import set_seed
 
     from isotype.checkpoint.load import tokenizer_source
@@ -303,7 +302,7 @@ def _say_restored(changes: Iterable[Change], console: Console) -> None:
 
 
 def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) -> FusionReport | None:
-    """What computes in functions of ours; None where the blocks are compiled, or stay as PEFT has them."""
+    """Compile the blocks, or fuse the model and return the report; None if compiled or left as in PEFT."""
     if trainer.compilation is not None:
         say(console, str(compile_blocks(trainer.model, trainer.compilation)))
         return None
@@ -317,7 +316,7 @@ def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) 
 
 
 def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
-    """The trainer's arguments as the policy, the choice of layers and the rows have them; the model is loaded already."""
+    """Return the trainer's arguments after the policy, the choice of layers and the rows."""
     values = {**precision_arguments(run.policy), "model_init_kwargs": None}
     if run.settings.auto_checkpointing:
         values |= checkpointing_arguments(choice.arguments)
@@ -330,7 +329,7 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
 
 
 def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
-    """Lengths of the training rows, where `max_length` means anything to the method."""
+    """Return the lengths of the training rows, if the method uses `max_length`."""
     if not hasattr(settings.training, "max_length"):
         return None
     return lengths_in(settings, tokenizer, data[settings.script.dataset_train_split])
@@ -338,7 +337,7 @@ def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
 
 @contextmanager
 def _arguments_of(settings: Settings) -> Iterator[None]:
-    """What TRL and PEFT refuse while they build a trainer is about the user's arguments."""
+    """Turn errors of TRL and PEFT while they build a trainer into errors about the user's arguments."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -355,7 +354,7 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterator[None]:
-    """The trainer renders rows that were not in the sample: one that the chat template refuses is looked for, and named."""
+    """Find and name a row outside of the sample that the chat template refuses."""
     try:
         yield
     except (TemplateError, *ERRORS):
@@ -366,9 +365,9 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
 
 @contextmanager
 def _found_again(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
-    """Let the trainer find the weights themselves by the model's name, for the time that it is built.
+    """While the trainer is built, set the model's name to the path of its weights.
 
-    Where every weight is trained against a reference model, TRL loads that by the name: from the main branch of a hub id,
+    To train every weight against a reference model, TRL loads that by name: from the main branch of a hub id,
     whatever the revision, and not at all from a GGUF file.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
@@ -383,14 +382,14 @@ def _found_again(model: Any, source: Path | str, revision: str | None) -> Iterat
 
 
 def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
-    """One of the hub ids that the trainer reads from: a chat template's, a reward model's, that of a reference model."""
+    """Return a hub id that the trainer reads: of a chat template, a reward model or a reference model; or None."""
     names = [getattr(settings.training, "chat_template_path", None)]
     names += [getattr(settings.script, "reward_model_name_or_path", None), source]
     return next((each for each in names if isinstance(each, str) and not Path(each).exists()), None)
 
 
 def _rewards(settings: Settings) -> dict[str, Any]:
-    """The trainer's argument for the rewards of grpo and rloo; nothing for the others."""
+    """Return the trainer's argument for the rewards of grpo and rloo; empty for others."""
     if not hasattr(settings.script, "reward_funcs"):
         return {}
     from isotype.train.rewards import reward_functions
@@ -471,7 +470,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
 
 
 def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
-    """Callbacks in the place of those that transformers shows a run by."""
+    """Replace the callbacks by which transformers shows a run."""
     for shown in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(shown)
     for callback in filter(None, callbacks):
@@ -481,7 +480,7 @@ def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
 def _train_and_save(
     trainer: Any, root: Path, resume: Path | None, hooks: Hooks, console: Console
 ) -> int | None:
-    """Train to the end and save the model into `root`; returns the signal that stopped it, None where none did."""
+    """Train to the end and save the model into `root`; return the signal that stopped it, or None."""
     with graceful_stop(trainer, console) as stopped, pictures_named(trainer):
         try:
             trainer.train(str(resume) if resume else None, hooks=hooks, signals=stopped)

@@ -1,4 +1,4 @@
-"""What can be wrong with a training command, found before a weight is read and said all at once."""
+"""Problems of a training command, reported all at once before a weight is read."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _REPORTERS = {
 
 
 def check_settings(settings: Settings) -> None:
-    """Whether the arguments can work, as far as they tell by themselves.
+    """Check the arguments by themselves.
 
     Raises:
-        UsageError: with every problem found.
+        UsageError: with all problems.
     """
     problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
     problems += compiler_problems(settings.training, settings.extra.device)
@@ -63,7 +63,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def argument_problems(settings: Settings) -> list[Problem]:
-    """What is wrong with the arguments by themselves, on whatever machine they are for."""
+    """Return the problems of the arguments that do not depend on the machine."""
     read = partial(_read, settings)
     return [
         *number_problems(read),
@@ -86,7 +86,7 @@ def _read(settings: Settings, name: str) -> Any:
 
 
 def _task(settings: Settings) -> Iterator[Problem]:
-    """PEFT makes a head of it and writes it into the adapter: what is trained is the method's."""
+    """Refuse a task type, by which PEFT would add a head to the adapter: the method decides it."""
     task, method = settings.model.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [each.name for each in METHODS.values() if each.task_type == task]
@@ -130,7 +130,7 @@ _CHECKPOINT = sorted(
     {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
     - {"function", "args", "kwargs", "context_fn"}
 )
-"""What torch's function and transformers take, but for what JSON has no words for."""
+"""Arguments of torch's function and of transformers that JSON can express."""
 
 
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
@@ -223,7 +223,7 @@ def _attention(settings: Settings) -> str | None:
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:
-    """Whether optimizer and schedule can be made of their arguments, tried on one parameter."""
+    """Yield a problem if optimizer and schedule cannot be built from their arguments, tried on one parameter."""
     from transformers import Trainer, get_scheduler
 
     training = settings.training
@@ -259,7 +259,7 @@ def _schedule_cure(kind: Any) -> str:
 
 
 def _hub(settings: Settings) -> Iterator[Problem]:
-    """Whether what is trained can be uploaded: asked now, and not after hours of training."""
+    """Yield a problem if the result cannot be uploaded, instead of after hours of training."""
     training = settings.training
     if not training.push_to_hub or not training.should_save:
         return
@@ -282,17 +282,17 @@ def _hub(settings: Settings) -> Iterator[Problem]:
     except LocalTokenNotFoundError:
         fix = f"hf auth login, or --hub_token; or {later}"
         yield Problem(f"--push_to_hub to {name} without a token", "a token that may write there", fix)
-    except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client has; it is told as it is
+    except Exception as error:  # noqa: BLE001 - from any HTTP library of the hub's client; it is reported unchanged
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         setting = f"--push_to_hub to {name}: the hub does not answer as it should ({reason})"
         yield Problem(setting, "a hub that can be reached, and a token that it takes", later)
 
 
 def check_read_later(settings: Settings) -> None:
-    """Whether what the trainer reads besides the model and the data is there: a tokenizer's template, a reward model.
+    """Check that the trainer's other files exist: a tokenizer's template, a reward model.
 
     Raises:
-        UsageError: with every problem found.
+        UsageError: with all problems.
     """
     problems = list(_read_later(settings))
     if problems:
@@ -354,10 +354,10 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
 
 
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Whether what the policy came out at is ruled out by other arguments: `--bf16 False`, `--fp16 False`, `--init_lora_weights`.
+    """Check that other arguments allow the decided policy: `--bf16 False`, `--fp16 False`, `--init_lora_weights`.
 
     Raises:
-        PrecisionError: it is.
+        PrecisionError: they do not.
     """
     check_initial(settings, policy)
     name = str(policy.compute).removeprefix("torch.")
@@ -374,17 +374,11 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
 
 
 def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data: Any) -> None:
-    """Whether the tokenizer fits the data, the arguments and the model's vocabulary.
-
-    Args:
-        settings: the command.
-        source: where `from_pretrained` finds the checkpoint.
-        tokenizer: its tokenizer or processor.
-        data: the data set's splits.
+    """Check that the tokenizer fits the data, the arguments and the model's vocabulary.
 
     Raises:
         UsageError: conversations without a chat template, a special token that is not in the vocabulary.
-        CheckpointError: the tokenizer makes ids that the model has no embedding for.
+        CheckpointError: the tokenizer makes ids without an embedding in the model.
     """
     from transformers import AutoConfig
     from trl import is_conversational
@@ -421,7 +415,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     with asking(source):
         config = pretrained(AutoConfig, source, revision=settings.model.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
-    # Added tokens may lie beyond the embedding unused (Gemma 3 1B has one for images); these are used.
+    # Added tokens may be beyond the embedding unused (Gemma 3 1B has one for images); these are used.
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
     largest = max([words.vocab_size - 1, *special])
     if size is not None and largest >= size:
@@ -435,11 +429,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
 
 
 def _check_completions(settings: Settings, data: Any) -> None:
-    """Check that `--completion_only_loss True` finds completions.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Raise UsageError if `--completion_only_loss True` finds no completions."""
     columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     if getattr(settings.training, "completion_only_loss", None) is not True:
         return
@@ -455,11 +445,7 @@ def _check_completions(settings: Settings, data: Any) -> None:
 
 
 def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
-    """Check that the model has every id of rows that are token ids already.
-
-    Raises:
-        DataError: it has not.
-    """
+    """Raise DataError if rows of token ids have one that the model lacks."""
     name = settings.script.dataset_name or "datasets"
     problems = [
         replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
@@ -472,7 +458,7 @@ def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
 
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
-    """A hint where prompts and answers are plain text and the model has a chat template, which is not applied to them."""
+    """Return a hint if prompts and answers are plain text and the model's chat template is not applied to them."""
     row: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     prompt = row.get("prompt")
@@ -487,7 +473,7 @@ def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...
 
 
 def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: Any) -> str | None:
-    """What to say of the examples that the trainer left out because of `max_length`; None where it took all.
+    """Describe the examples that the trainer dropped because of `max_length`; None if it kept all.
 
     Raises:
         DataError: none is left.

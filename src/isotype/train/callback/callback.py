@@ -1,4 +1,4 @@
-"""PrecisionCallback: one line in any transformers or TRL script keeps the policy through training."""
+"""PrecisionCallback keeps the policy through training in any transformers or TRL script."""
 
 from __future__ import annotations
 
@@ -43,32 +43,30 @@ logger = logging.getLogger("isotype")
 
 
 class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Restores the policy before the first optimizer step and watches that it holds.
+    """Callback that restores the policy before the first optimizer step and checks that it holds.
 
-    At the beginning of training the model is brought under the policy, whatever the trainer has done to it (TRL
-    casts every trainable parameter of a quantized model to bfloat16), and a GradScaler must be there exactly when
-    the policy asks for one; one that nobody has set begins with the policy's loss scale. Where a run goes on from a checkpoint,
-    values that were rounded on their way into bfloat16 parameters are refused. After the first step the optimizer state is
-    checked. Before the first forward of training the whole step is run once on fake tensors (`isotype.check`), with the
-    batch that is about to be trained on. A step that the GradScaler skips does not move the learning rate schedule. Every checkpoint gets the
-    policy as a readable file.
+    At the beginning of training, the model is brought under the policy, whatever the trainer did to it (TRL casts
+    every trainable parameter of a quantized model to bfloat16). A GradScaler must exist if and only if the policy
+    needs one; one with default settings begins with the policy's loss scale. On resuming, values that were rounded by
+    bfloat16 parameters are refused. Before the first forward, the step is checked on fake tensors (`isotype.check`)
+    with its own batch. After it, the optimizer state is checked. A step that the GradScaler skips does not advance
+    the learning rate schedule. Each checkpoint gets the policy as a file.
 
-    Before every update loss and gradient norm are looked at. Where one is not finite (and no GradScaler is about to skip
-    the step), the very batch is run again under a recorder, and training stops with the first operator whose result is
-    not finite: module, operands, source line, cause.
+    Before every update, loss and gradient norm are checked. If one is not finite (and no GradScaler skips the step),
+    the same batch is run again under a recorder, and training stops with the first operator whose result is not
+    finite: its module, operands, source line and cause.
 
-    While it trains, products of 16-bit matrices on a GPU are summed in float32 throughout (`isotype.lora.reductions`).
+    During training, products of 16-bit matrices on a GPU accumulate in float32 (`isotype.lora.reductions`).
 
     Args:
-        policy: by default the one the model carries, else, for every run again, one that is read off the model as
-            it lies and the trainer's arguments (`fp16`, `bf16`): frozen weights keep their dtypes then.
-        check: what to do where trainer and policy disagree (a GradScaler missing or too many, optimizer state
-            that is not in the master dtype, rounded values) and where the preflight finds
-            an error: `"error"` raises PrecisionError, `"warning"` logs it, None looks away and runs no preflight.
-            What is only assumed of a device, because it was not measured there, is logged and never raised.
-        watch: whether training is stopped at a loss or a gradient that is not finite.
-        ranges: what was measured of the model's values, for the preflight; None: nothing is known. By default those of a float16 step
-            are measured on its first batch, which takes memory of its own.
+        policy: default: the model's policy, else one derived at every run from the model's dtypes and the trainer's
+            arguments (`fp16`, `bf16`); frozen weights then keep their dtypes.
+        check: reaction to a disagreement between trainer and policy (GradScaler, optimizer state not in the master
+            dtype, rounded values) and to errors of the preflight: `"error"` raises PrecisionError, `"warning"` logs,
+            None disables both. Assumptions about a device that was not measured are only logged.
+        watch: stop training at a loss or a gradient that is not finite.
+        ranges: measured value ranges for the preflight; None: unknown. By default, those of a float16 step are
+            measured on its first batch, which takes additional memory.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._meter.attach()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the trainer as it was."""
+        """Restore the trainer."""
         self._leave()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -132,7 +130,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._meter.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the loss scale, to see whether the step lowers it; end a training whose values are no numbers.
+        """Save the loss scale, to see if the step lowers it; stop a training whose values are not finite.
 
         Raises:
             TrainingError: loss or gradient are not finite, see `isotype.ranges.verdict`.
@@ -156,9 +154,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._meter = None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell accelerate of a skipped step, so that the learning rate schedule waits.
+        """Mark a skipped step for accelerate, so that the learning rate schedule waits.
 
-        accelerate 1.15 takes a step for skipped if GradScaler did not call the optimizer; but a fused optimizer is
+        accelerate 1.15 counts a step as skipped if GradScaler did not call the optimizer; but a fused optimizer is
         always called and skips by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
         """
         if self._scale is None:
@@ -169,24 +167,24 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             mark_as_skipped(kwargs["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the first step: masters and optimizer state are in the master dtype."""
+        """Check after the first step that masters and optimizer state are in the master dtype."""
         if self._checked or self._policy is None:
             return
         self._checked = True
         self._judge(optimizer_error(kwargs["optimizer"], self._policy.master))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the policy beside the adapter."""
+        """Write the policy beside the adapter."""
         directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         missing = directory.is_dir() and not (directory / POLICY_FILE).exists()
         if self._policy is not None and state.is_world_process_zero and missing:
             self._policy.save(directory)
 
     def _report(self, report: Report, speaks: bool, whole: bool) -> None:
-        """What the preflight found: its measured errors are judged, the rest is logged."""
-        # What lies in the weights is the checkpoint's: the run's own checks of the loss speak of that.
+        """Judge the measured errors of the preflight, log its other findings."""
+        # Stored values are the checkpoint's matter; the run checks its loss.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
-        # What the machine is like was known, and said, when the policy was decided.
+        # The policy's own warnings have reported the machine.
         known = ("device", "memory", "versions")
         costs = [finding for finding in report.warnings if finding.kind not in known]
         for finding in (*assumed, *costs) if speaks else ():
@@ -207,7 +205,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 def _restore(model: Any, policy: PrecisionPolicy) -> None:
-    """Bring the model under the policy and say what was changed; of frozen weights, as a warning."""
+    """Bring the model under the policy and log the changes; those of frozen weights as warnings."""
     frozen = {
         f"{place.name}.{name}" if place.name else name
         for place in places(model)

@@ -34,16 +34,14 @@ def before_first_step(
     outermost: nn.Module | None = None,
     ranges: Ranges | Literal["measure"] | None = "measure",
 ) -> None:
-    """Check the step of a trainer that is already running, when its first batch for training reaches the model.
+    """Check the step of a running trainer when its first training batch reaches the model.
 
     Args:
-        model: the trainer's.
-        arguments: its TrainingArguments.
         optimizer: accelerate's, with its GradScaler.
-        tell: hears of the report, before the forward of that batch runs; may raise.
-        outermost: the model as the trainer calls it. One that is compiled as a whole runs its hooks outside of the graph,
-            and those of the model within, where a check would be compiled.
-        ranges: what was measured of the model's values; None: nothing; `measure`: a float16 step is measured on this batch.
+        tell: called with the report before that batch's forward; may raise.
+        outermost: the model as the trainer calls it. If compiled as a whole, only its own hooks run outside of the
+            graph.
+        ranges: measured value ranges; None: unknown; `measure`: a float16 step is measured on this batch.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -57,7 +55,7 @@ def before_first_step(
                 wiring = passed_on(model, request.inputs.inputs)
                 request = replace(request, ranges=known, wiring=wiring)
                 report = run(request, verify=False, measure=ranges == "measure")
-        except Exception as error:  # noqa: BLE001 - a check never ends a training: the log says what it failed on
+        except Exception as error:  # noqa: BLE001 - a check never ends a training: its error is logged
             raised = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))
             return
@@ -69,6 +67,6 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """A finding rests on contracts that were not measured on the device."""
+    """Return True if a finding rests on contracts that were not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)

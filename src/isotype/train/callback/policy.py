@@ -1,6 +1,6 @@
-"""The policy of a model in a script, and what of its optimizer, its GradScaler or the trained values disagrees with it.
+"""The policy of a model in a script, and disagreements with its optimizer, its GradScaler or the trained values.
 
-The policy is the one that the model carries, else the one that its dtypes and the trainer's arguments come to.
+It is the model's policy, else one derived from its dtypes and the trainer's arguments.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def policy_that_binds(model: Any) -> PrecisionPolicy | None:
-    """The policy that a model carries; None for one that was read off it for another run, which says nothing about this one."""
+    """Return the model's policy; None if it was only derived for another run."""
     policy = policy_of(model)
     return None if policy is None or policy.keep_frozen else policy
 
 
 def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
-    """The policy of a model that carries none, in a trainer with these arguments.
+    """Return the policy of a model that has none, in a trainer with these arguments.
 
-    Storage is the model's quantization format, else the dtype that most of its float weights have once trainable
-    ones are float32 masters. Compute is what `fp16` or `bf16` asks for, else bitsandbytes' compute dtype, else
-    that same dtype. Frozen weights are never recast under it.
+    Storage is the quantization format, else the dtype of most float weights (trainable ones count as float32
+    masters). Compute is the dtype of `fp16` or `bf16`, else bitsandbytes' compute dtype, else the storage. Frozen
+    weights are never cast.
 
     Raises:
-        PrecisionError: such a policy cannot be, or without autocast 16-bit weights would meet float32 ones.
+        PrecisionError: invalid policy, or 16-bit weights would meet float32 ones without autocast.
     """
     elements = _elements_by_dtype(model)
     most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
@@ -68,7 +68,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
 
 
 def _elements_by_dtype(model: Any) -> Counter[torch.dtype]:
-    """Elements of the base's float weights by dtype; a trainable one counts as the float32 master it becomes."""
+    """Count elements of the base's float weights by dtype; trainable ones count as float32 masters."""
     elements: Counter[torch.dtype] = Counter()
     for place in places(model):
         if not place.adapter:
@@ -78,7 +78,7 @@ def _elements_by_dtype(model: Any) -> Counter[torch.dtype]:
 
 
 def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | None:
-    """The error where a parameter or a state tensor of `optimizer` is not in the master dtype, or None."""
+    """Return the error if a parameter or a state tensor of `optimizer` is not in the master dtype, else None."""
     problems = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -98,7 +98,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Float state tensors of `optimizer` in another dtype are cast to `master`: the step would refuse them."""
+    """Cast float state tensors of `optimizer` to `master`; the step refuses other dtypes."""
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
             if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
@@ -111,7 +111,7 @@ def _is_moment(name: str, tensor: Any) -> bool:
 
 
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:
-    """The error where a GradScaler is missing or one too many, or None."""
+    """Return the error if a GradScaler is missing or not allowed, else None."""
     scaler = getattr(optimizer, "scaler", None)
     active = scaler is not None and scaler.is_enabled()
     if active == policy.loss_scaling:
@@ -136,14 +136,10 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 
 
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
-    """The error for a run that goes on from values that were rounded while they were loaded, or None.
+    """Return the error if the resumed values were rounded on loading, else None.
 
-    `model.load_adapter` copies into the parameters as they are and only then makes them float32, so their dtype
-    says nothing afterwards; their values do.
-
-    Args:
-        model: its trainable parameters are in the master dtype already.
-        master: the policy's master dtype.
+    `model.load_adapter` copies into the parameters first and then makes them float32, so only their values show it.
+    The trainable parameters are in the `master` dtype already.
     """
     rounded = _rounded_to(model) if master == torch.float32 else None
     if rounded is None:
@@ -158,7 +154,7 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
 
 
 def _rounded_to(model: Any) -> torch.dtype | None:
-    """The 16-bit dtype that holds every trainable value exactly, or None: values that were trained need more."""
+    """Return the 16-bit dtype that represents all trainable values exactly, else None."""
     trainable = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     for dtype in (torch.bfloat16, torch.float16):
         if trainable and all(torch.equal(p, p.to(dtype).to(p.dtype)) for p in trainable):

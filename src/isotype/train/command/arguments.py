@@ -1,6 +1,6 @@
-"""The arguments of a training command, one record each; isotype's own, which stand beside those of TRL and transformers.
+"""The arguments of a training command, and isotype's own beside those of TRL and transformers.
 
-Nothing here loads torch: `isotype sft --help` is one screen of what people use.
+Torch is not loaded, so that `isotype sft --help` is fast.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from isotype.core.formats import ASKED, MIXED
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
-"""The value of an argument by its name; None where it was not given or the method has none."""
+"""Returns the value of an argument by its name; None if not given or unknown to the method."""
 
 
 @dataclass
 class IsotypeArguments:
-    """What isotype adds to TRL's arguments."""
+    """Arguments that isotype adds to TRL's."""
 
     quantization: str | None = field(
         default=None,
@@ -156,7 +156,7 @@ class IsotypeArguments:
 
 @dataclass(frozen=True)
 class Limit:
-    """The numbers that an argument takes: from `least` (`above`: more than it) to `most` (`below`: less than it)."""
+    """Range of an argument's numbers: from `least` (`above`: exclusive) to `most` (`below`: exclusive)."""
 
     least: float
     most: float = math.inf
@@ -165,13 +165,13 @@ class Limit:
     fix: str = ""
 
     def takes(self, value: float) -> bool:
-        """Whether `value` is one of them; NaN and infinity never are."""
+        """Return True if `value` is in the range; NaN and infinity never are."""
         low = value > self.least if self.above else value >= self.least
         high = value < self.most if self.below else value <= self.most
         return math.isfinite(value) and low and high
 
     def words(self) -> str:
-        """The limits in words."""
+        """Return the range in words."""
         low = f"more than {self.least:g}" if self.above else f"at least {self.least:g}"
         return (
             low
@@ -213,17 +213,17 @@ def _compilers() -> list[str]:
 
 @dataclass(frozen=True)
 class Argument:
-    """What is known of an argument, beside what TRL's own dataclasses say.
+    """Facts about an argument beside TRL's dataclasses.
 
     Attributes:
-        name: without the dashes.
-        group: under which the short help has it; "" where it leaves it out.
+        name: without dashes.
+        group: heading in the short help; "" if it is not listed there.
         example: a value, for the short help.
-        text: what it does, in a few words.
-        losses: of the methods whose short help has it; empty for all.
-        limit: the numbers that it takes.
-        choices: the names that it takes, where another library looks them up long after the model is loaded.
-        json: an example, where it takes a JSON object.
+        text: a description in a few words.
+        losses: losses of the methods whose short help lists it; empty for all.
+        limit: range of its numbers.
+        choices: valid names, if another library looks them up long after the model is loaded.
+        json: an example, if it takes a JSON object.
     """
 
     name: str
@@ -352,11 +352,11 @@ ARGUMENTS: tuple[Argument, ...] = (
     _json("liger_kernel_config", '{"rope": false}'),
     _json("transformers_continuous_batching_config", '{"max_batch_tokens": 4096}'),
 )
-"""Every argument that something more is known of; problems are said in this order."""
+"""Arguments with such facts, in the order of problems."""
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
-    """Judge counts, which are given by the names of their flags; values that are no whole numbers are left to others."""
+    """Return the problems of counts by flag name; values that are not whole numbers are judged elsewhere."""
     return [
         Problem(f"--{name} {count}", _COUNT.words(), _COUNT.fix)
         for name, count in counts.items()
@@ -365,7 +365,7 @@ def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
 
 
 def number_problems(read: Read) -> Iterator[Problem]:
-    """What is wrong with the numbers of a training command, each by itself and the length of the training."""
+    """Yield the problems of a training command's numbers, and of the length of the training."""
     adapters = read("use_peft") is not False
     for argument in ARGUMENTS:
         name, limit = argument.name, argument.limit
@@ -401,7 +401,7 @@ def _number(value: Any) -> float | None:
 
 
 def name_problems(read: Read) -> Iterator[Problem]:
-    """What is wrong with the names of things that other libraries look up long after the model is loaded."""
+    """Yield the problems of names that other libraries look up long after the model is loaded."""
     for argument in ARGUMENTS:
         if argument.choices is None:
             continue
@@ -417,7 +417,7 @@ def _is_known(name: str, choices: list[str]) -> bool:
 
 
 def common_arguments(method: str) -> dict[str, list[Argument]]:
-    """What the short help of a training method has, by groups."""
+    """Return the arguments of a method's short help, by group."""
     loss = METHODS[method].loss
     groups: dict[str, list[Argument]] = {}
     for argument in ARGUMENTS:
@@ -427,7 +427,7 @@ def common_arguments(method: str) -> dict[str, list[Argument]]:
 
 
 def short_help(method: str) -> str:
-    """One screen, 80 columns."""
+    """Return one screen of help, 80 columns wide."""
     lines = [f"usage: isotype {method} --model_name_or_path MODEL --dataset_name DATA […]", ""]
     for group, arguments in common_arguments(method).items():
         lines.append(f"{group}:")

@@ -28,17 +28,17 @@ _MEANT = frozenset(
         "lora_task_type",
     ]
 )
-"""Arguments whose default, where it is given, is not the same as saying nothing."""
+"""Arguments whose default, if given explicitly, differs from no value."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that somebody gave.
+    """A given value of an argument.
 
     Attributes:
-        value: as the argument takes it; `auto` where it is to be chosen.
-        texts: the words behind its name as they were typed; None where it is written from the value.
-        origin: where it is from: `command line`, a file and line, `keyword`; "" of a value that isotype chose.
+        value: as the argument takes it; may be `auto`.
+        texts: the typed words behind its name; None if they are written from the value.
+        origin: `command line`, a file and line, `keyword`; "" if isotype chose the value.
     """
 
     value: Any
@@ -46,7 +46,7 @@ class Value:
     origin: str = ""
 
     def words(self) -> tuple[str, ...]:
-        """What stands behind the name on a command line."""
+        """The words behind the name on a command line."""
         if self.texts is not None:
             return self.texts
         values = self.value if isinstance(self.value, (list, tuple)) else [self.value]
@@ -67,7 +67,7 @@ class ConfigFile:
 
     Attributes:
         path: as it was typed.
-        values: what it says, by the names of arguments.
+        values: its values by the names of arguments.
         env: variables that it sets.
     """
 
@@ -82,9 +82,9 @@ class Command:
 
     Attributes:
         method: name of the training method.
-        values: what was given, by name, in the order in which it was; what is not here has the default of its `Spec`.
-        file: the configuration that it was read from; None without one.
-        processes: how many processes of one machine train together, which a launcher starts; 1 without one.
+        values: given values by name, in order; others have the default of their `Spec`.
+        file: the configuration file; None if there is none.
+        processes: number of processes on one machine, started by a launcher; 1 without one.
     """
 
     method: str
@@ -96,39 +96,39 @@ class Command:
         return name in self.values
 
     def __getitem__(self, name: str) -> Any:
-        """The value of an argument, its default where none was given; None where the method has no such argument."""
+        """Return the value of an argument or its default; None if the method has no such argument."""
         if name in self.values:
             return self.values[name].value
         spec = self.specs.get(name)
         return None if spec is None else spec.default
 
     def given(self, name: str) -> Any:
-        """The value that somebody gave, or None."""
+        """Return the given value, or None."""
         return self.values[name].value if name in self.values else None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """The arguments that its method takes."""
+        """Arguments of the method."""
         return specs(self.method)
 
     @property
     def rows(self) -> int:
-        """Rows of an optimizer step: of all micro-batches and processes; of `auto` rows, those of the default."""
+        """Rows of an optimizer step over all micro-batches and processes; the default if rows are `auto`."""
         rows = self["per_device_train_batch_size"]
         rows = self.specs["per_device_train_batch_size"].default if rows == AUTO else rows
         return int(rows) * int(self["gradient_accumulation_steps"]) * self.processes
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """The arguments that a plan of the machine is to choose."""
+        """Arguments whose value a plan of the machine chooses."""
         return tuple(name for name in PLANNED if self.given(name) == AUTO)
 
     def of(self) -> Method:
-        """The training method."""
+        """Return the training method."""
         return METHODS[self.method]
 
     def but(self, **values: Any) -> Command:
-        """The command with other values; None takes a value out, so that its default holds."""
+        """Return the command with other values; None restores the default."""
         kept = {name: value for name, value in self.values.items() if values.get(name, value) is not None}
         for name, value in values.items():
             if value is not None and not (name in kept and kept[name].value == value):
@@ -136,13 +136,14 @@ class Command:
         return replace(self, values=kept)
 
     def with_processes(self, count: int) -> Command:
-        """The command that so many processes of one machine run together."""
+        """Return the command for `count` processes on one machine."""
         return replace(self, processes=count)
 
     def tokens(self) -> tuple[str, ...]:
-        """The command line, `isotype` first; behind a launcher where there are several processes.
+        """Return the command line, `isotype` first, or after a launcher for several processes.
 
-        Of a command from a file: the file and what differs from it; all of it, where a value of the file cannot be taken back in words.
+        A command from a file is the file and its differences; all values if one of the file cannot be reset by a
+        flag.
         """
         launcher = (
             ("torchrun", "--standalone", "--nproc_per_node", str(self.processes), "-m")
@@ -152,13 +153,13 @@ class Command:
         return (*self.environment(), *launcher, "isotype", self.method, *self.arguments())
 
     def environment(self) -> tuple[str, ...]:
-        """What sets the variables of the file's `env` in front of a command line that cannot name the file; else nothing."""
+        """Return `env NAME=VALUE …` for a command line that cannot name its file with `env`; else nothing."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
     def arguments(self) -> tuple[str, ...]:
-        """The command line behind `isotype METHOD`."""
+        """Return the command line behind `isotype METHOD`."""
         kept: tuple[str, ...] = ()
         written = self.values
         if self.file is not None and (taken_back := self._taken_back()) is not None:
@@ -171,7 +172,7 @@ class Command:
         return (*kept, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """The defaults of what the file says and the command does not; None where one of them has no words."""
+        """Return the defaults of values that the file has and the command lacks; None if one cannot be written."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
@@ -185,7 +186,7 @@ class Command:
         return (f"--{name}", *words)
 
     def to_yaml(self) -> str:
-        """The command as the shortest file for `--config` that means the same, by topics."""
+        """Return the command as the shortest equivalent file for `--config`, by topics."""
         import yaml
 
         ordered = [
@@ -199,19 +200,19 @@ class Command:
         return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
     def same_settings(self, other: Command) -> bool:
-        """Whether two commands train alike: the same method and values, however they were written."""
+        """Return True if two commands have the same method and values, however they were written."""
         return (
             not self.difference(other) and self.method == other.method and self.processes == other.processes
         )
 
     def difference(self, other: Command) -> dict[str, tuple[Any, Any]]:
-        """The arguments whose values differ -> (this one's, the other's)."""
+        """Return the arguments whose values differ -> (this one's, the other's)."""
         names = dict.fromkeys((*self.values, *other.values))
         return {name: (self[name], other[name]) for name in names if self[name] != other[name]}
 
 
 def with_dtype(command: Command, dtype: str | None) -> Command:
-    """The command that computes in a dtype, by one argument alone; None: as the checkpoint was trained."""
+    """Return the command with a compute dtype set by one argument; None: as the checkpoint was trained."""
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
     # A flag of a file is switched off: beside the dtype, that rules out nothing else.
@@ -229,12 +230,12 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """The command whose base is stored so, by one argument alone; None: in the compute dtype."""
+    """Return the command with a base storage set by one argument; None: the compute dtype."""
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     size = None if memory is None else str(memory)
     return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))
 
 
 def here(command: Command, present: bool) -> Command:
-    """The command for the device that was judged: the name of one that is not in this machine means nothing there."""
+    """Return the command for the judged device, named only if it is in this machine."""
     return command if present or "device" not in command else command.but(device=None)

@@ -1,4 +1,4 @@
-"""A training command from a command line, a file of `--config` or keywords, each value judged once wherever it is from."""
+"""Parse a training command from a command line, a file of `--config` or keywords; each value is judged once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from isotype.train.dialects.translate import in_own_names
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
-"""Arguments whose JSON may stand in a file."""
+"""Arguments whose JSON may be in a file."""
 _BARE, _NEGATED = object(), object()
 MODELS = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
-"""What `--model_name_or_path` takes."""
+"""Valid values of `--model_name_or_path`."""
 
 
 def parse_command(
@@ -38,22 +38,19 @@ def parse_command(
     judge: Callable[[argparse.Namespace], list[Problem]] = lambda own: [],
     prog: str | None = None,
 ) -> tuple[Command, argparse.Namespace]:
-    """(the command, the values of a caller's own arguments) that a command line, its file and keywords make together.
-
-    A flag wins over a keyword, a keyword over the file.
+    """Return the command, and the caller's own arguments; a flag wins over a keyword, a keyword over the file.
 
     Args:
-        method: name of the training method.
-        argv: what stands behind the command's name.
-        keywords: values by the names of arguments; None counts as not given.
-        own: adds the arguments of the caller (`check`, `plan`), which win over a training's of the same name.
-        model: a model that was named without a flag, in front of all others.
-        positional: whether a model may be named so behind them.
-        judge: what is wrong with the caller's own arguments, to be told with all the rest.
-        prog: the command that errors name.
+        argv: words behind the command's name.
+        keywords: values by argument name; None counts as not given.
+        own: adds arguments of the caller (`check`, `plan`), which win over a training's of the same name.
+        model: a model that was named before all flags.
+        positional: a model may follow without a flag.
+        judge: returns the problems of the caller's own arguments.
+        prog: command name for errors.
 
     Raises:
-        UsageError: an unknown argument, a wrong value, an unreadable file: every problem at once.
+        UsageError: an unknown argument, a wrong value, an unreadable file: all problems at once.
     """
     parser, mine = _parser(method, prog or f"isotype {method}", own)
     given, stray = parser.parse_known_args(list(argv))
@@ -89,7 +86,7 @@ def parse_command(
 
 
 def _typed(words: Any) -> tuple[Any, str, tuple[str, ...]]:
-    """(what a parser found behind a name, where it is from, the words)."""
+    """Return a parsed value, its origin and its words."""
     if words is _BARE:
         return True, "command line", ()
     if words is _NEGATED:
@@ -113,7 +110,7 @@ def _add(
 
 
 def _object(name: str, value: Any) -> Any:
-    """The object that a text of JSON says; another text as it is, for it is judged with all the others."""
+    """Parse a JSON object; other texts are unchanged, to be judged with all values."""
     if name not in _JSON or not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -125,7 +122,7 @@ def _object(name: str, value: Any) -> Any:
 def _parser(
     method: str, prog: str, own: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """(a parser whose training arguments stay texts and are there only where they were typed, the names of the caller's own)."""
+    """Return a parser whose training arguments stay texts and exist only if typed, and the names of the caller's own."""
     parser = Parser(prog=prog, add_help=False)
     if own is not None:
         own(parser)
@@ -146,7 +143,7 @@ def _parser(
 
 
 def training_parser(method: str) -> Parser:
-    """The arguments of a training command alone, as the long help and completion list them."""
+    """Return the parser of a training command alone, for the long help."""
     parser = _parser(method, f"isotype {method}", None)[0]
     parser.usage = f"isotype {method} --model_name_or_path MODEL --dataset_name DATA [flags]"
     title = METHODS[method].title
@@ -195,10 +192,10 @@ def _check_json(argument: Argument, value: Any) -> None:
 
 
 def read_config(path: str, method: str) -> ConfigFile:
-    """A file of `name: value` lines, isotype's own or another trainer's; sets the variables of its `env`.
+    """Read a file of `name: value` lines, isotype's or another trainer's, and set the variables of its `env`.
 
     Raises:
-        UsageError: it cannot be read, is no mapping, or has names and values that no argument has.
+        UsageError: it cannot be read, is not a mapping, or has unknown names or invalid values.
     """
     content, lines = _mapping(path)
     content, problems = in_own_names(content, method, path)
@@ -223,7 +220,7 @@ def read_config(path: str, method: str) -> ConfigFile:
 
 
 def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """(the mapping of a YAML file, the line of each of its names)."""
+    """Return the mapping of a YAML file, and the line of each name."""
     import yaml
 
     try:
@@ -263,7 +260,7 @@ def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def unknown_name(name: str, known: Sequence[str]) -> Problem:
-    """The problem of a name that no argument has, with the nearest that one has."""
+    """Return the problem of an unknown argument, with the nearest name."""
     former = renamed(name, known)
     if former is not None:
         return former

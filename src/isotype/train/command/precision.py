@@ -1,4 +1,4 @@
-"""What the arguments of a training command say about precision, free of contradictions."""
+"""The precision that a training command's arguments request, without contradictions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 
 
 def read_precision_request(command: Command) -> PrecisionRequest:
-    """What the arguments ask of the policy; every contradiction among them in one error.
+    """Return the precision request of the arguments.
 
     Raises:
-        PrecisionError: two flags disagree; each problem names both.
+        PrecisionError: contradicting flags; each problem names both.
     """
     problems: list[Problem] = []
     init = _init_kwargs(command)
@@ -51,7 +51,7 @@ def read_precision_request(command: Command) -> PrecisionRequest:
 
 
 def _base_memory(command: Command, problems: list[Problem]) -> int | None:
-    """Bytes that `--base_memory` says."""
+    """Return the bytes of `--base_memory`."""
     text = command["base_memory"]
     if text is None:
         return None
@@ -67,7 +67,7 @@ def _base_memory(command: Command, problems: list[Problem]) -> int | None:
 
 
 def _asked_dtype(command: Command, init: Mapping[str, Any], problems: list[Problem]) -> str:
-    """The compute dtype that all flags agree on, or "auto"."""
+    """Return the compute dtype on which all flags agree, or "auto"."""
     claims: list[tuple[str, str]] = []
     asked = command["dtype"]
     if asked not in (None, "auto"):
@@ -122,14 +122,14 @@ def _init_kwargs(command: Command) -> Mapping[str, Any]:
 
 
 def _saved_quantization(init: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `--model_init_kwargs` says about quantization, in the words of `BitsAndBytesConfig`."""
+    """Return the quantization of `--model_init_kwargs`, in the names of `BitsAndBytesConfig`."""
     config = init.get("quantization_config")
     flat = {key: init[key] for key in ("load_in_4bit", "load_in_8bit") if init.get(key)}
     return {**flat, **config} if isinstance(config, dict) else flat
 
 
 def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list[tuple[str, str]]:
-    """The claim that `--model_init_kwargs` makes about the quantization, if it makes one."""
+    """Return the quantization that `--model_init_kwargs` requests, if any."""
     config = _saved_quantization(init)
     given = "--model_init_kwargs quantization_config"
     if config.get("load_in_8bit"):
@@ -149,7 +149,7 @@ def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list
 
 
 def _asked_quantization(command: Command, init: Mapping[str, Any], problems: list[Problem]) -> str | None:
-    """The quantization that all flags agree on."""
+    """Return the quantization on which all flags agree."""
     claims: list[tuple[str, str]] = []
     asked, kind = command["quantization"], command["bnb_4bit_quant_type"]
     if asked:

@@ -1,6 +1,6 @@
-"""The dataclasses of TRL that a training command makes, and what it says about precision.
+"""TRL's dataclasses of a training command, and its precision request.
 
-They are made of values that are decided before, and nothing sets an attribute of them afterwards.
+They are built from final values; none of their attributes is set afterwards.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from isotype.train.libraries import require_names
 
 @dataclass(frozen=True)
 class Settings:
-    """One command and what its trainer takes; never changed: `but` makes another.
+    """One command and the dataclasses of its trainer; immutable, `but` returns a changed copy.
 
     Attributes:
         command: as it was given.
         script, training, model, dataset: TRL's dataclasses.
         extra: isotype's own arguments.
-        precision: what the command says about precision, free of contradictions.
-        refused: the dtypes that `--bf16 False` and `--fp16 False` rule out.
-        sharding: how the model is sharded over processes; None where it is not.
-        auto_checkpointing: whether gradient checkpointing is to be chosen by the foreseen memory of the step; `training` says on then.
-        decided: values that the run has chosen in the place of the command's, by their names.
+        precision: the precision request.
+        refused: dtypes excluded by `--bf16 False` and `--fp16 False`.
+        sharding: of the model over processes; None if not sharded.
+        auto_checkpointing: choose gradient checkpointing by the step's estimated memory; `training` then has it on.
+        decided: values chosen by the run in place of the command's, by name.
     """
 
     command: Command
@@ -59,16 +59,15 @@ class Settings:
 
     @property
     def method(self) -> Method:
-        """Which trainer."""
         return self.command.of()
 
     def but(self, **values: Any) -> Settings:
-        """The settings with values that a run decides in the place of the command's, which stays as it was given.
+        """Return the settings with values that a run decides; the command is unchanged.
 
-        What the method's dataclasses do not have is left out.
+        Values that the method's dataclasses do not have are ignored.
 
         Raises:
-            UsageError: TRL or transformers refuse them together.
+            UsageError: TRL or transformers refuse the combination.
         """
         decided = {**self.decided, **values}
         made = dict(zip(HOLDERS, _made(self.command, decided), strict=True))
@@ -76,7 +75,7 @@ class Settings:
 
 
 def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
-    """The arguments of `isotype METHOD`, which are those of `trl METHOD` and isotype's own, as its trainer takes them.
+    """Parse the arguments of `isotype METHOD`: those of `trl METHOD` and isotype's own.
 
     Raises:
         UsageError, PrecisionError: as `parse_command` and `settings_of`.
@@ -85,10 +84,10 @@ def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
 
 
 def settings_of(command: Command) -> Settings:
-    """A command as its trainer takes it.
+    """Return the settings of a command.
 
     Raises:
-        UsageError: no model, numbers out of range, arguments that TRL or transformers refuse together.
+        UsageError: no model, numbers out of range, a combination that TRL or transformers refuse.
         PrecisionError: flags that contradict each other about dtypes; the error names all of them.
     """
     problems = list(_incomplete(command))
@@ -117,13 +116,13 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 
 def _says_how(command: Command) -> bool:
-    """Whether the arguments say how activations are to be saved: they ask for it then."""
+    """Return True if the arguments configure the saving of activations, which requests it."""
     kwargs = any(f"{name}_kwargs" in command for name in RECOMPUTE)
     return kwargs or bool(command["activation_offloading"])
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, what the run has decided, isotype's defaults, and what follows from them, by name."""
+    """Return given values, the run's decisions, isotype's defaults and values implied by them, by name."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
@@ -149,7 +148,7 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that depend on other values."""
+    """Return defaults that depend on other values."""
     model = str(values.get("model_name_or_path", "model"))
     # Not the stem: "Qwen3-0.6B" has no suffix.
     name = Path(model).resolve().name.removeprefix("embedded:").removesuffix(".gguf") or "model"
@@ -164,7 +163,7 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
         implied["model_revision"] = init["revision"]
     # As many as are trained on, where transformers takes 8: of prompts (GRPO, RLOO), whole groups of completions.
     group = command["num_generations_eval"] or command["num_generations"] or 1
-    rows = max(1, command["per_device_train_batch_size"])  # a wrong number is told once
+    rows = max(1, command["per_device_train_batch_size"])  # a wrong number is reported once
     implied["per_device_eval_batch_size"] = -(-rows // group) * group
     if values.get("eval_split") is not None:
         implied["eval_strategy"] = "steps"
@@ -176,7 +175,7 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
-    """TRL's dataclasses and isotype's, in the order of `HOLDERS`."""
+    """Return TRL's dataclasses and isotype's, in the order of `HOLDERS`."""
     kinds = (*command.of().dataclass_types(), IsotypeArguments)
     held = {each.name for kind in kinds for each in fields(kind) if each.init}
     if absent := [name for name in command.values if name not in held]:
@@ -214,7 +213,7 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
 
 
 def _require_tf32(profile: DeviceProfile) -> None:
-    """TF32 came with the same generation of NVIDIA's GPUs as bfloat16."""
+    """Raise if the device lacks TF32, which NVIDIA GPUs have since the generation with bfloat16."""
     if profile.kind != "cuda" or profile.supports(torch.bfloat16) != "native":
         raise UsageError.of(
             "arguments that cannot work",
@@ -225,7 +224,7 @@ def _require_tf32(profile: DeviceProfile) -> None:
 
 
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""Attributes of transformers' TrainingArguments that a policy decides; its constructor judges the machine by them."""
+"""Attributes of transformers' TrainingArguments that a policy decides; its constructor checks the machine for them."""
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> list[Any]:
@@ -240,7 +239,7 @@ def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, A
 
 
 def _works_without(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], name: str) -> bool:
-    """Whether TRL's dataclasses take the values with one of them at its default."""
+    """Return True if TRL's dataclasses accept the values with one of them at its default."""
     try:
         _constructed(kinds, command.but(**{name: None}), decided)
     except (ValueError, TypeError, OSError, ImportError, OverflowError):
@@ -254,9 +253,9 @@ def _missing_package(error: ImportError) -> str:
 
 
 def target_modules(value: Any) -> Any:
-    """`--lora_target_modules` as PEFT takes it: plain names as a list; `all-linear` and regexes as they are.
+    """Return `--lora_target_modules` as PEFT takes it: plain names as a list; `all-linear` and regexes unchanged.
 
-    TRL makes a string of a list of one name, and PEFT reads a string as a regex of the whole module name.
+    TRL makes a string of a one-element list, and PEFT reads a string as a regex of the whole module name.
     """
     if isinstance(value, str) and re.fullmatch(r"[\w.]+([\s,]+[\w.]+)*", value):
         return re.split(r"[\s,]+", value)
@@ -264,28 +263,23 @@ def target_modules(value: Any) -> Any:
 
 
 def cure_by_trial(explicit: Iterable[str], works_without: Callable[[str], bool]) -> str | None:
-    """The arguments of which any one, left out, makes the rest work; None where no single one does.
-
-    Args:
-        explicit: the names that were given.
-        works_without: whether the command works with this argument at its default.
-    """
+    """Return the advice to omit one of the arguments without which the rest works; None if there is none."""
     cures = [name for name in sorted(explicit) if works_without(name)]
     return f"leave {' or '.join(f'--{name}' for name in cures)} out" if cures else None
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """What to do by the arguments that a message names: those that were given go, the others are shown as they are.
+    """Return a fix from the arguments that a message names: omit the explicit ones, change others.
 
     Args:
         message: of the library.
-        explicit: the names that were given.
+        explicit: names that were given.
         values: every argument with its value.
-        help_of: the command, whose help is the last resort.
+        help_of: the command whose help is the last resort.
     """
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
-    # A library writes of "Packing": a word of its own means the argument only where somebody has given it.
+    # A library writes "Packing": a plain word names the argument only if it was given.
     named = named or [name for name in explicit if re.search(rf"\b{name}\b", message, re.IGNORECASE)]
     out = [f"--{name}" for name in named if name in explicit]
     other = [f"--{name} (now {values[name]})" for name in named if name not in explicit]

@@ -1,4 +1,4 @@
-"""The arguments of the training commands as data, so that a command is parsed without importing its trainer, which takes seconds."""
+"""The arguments of the training commands as data, so that parsing needs no import of a trainer, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
 """Arguments whose `auto` a plan of the machine resolves."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""The argument, and the newer name that transformers 5.23 has for it; `auto` is by the foreseen memory of the step."""
+"""The argument and its newer name in transformers 5.23; `auto` decides by the step's estimated memory."""
 
 Holder = Literal["script", "training", "model", "dataset", "isotype"]
 HOLDERS: tuple[Holder, ...] = ("script", "training", "model", "dataset", "isotype")
-"""Dataclasses that hold arguments, in the order in which `Method.dataclass_types` has them."""
+"""Dataclasses with arguments, in the order of `Method.dataclass_types`."""
 
 TABLE = Path(__file__).with_name("table.json")
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 def boolean(text: str) -> bool:
-    """The truth value that a word stands for, by the words that transformers takes.
+    """Return the truth value of a word, as transformers reads it.
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: it has none.
     """
     word = text.lower()
     if word not in (*_TRUE, *_FALSE):
@@ -45,7 +45,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], tuple[type, ...], str, str]] 
     "bool": (boolean, (bool,), "True or False", "True"),
     "str": (str, (str, dict, list, int, float, bool), "a text", "VALUE"),
 }
-"""Kind -> how a text is read, the types of YAML and Python that it has, what is expected, an example."""
+"""Kind -> parser of texts, accepted types of YAML and Python, expectation, example."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class Spec:
     """An argument of a training command.
 
     Attributes:
-        name: without the dashes.
-        holder: the dataclass that holds it.
+        name: without dashes.
+        holder: its dataclass.
         kind: `int`, `float`, `bool` or `str`.
         default: isotype's.
-        bare: whether `--name` alone means True.
-        many: whether it takes several values.
-        none: whether `none` stands for None.
-        negated: whether `--no_name` stands for False.
-        choices: what it takes; empty for anything.
-        aliases: its short names.
-        help: what it does.
+        bare: `--name` alone means True.
+        many: it takes several values.
+        none: `none` means None.
+        negated: `--no_name` means False.
+        choices: valid values; empty for any.
+        aliases: short names.
+        help: description.
     """
 
     name: str
@@ -80,18 +80,18 @@ class Spec:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every way to write its name on a command line."""
+        """All spellings of its name on a command line."""
         return tuple(dict.fromkeys((f"--{self.name}", f"--{self.name.replace('_', '-')}", *self.aliases)))
 
     @property
     def takes_auto(self) -> bool:
-        """Whether `auto` is one of its values."""
+        """True if `auto` is a valid value."""
         return self.name in PLANNED or self.name in RECOMPUTE
 
     def read(self, given: Any) -> tuple[Any, Problem | None]:
-        """(value, None) of a text, or of a value of YAML or Python; (None, what is wrong with it).
+        """Return (value, None) of a text or of a value of YAML or Python, or (None, problem).
 
-        A list is read one by one where the argument takes several values.
+        A list is read element by element if the argument takes several values.
         """
         if self.many and isinstance(given, (list, tuple, set, frozenset)):
             read = [
@@ -129,7 +129,7 @@ class Spec:
 
 @cache
 def specs(method: str) -> Mapping[str, Spec]:
-    """The arguments of a method by name; the table lists those of the dataclasses of TRL and transformers, and isotype's."""
+    """Return the arguments of a method by name, those of TRL's, transformers' and isotype's dataclasses."""
     entries: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["arguments"]
     chosen = [entry for entry in entries if method in entry.pop("methods", METHODS)]
     for entry in chosen:

@@ -1,4 +1,4 @@
-"""What axolotl's files say beside its table: the method, the rows, how often something is saved and evaluated."""
+"""axolotl's names that its table cannot express: the method, the rows, intervals of saving and evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlu
 
 
 def method_of(reader: Reader) -> str | None:
-    """The training command of the file; None for a method that isotype has not."""
+    """Return the training command of the file; None for a method that isotype lacks."""
     rl, methods = reader.get("rl"), tables()["axolotl"]["methods"]
     if reader.get("process_reward_model"):
         reader.refuse("process_reward_model", "a reward for whole answers", "isotype reward")
@@ -23,7 +23,7 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Settle what takes arithmetic or a look at the rows."""
+    """Settle names that need arithmetic or the rows."""
     whole, micro = (
         reader.typed("batch_size", "a number above 0", None),
         reader.typed("micro_batch_size", "a number above 0", 1),
@@ -64,7 +64,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """The share of all steps after which something comes that comes so often in an epoch; None for an epoch or more."""
+    """Return events per epoch as a share of all steps; None for an epoch or more."""
     often, epochs = (
         reader.typed(name, "a number above 0", None),
         reader.typed("num_epochs", "a number above 0", 1),
@@ -95,7 +95,7 @@ def _rows(reader: Reader) -> None:
 
 
 def _data_set(inner: Reader) -> list[Rows]:
-    """One data set; none where its rows cannot be read, which is refused."""
+    """Return one data set; empty (and a refusal) if its rows cannot be read."""
     kind, path, method = inner.get("type"), inner.typed("path", "text", None), inner.method
     texts, chats = (tables()[each].get(method, "").split() for each in ("texts", "chats"))
     if kind in texts:
@@ -117,7 +117,7 @@ def _data_set(inner: Reader) -> list[Rows]:
 
 
 def _turns(inner: Reader, kind: str) -> dict[str, list[str]]:
-    """The columns of prompts and answers, by the type of the rows; none where isotype does not know it."""
+    """Return the columns of prompts and answers by the type of the rows; empty if the type is unknown."""
     fields = tables()["fields"][inner.method].split()
     if any(name.startswith("type.field_") for name in inner.given):
         named = {name: [inner.get(f"type.field_{name}", name)] for name in fields}
@@ -134,7 +134,7 @@ def _turns(inner: Reader, kind: str) -> dict[str, list[str]]:
 
 
 def _chat(inner: Reader, kind: str) -> dict[str, list[str]]:
-    """The columns of conversations, whose messages isotype reads by {role, content} and {from, value}."""
+    """Return the columns of conversations ({role, content} or {from, value} messages)."""
     keys = inner.typed("message_property_mappings", "names with values", {})
     role, content = (keys.get(name, inner.get(f"message_field_{name}", name)) for name in ("role", "content"))
     if (role, content) not in (("role", "content"), ("from", "value")):

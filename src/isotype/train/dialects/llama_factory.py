@@ -1,4 +1,4 @@
-"""What LLaMA-Factory's files say beside its table: the stage, and the data sets of its dataset_info.json."""
+"""LLaMA-Factory's names that its table cannot express: the stage, and the data sets of dataset_info.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LANGUAGE = "lora_target: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_pro
 
 
 def method_of(reader: Reader) -> str | None:
-    """The training command of the file; None for a stage that isotype has not."""
+    """Return the training command of the file; None for a stage that isotype lacks."""
     stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
     if stage not in methods:
         reader.refuse(
@@ -30,7 +30,7 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Settle what takes arithmetic or a look at the rows."""
+    """Settle names that need arithmetic or the rows."""
     for name, ours in (("lora_target", "lora_target_modules"), ("additional_target", "lora_modules_to_save")):
         if "," in str(listed := reader.get(name, "")) and not isinstance(listed, list):
             reader.use(name, **{ours: [each.strip() for each in listed.split(",")]})
@@ -80,7 +80,7 @@ def _rows(reader: Reader) -> None:
 
 
 def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
-    """The content of dataset_info.json and its folder, as seen from here, else from the file's folder; None without one."""
+    """Return the content of dataset_info.json and its folder, searched here, then in the file's folder; or None."""
     where = reader.get("dataset_dir", "data")
     if isinstance(where, dict):
         return where, Path()
@@ -104,7 +104,7 @@ def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path
 
 
 def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
-    """A data set by its entry; none where its rows cannot be read, which is refused."""
+    """Return a data set by its entry; empty (and a refusal) if its rows cannot be read."""
     where, info = f"dataset: {name}", root / "dataset_info.json"
     if not isinstance(about, dict):
         reader.refuse(where, f"a data set of {info}", "correct the name, or describe it there")
@@ -153,7 +153,7 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
 def _columns(
     reader: Reader, columns: dict[str, str], shared: bool, ranking: bool
 ) -> dict[str, list[str]] | None:
-    """isotype's columns -> the data set's; None where rows of this form are not for the method."""
+    """Return isotype's columns -> the data set's; None if the method cannot use such rows."""
 
     def of(*names: str) -> list[str]:
         return [columns[name] for name in names if columns.get(name)]

@@ -1,4 +1,4 @@
-"""The words of another trainer's file: each is used, noted with its effect, or refused, by tables.yaml."""
+"""Reader of another trainer's file: each name is used, noted with its effect, or refused, by tables.yaml."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.data.reading import PRESETS
 from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
-"""The effect of a name that asks for nothing."""
+"""Effect of a name without a request."""
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -32,14 +32,14 @@ _REMOVE = "remove it from the file to train without it"
 
 @cache
 def tables() -> dict[str, Any]:
-    """What the names of other trainers mean: tables.yaml, which says how it is read."""
+    """Return tables.yaml, the meanings of other trainers' names."""
     text = resources.files("isotype.train.dialects").joinpath("tables.yaml").read_text(encoding="utf-8")
     content: dict[str, Any] = yaml.safe_load(text)
     return content
 
 
 def _methods_of(argument: str, method: str) -> list[str]:
-    """The training methods that have an argument of isotype."""
+    """Return the training methods that have an argument of isotype."""
     listed = tables()["of_methods"].items()
     return next((methods.split() for names, methods in listed if argument in names.split()), [method])
 
@@ -51,17 +51,17 @@ def _words(text: str) -> dict[str, str]:
 
 @dataclass
 class Reader:
-    """A file of another trainer, or a part of it, on its way to isotype's names.
+    """A file of another trainer, or a part of it, during translation.
 
     Attributes:
-        table: of tables.yaml, by its name.
+        table: its name in tables.yaml.
         method: the training command.
-        folder: where the file lies.
-        given: name -> value; of a group of names `group.name`.
+        folder: of the file.
+        given: name -> value; `group.name` for a group of names.
         values: isotype's names and values.
-        used: name of the file -> the names of isotype that say it; none where isotype does it anyway.
-        notes: effect -> the names that have it.
-        problems: what is refused.
+        used: name of the file -> isotype's names; none if isotype always does it.
+        notes: effect -> names with it.
+        problems: refused names.
     """
 
     table: str
@@ -76,7 +76,6 @@ class Reader:
 
     @classmethod
     def of(cls, table: str, content: Mapping[str, Any], method: str, folder: Path) -> Reader:
-        """A reader of a file's content."""
         given: dict[str, Any] = {}
         for name, value in content.items():
             grouped = isinstance(value, dict) and value and name in tables()[table]["groups"].split()
@@ -84,12 +83,12 @@ class Reader:
         return cls(table, method, folder, given)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a name; `default` where it is not given or empty."""
+        """Return the value of a name; `default` if it is missing or empty."""
         value = self.given.get(name)
         return default if value is None or value in ("", [], {}) else number(value)
 
     def typed(self, name: str, kind: Kind, default: Any) -> Any:
-        """The value of a name that has to be of a kind, `default` for nothing; one of another kind is refused."""
+        """Return the value of a name, `default` if missing; refuse a value of another kind."""
         value = self.get(name)
         if value is None or value is False:
             return default
@@ -104,27 +103,27 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Let `names` (those of them that are given) mean these arguments of isotype; none for what it does anyway."""
+        """Translate `names` (if given) into arguments of isotype; none if isotype always does it."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        """Say what becomes of names that are not used."""
+        """Note the effect of names that are not used."""
         for name in self._open(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
 
     def refuse(self, what: str, expected: str, fix: str = _REMOVE) -> None:
-        """Refuse a name, or `name: what is wrong with it`."""
+        """Refuse a name, or `name: its fault`."""
         name = what.partition(":")[0]
         shown = what if ":" in what else f"{name}: {_shown(self.given.get(name))}"
         self.problems.append(Problem(shown, expected, fix))
         self._settled.add(name)
 
     def absorb(self, inner: Reader, prefix: str) -> None:
-        """Take over what became of the names of a part of the file; here they are `prefix` + name."""
+        """Add the results of a part of the file, with `prefix` before its names."""
         for effect, names in inner.notes.items():
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
         self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
@@ -133,7 +132,7 @@ class Reader:
         ]
 
     def apply_rules(self) -> None:
-        """Settle the names that mean something together."""
+        """Settle names that have a joint meaning."""
         for rule in tables()[self.table]["rules"]:
             names = rule.get("use", rule.get("names", ""))
             ours, more = self._filled(rule.get("as", {})), self._filled(rule.get("add", {}))
@@ -153,7 +152,7 @@ class Reader:
                 self.use(names, **ours)
 
     def finish(self) -> None:
-        """Settle every other name by the table, and leave out what the method has no argument for."""
+        """Settle all other names by the table, and drop what the method has no argument for."""
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
@@ -191,7 +190,7 @@ class Reader:
             self.refuse(name, f"a name of {table['title']} that isotype knows", fix)
 
     def _open(self, names: str) -> list[str]:
-        """The given names that nothing has settled, of names and patterns."""
+        """Return the given, unsettled names among names and patterns."""
         asked = names.split()
         return [
             name
@@ -200,7 +199,7 @@ class Reader:
         ]
 
     def _holds(self, name: str, wanted: Any) -> bool:
-        """Whether a condition of a rule holds."""
+        """Return True if a condition of a rule holds."""
         if "*" in name:
             return any(fnmatchcase(each, name) for each in self.given)
         value = self.values.get(name[1:]) if name.startswith("=") else self.get(name)
@@ -213,7 +212,7 @@ class Reader:
         )
 
     def _filled(self, value: Any) -> Any:
-        """A value of a rule, with the names of the file in it."""
+        """Return a value of a rule, with the file's names filled in."""
         if isinstance(value, dict):
             return {name: self._filled(each) for name, each in value.items()}
         if isinstance(value, list):
@@ -231,7 +230,7 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _fate(table: str, name: str) -> tuple[str, str]:
-    """(idle, differs or refused; the text) of a name, ("", "") for one in none of them. A whole name goes before a pattern."""
+    """Return the kind (idle, differs, refused) and text of a name, or ("", ""); an exact name wins over a pattern."""
     found = [each for each in _listed(table) if fnmatchcase(name, each[2])]
     kind, text, _ = next((each for each in found if each[2] == name), found[0] if found else ("", "", ""))
     return kind, text
@@ -242,7 +241,7 @@ def _known(table: str) -> list[str]:
 
 
 def number(value: Any) -> Any:
-    """A number that YAML reads as text (`2e-5`), as a number; everything else as it is."""
+    """Convert a number that YAML reads as text (`2e-5`); other values are unchanged."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
         return float(value) if re.search(r"[.eE]", value) else int(value)
     return value
@@ -280,12 +279,12 @@ class Rows:
 
     @property
     def renamed(self) -> dict[str, list[str]]:
-        """The columns of which isotype has to be told the name."""
+        """Columns whose names isotype cannot infer."""
         told = {ours: theirs for ours, theirs in self.columns.items() if theirs != [ours]}
         return {} if told == _NATIVE else told
 
     def entry(self) -> dict[str, Any]:
-        """As one of a `datasets` list."""
+        """Entry of a `datasets` list."""
         columns = {ours: theirs[0] if len(theirs) == 1 else theirs for ours, theirs in self.renamed.items()}
         split = None if self.split == "train" else self.split
         more = {
@@ -299,7 +298,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Let the `names` of a file mean these data sets, and the name `whole` that prompts are learned, too."""
+    """Translate `names` of a file into these data sets, and the name `whole` into targets on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))
@@ -320,7 +319,7 @@ def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> No
 
 
 def _pairs(columns: Mapping[str, list[str]]) -> str | None:
-    """Columns as one word of the command line; None where it cannot say them."""
+    """Return columns as one word of the command line; None if that is impossible."""
     if columns == _ALPACA:
         return "alpaca"
     if any(len(theirs) > 1 or re.search("[,=]", theirs[0]) for theirs in columns.values()):
@@ -329,7 +328,7 @@ def _pairs(columns: Mapping[str, list[str]]) -> str | None:
 
 
 def speaks(roles: Mapping[str, Any]) -> bool:
-    """Whether {role: its names in the rows} is how isotype reads those names."""
+    """Return True if {role: its names in the rows} agrees with isotype's reading of these names."""
     return all(
         SPEAKERS.get(str(name).lower(), "").replace(CALL, "assistant") == role
         for role, names in roles.items()

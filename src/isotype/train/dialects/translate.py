@@ -1,4 +1,4 @@
-"""Other trainers' YAML in isotype's names: axolotl's and LLaMA-Factory's, each by its table."""
+"""Translation of axolotl's and LLaMA-Factory's YAML into isotype's names, each by its table."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Dialect = Literal["axolotl", "llama_factory"]
 _NEWER = frozenset(
     ("model_class", "peft_config", "dist_config", "train_dataset", "kernel_config", "sample_backend")
 )
-"""Names of LLaMA-Factory's second form of files (its `examples/v1`)."""
+"""Names of LLaMA-Factory's second file format (its `examples/v1`)."""
 _METHOD = ("stage", "rl", "reward_model")
-"""Names that say the training method."""
+"""Names of the training method."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Translation:
     """A file of another trainer in isotype's names.
 
     Attributes:
-        title: whose file it is.
+        title: name of the trainer.
         values: isotype's names and values.
-        used: each name of the file that is used -> isotype's names that say it; none where isotype does it anyway.
-        notes: what becomes of other names -> these names.
-        problems: what is refused, each with its reason.
+        used: used name of the file -> isotype's names; none if isotype always does it.
+        notes: effect on other names -> these names.
+        problems: refusals with their reasons.
     """
 
     title: str
@@ -41,7 +41,7 @@ class Translation:
     problems: tuple[Problem, ...]
 
     def text(self) -> str:
-        """What was read, and what becomes of the rest."""
+        """Describe the used names and the effect on the others."""
         lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
         return "\n".join(
             [f"{self.title}'s file: {len(self.used)} of its names are used; of the others:", *lines]
@@ -49,7 +49,7 @@ class Translation:
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
-    """Whose file this is, by names that only one trainer has; None for isotype's own."""
+    """Return the trainer of a file, by names that only one trainer has; None for isotype's own."""
     if "base_model" in values:
         return "axolotl"
     ours = {"stage", "finetuning_type", "template"} & set(values) or len(_NEWER & set(values)) > 1
@@ -57,12 +57,9 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
 
 
 def translated(values: Mapping[str, Any], method: str, folder: Path) -> Translation:
-    """The content of an axolotl or LLaMA-Factory file as arguments of `isotype METHOD`.
+    """Translate the content of an axolotl or LLaMA-Factory file into arguments of `isotype METHOD`.
 
-    Args:
-        values: the YAML's.
-        method: the training command that was typed.
-        folder: where the file lies; paths in it are seen from the working folder, and then from there.
+    `folder` is the file's; relative paths are searched in the working folder, then there.
 
     Raises:
         ValueError: it is neither's.
@@ -95,7 +92,7 @@ def translated(values: Mapping[str, Any], method: str, folder: Path) -> Translat
 
 
 def _newer_form(reader: Reader) -> bool:
-    """Whether it is a file of LLaMA-Factory's second form, which is refused."""
+    """Return True if it is LLaMA-Factory's second file format, which is refused."""
     newer = sorted(_NEWER & reader.given.keys())
     for name in newer:
         expected = "LLaMA-Factory's first form (stage, finetuning_type, dataset, …)"
@@ -104,13 +101,7 @@ def _newer_form(reader: Reader) -> bool:
 
 
 def in_own_names(values: dict[str, Any], method: str, path: str) -> tuple[dict[str, Any], list[Problem]]:
-    """The content of a file of `--config` by isotype's names, and what of it is refused; what is not used is logged.
-
-    Args:
-        values: the YAML's: isotype's own names, which come back as they are, or those of another trainer.
-        method: the training command that was typed.
-        path: of the file.
-    """
+    """Return the content of a file of `--config` in isotype's names, and its refused names; log unused ones."""
     if dialect_of(values) is None:
         return values, []
     translation = translated(values, method, Path(path).parent)

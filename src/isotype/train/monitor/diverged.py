@@ -1,4 +1,4 @@
-"""A loss, a gradient or a weight that is not finite: what is said, and what to try."""
+"""The error of a loss, a gradient or a weight that is not finite, with fixes to try."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.train.monitor.meter import Replay
 from isotype.train.monitor.step import Step
 
 _OF_THE_DATA = ("input", "labels", "row", "empty", "constant", "outside")
-"""Causes that no learning rate and no dtype changes."""
+"""Causes independent of learning rate and dtype."""
 
 
 def not_finite(
@@ -24,16 +24,16 @@ def not_finite(
     replay: Replay | None = None,
     script: bool = False,
 ) -> TrainingError:
-    """The error that ends a run.
+    """Return the error that ends a run.
 
     Args:
         headline: what is not finite.
         arguments: TrainingArguments of the run.
         step: number of the optimizer step.
-        seen: what was measured in that step, by name.
-        checkpoint: the whole one to go on from, None where there is none.
-        replay: what came of running the step again, None where it was not tried.
-        script: whether the trainer is that of a user's script, to which arguments are given in Python.
+        seen: measurements of that step, by name.
+        checkpoint: the complete one to resume from, None if there is none.
+        replay: result of running the step again, None if not tried.
+        script: the trainer belongs to a user's script, with arguments in Python.
     """
     figures = ", ".join(f"{name} {value}" for name, value in seen.items())
     what = f"step {step}{': ' if figures else ''}{figures}"
@@ -53,13 +53,7 @@ def not_finite(
 def stopped(
     what: str, arguments: Any, step: Step, checkpoint: Path | None, replay: Replay, script: bool = False
 ) -> TrainingError:
-    """`not_finite` of a step whose update was not made.
-
-    Args:
-        what: what is not finite, by `isotype.ranges.verdict`.
-        step: the step.
-        arguments, checkpoint, replay, script: as in `not_finite`.
-    """
+    """Return `not_finite` for a step without update; `what` is not finite, by `isotype.ranges.verdict`."""
     parts = {
         "loss": step.loss,
         "learning rate": step.learning_rate,

@@ -1,4 +1,4 @@
-"""The most memory that a process, or its device, has in use during an optimizer step."""
+"""Peak memory of a process, or its device, during an optimizer step."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from isotype.model.walk import blocks_in
 from isotype.report.run.headroom import Headroom, HeadroomSample
 
 SAMPLING_SECONDS = 0.02
-"""Time between two looks at the resident size of the process."""
+"""Interval between samples of the process's resident size."""
 
 
 class MemoryMeter(Protocol):
-    """The most memory in use since a moment."""
+    """The peak memory in use since `restart`."""
 
     def restart(self) -> None:
-        """Forget what was; start with what is in use now."""
+        """Start again from the memory in use now."""
 
     def peak(self) -> int:
-        """Bytes, the most since `restart`."""
+        """Return the peak in bytes since `restart`."""
 
 
 @contextmanager
 def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
-    """A meter for the time of a run.
+    """Measure memory during a run.
 
-    On CUDA, ROCm and XPU it is torch's own count of what it has allocated on `device`, which misses no peak. Else it
-    is the resident size of this process, looked at every `SAMPLING_SECONDS` and at both ends: a peak between two
-    looks is missed. (The kernel's own mark, `ru_maxrss`, cannot be set back, and starts with the peak of loading.)
+    On CUDA, ROCm and XPU it is torch's count of allocated bytes on `device`, which misses no peak. Elsewhere it is
+    the resident size of this process, sampled every `SAMPLING_SECONDS` and at both ends, so shorter peaks are missed.
+    (The kernel's `ru_maxrss` cannot be reset, and includes the peak of loading.)
     """
     if device.type in ("cuda", "xpu"):
         yield _Allocated(device)
@@ -91,17 +91,13 @@ class _Resident:
 
 
 _EVERY = 50
-"""Steps between two looks; in short runs fewer, so that there are some twenty."""
+"""Steps between samples; fewer in short runs, for about twenty samples."""
 
 
 class HeadroomMeter:
-    """Samples the largest magnitude of every block's output in the first micro-batch of some steps.
+    """Sampler of the largest magnitude of every block's output in the first micro-batch of some steps.
 
-    Between two looks nothing of it is on the model.
-
-    Args:
-        model: the trainer's.
-        steps: optimizer steps of the run.
+    No hooks are installed between samples.
     """
 
     def __init__(self, model: nn.Module, steps: int) -> None:
@@ -114,7 +110,7 @@ class HeadroomMeter:
         self._dtype = "float16"
 
     def begin_step(self, step: int) -> None:
-        """Step `step`, counted from 1, begins: look at it if it is its turn."""
+        """Begin step `step`, counted from 1; install hooks if it is sampled."""
         self._leave()
         if (step - 1) % self._every == 0:
             self._handles = {
@@ -122,7 +118,7 @@ class HeadroomMeter:
             }
 
     def end_step(self, step: int) -> None:
-        """Read what was seen; the one time that it is waited for."""
+        """Read the sample, the only synchronization with the device."""
         self._leave()
         if self._seen:
             self._blocks = {name: block for name, block in self._blocks.items() if name in self._seen}
@@ -133,7 +129,7 @@ class HeadroomMeter:
             self._seen.clear()
 
     def record(self) -> Headroom | None:
-        """The samples so far; None for a model without blocks, or before the first look."""
+        """Return the samples so far; None for a model without blocks, or before the first sample."""
         if not self._samples:
             return None
         return Headroom(tuple(self._blocks), self._dtype, tuple(self._samples))

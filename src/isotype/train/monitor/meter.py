@@ -1,4 +1,4 @@
-"""The owner of a trainer's current optimizer step: it fills it, has it read, judges it and runs it again."""
+"""The current optimizer step of a trainer: it is filled, read, judged and run again here."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from isotype.train.monitor.step import MicroBatch, Step
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of running a step again.
+    """The result of running a step again.
 
     Attributes:
-        finding: the first value that is no number; None where every value was one.
-        why_not: why the step could not be run again, "" where it could.
+        finding: the first value that is not finite; None if all were finite.
+        why_not: why the step could not be run again, "" if it could.
     """
 
     finding: NonFinite | None = None
@@ -38,18 +38,18 @@ class Replay:
 
 @dataclass
 class StepMeter:
-    """Measures the optimizer steps of a trainer from `attach` to `detach`: callbacks are given neither batch nor loss.
+    """Measurement of a trainer's optimizer steps from `attach` to `detach`; callbacks receive neither batch nor loss.
 
     Args:
         trainer: a transformers or TRL trainer.
-        together: whether every step is read by all processes, which bring it together. Where it is not (in a script), tokens are not
-            counted, and losses of several processes are brought together only when the norm, which is that of all, is not finite:
-            so all of them judge alike, and wait for each other in no other step.
-        memory: what measures a step's memory, None: nothing does.
-        signals: those that have asked this process to stop so far.
+        together: all processes read every step, in a collective. Otherwise (in a script) tokens are not counted, and
+            losses of several processes are combined only if the common norm is not finite, so that all judge alike
+            and no other step synchronizes.
+        memory: measures a step's memory, None: not measured.
+        signals: signals that asked this process to stop so far.
 
     Attributes:
-        now: the step that is under way, or the last one.
+        now: the current or last step.
     """
 
     trainer: Any
@@ -61,23 +61,22 @@ class StepMeter:
     _methods: Replacements | None = None
 
     def attach(self) -> None:
-        """Begin to measure."""
         self._methods = steps_seen(self.trainer, self._around_step, self._around_loss, self._around_norm)
 
     def detach(self) -> None:
-        """Leave the trainer as it was."""
+        """Restore the trainer."""
         if self._methods is not None:
             self._methods.put_back()
         self._methods = None
 
     def begin(self, number: int, learning_rate: float = 0.0) -> None:
-        """Another optimizer step begins."""
+        """Begin another optimizer step."""
         self.now = Step(number, learning_rate)
         if self.memory is not None:
             self.memory.restart()
 
     def end(self) -> Step:
-        """The step has ended: how long it took, its memory, and whether its update was left out."""
+        """End the step: record its duration, its memory, and a skipped update."""
         step = self.now
         step.seconds = time.perf_counter() - step.began
         step.memory_bytes = 0 if self.memory is None else self.memory.peak()
@@ -85,14 +84,14 @@ class StepMeter:
         return step
 
     def launch(self) -> Step:
-        """The step with its values on the device, whose gradients are there: without waiting for it."""
+        """Collect the step's values on the device, after its backward, without synchronization."""
         accelerator = self.trainer.accelerator
         self.now.scale = loss_scale(getattr(accelerator, "scaler", None))
         self.now.launch(self.trainer.args.device, accelerator if self.together else None, bool(self.signals))
         return self.now
 
     def read(self) -> Step:
-        """The step with its values, read once: the one time in a step that the host waits for the device."""
+        """Return the step with its values, read once: the only synchronization of a step."""
         step, accelerator = self.now, self.trainer.accelerator
         if step.is_read:
             return step
@@ -104,11 +103,11 @@ class StepMeter:
         return step
 
     def ends(self, step: Step) -> str | None:
-        """What of a step ends the training, see `Verdict`; None while it may go on."""
+        """Return what of a step ends the training, see `Verdict`; None if it may continue."""
         return self._verdict.of(step.loss, step.grad_norm, None if step.scale is None else lambda: step.scale)
 
     def replay(self, step: Step) -> Replay:
-        """Run a step again, every micro-batch with the random states that it had, and name the first bad operator."""
+        """Run a step again, every micro-batch with its random states, and name the first operator that is not finite."""
         trainer = self.trainer
         if not step.batches:
             return Replay(why_not="its batch was not seen")
@@ -126,7 +125,7 @@ class StepMeter:
         try:
             with batches_as_they_are(trainer):
                 return Replay(first_nonfinite(trainer.model, losses, named, step.scale, stop=alone))
-        except Exception as error:  # noqa: BLE001 - what stopped the run is told in any case, and this beside it
+        except Exception as error:  # noqa: BLE001 - the run's own error is reported in any case, and this beside it
             return Replay(why_not=f"{type(error).__name__}: {first_line(error)}")
 
     def _around_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

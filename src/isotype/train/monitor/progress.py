@@ -1,4 +1,4 @@
-"""The progress of a run in the terminal: a live bar, or plain lines where there is no terminal."""
+"""The progress of a run in the terminal: a live bar, or plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from isotype.report.run.record import EvalRecord, StepRecord, format_loss, rewar
 from isotype.report.text import format_duration
 
 _ROOMY = 75  # columns from which on there is room for a bar beside the numbers
-_WIDE = 100  # columns from which on the bar also says the held-back loss and how long the run has taken
-_WIDEST = 130  # columns from which on it also says learning rate and gradient norm
+_WIDE = 100  # columns from which the bar also shows the held-back loss and the run's duration
+_WIDEST = 130  # columns from which it also shows learning rate and gradient norm
 
 
 @dataclass(frozen=True)
 class _Inset:
-    """`inner`, ending short of the edge: the ^C that a terminal echoes after it would wrap, and tear a live line."""
+    """`inner`, narrower than the console: the ^C that a terminal echoes would wrap and break a live line."""
 
     inner: RenderableType
 
@@ -45,7 +45,7 @@ class _Bar(Progress):
 
 
 class ProgressView:
-    """A context in which `update` shows a step: loss, learning rate, gradient norm, tokens a second, time left.
+    """Context in which `update` shows a step: loss, learning rate, gradient norm, tokens per second, time left.
 
     Args:
         console: a terminal gets a live bar, anything else a line every `every` steps.
@@ -73,7 +73,7 @@ class ProgressView:
             console=console,
             transient=False,
             disable=not console.is_terminal,
-            speed_estimate_period=math.inf,  # rich looks back 30 s; where a step takes longer it would know nothing
+            speed_estimate_period=math.inf,  # rich's default of 30 s has no data if a step takes longer
         )
         fields: dict[str, Any] = {"loss": "  …   ", "held": "", "rate": "…", "norm": "…", "speed": "…"}
         self._task = self._bar.add_task("train", total=None, visible=False, **fields)
@@ -123,7 +123,7 @@ class ProgressView:
             self._say(f"step {held.step}  held-back loss {held.loss:.4f}")
 
     def logged(self, record: StepRecord) -> None:
-        """Show the rewards that were logged after a step; nothing of a run without."""
+        """Show the rewards that were logged after a step, if any."""
         rewards = rewards_of(record)
         if rewards is None:
             return
@@ -138,7 +138,7 @@ class ProgressView:
 
 
 def _time_left(seconds: float) -> str:
-    """Whole seconds below a minute: nobody knows it better."""
+    """Format a duration, in whole seconds below a minute."""
     return format_duration(seconds) if seconds >= 60 else f"{max(1, round(seconds))} s"
 
 
@@ -151,18 +151,16 @@ def _shown(record: StepRecord) -> dict[str, Any]:
 
 
 def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
-    """The log handlers that write to `stream`.
+    """Return the log handlers that write to `stream`.
 
-    While a live bar is shown rich puts a stream of its own in the place of `sys.stderr`, so that what is written goes
-    above the bar. A handler that took `sys.stderr` earlier, as transformers' does, would write into the bar.
+    While a live bar is shown, rich replaces `sys.stderr` by a stream that writes above the bar. A handler that stored
+    `sys.stderr` earlier, as transformers' does, would write into the bar.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return [
         handler
         for logger in loggers
-        if isinstance(
-            logger, logging.Logger
-        )  # the others hold the place of a parent that nobody has asked for
+        if isinstance(logger, logging.Logger)  # others are placeholders for parents
         for handler in logger.handlers
         if isinstance(handler, logging.StreamHandler)
         # logging's own last resort has no stream of its own: it asks for sys.stderr each time

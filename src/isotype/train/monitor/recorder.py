@@ -1,4 +1,4 @@
-"""Collect what a run does while it does it: one record a step, for the run report and the progress bar."""
+"""Record a run, one record per step, for the run report and the progress bar."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ _LOGGED_ANYWAY = frozenset(
 )
 
 _SEEN = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
-"""What a trainer's control says where something is about to be done with the step that has ended."""
+"""Fields of a trainer's control that announce an action on the step that has ended."""
 
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
+    """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
-    Of several processes each holds the records, so that all judge the run alike; only the first shows progress. Where the device leaves out an
-    update by itself (`isotype.train.monitor.step`), a step is judged and recorded while the next one runs, or before anything is saved,
-    logged or measured of it.
+    Every process has the records, so that all judge the run alike; only the first shows progress. If the device skips
+    updates by itself (`isotype.train.monitor.step`), a step is judged and recorded while the next one runs, or before
+    it is saved, logged or evaluated.
 
     Args:
         trainer: the PolicyTrainer.
-        view: shows the run: `update` with (steps done, steps in all, record of the last one), once with None before the first step, then
-            after every step; `evaluated` with every held-back loss; `logged` with a step that the trainer has logged metrics of its own after.
-        earlier: the report of the run up to the checkpoint that it goes on from.
+        view: `update` is called with (steps done, total steps, last record), once with None before the first step and
+            after every step; `evaluated` with every held-back loss; `logged` with a step after which the trainer
+            logged its own metrics.
+        earlier: report of the run up to the checkpoint that it resumes.
 
     Attributes:
-        steps: the records so far; those of `earlier` come first.
-        evals: held-back losses so far, likewise.
-        resumed_from: the step that the run went on from, None for a start from the beginning.
+        steps: the records so far, those of `earlier` first.
+        evals: held-back losses so far, those of `earlier` first.
+        resumed_from: step from which the run was resumed, None if it was not.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._unread: Step | None = None  # has ended, and its values are on their way
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note where the run starts; the checkpoint may have been rotated away by the end."""
+        """Record the first step's number; the checkpoint may be deleted before the end."""
         self.resumed_from = state.global_step or None
         if getattr(args, "fp16", False):
             self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
         self._show(state, None)
 
     def headroom(self) -> Headroom | None:
-        """How much of float16's range the blocks used so far; None of a run in another dtype."""
+        """Return the used part of float16's range so far; None for a run in another dtype."""
         measured = None if self._headroom is None else self._headroom.record()
         before = None if self._earlier is None else self._earlier.headroom
         if measured is None or before is None or measured.blocks != before.blocks:
@@ -78,7 +79,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     @property
     def made_steps(self) -> bool:
-        """Whether this command has made a step, beyond those of `earlier`."""
+        """True if this command has made a step in addition to those of `earlier`."""
         return len(self.steps) > self._steps_before
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -86,14 +87,14 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.settle()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock; the learning rate is the one this step will be taken with."""
+        """Start the clock and record the learning rate of this step."""
         number = state.global_step + 1
         if self._headroom is not None:
             self._headroom.begin_step(number)
         self.trainer.steps.begin(number, float(kwargs["lr_scheduler"].get_last_lr()[0]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run before an update that would ruin the weights, and say which operator is to blame.
+        """End the run before an update that would ruin the weights, and name the operator.
 
         Raises:
             TrainingError: loss or gradient are not finite, see `Verdict`.
@@ -108,16 +109,16 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         step.send()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take back what told the optimizer whether to leave the update out."""
+        """Remove the flag by which the optimizer skips the update."""
         if self._skipping is not None:
             del self._skipping.found_inf
             self._skipping = None
 
     def settle(self) -> None:
-        """Read the step that the host has not looked at yet, record it and end the run where it has to.
+        """Read the unread step, record it and end the run if necessary.
 
         Raises:
-            TrainingError: its loss or gradient was not finite; its update was left out.
+            TrainingError: its loss or gradient was not finite; its update was skipped.
         """
         step, self._unread = self._unread, None
         if step is not None:
@@ -126,11 +127,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._keep(step)
 
     def record_unread(self) -> str:
-        """When an exception has ended the run: record the step that the host has not looked at yet, without judging it.
-
-        Returns:
-            why it is not in the report, as a sentence; empty where it is, or where there was none.
-        """
+        """Record the unread step after an exception, without judging it; return why it is missing, or ""."""
         step, self._unread = self._unread, None
         if step is None:
             return ""
@@ -162,7 +159,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         return ended
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the record of the step."""
+        """Complete the record of the step."""
         step = self._end(state.global_step)
         if not step.waits:
             self._keep(self.trainer.steps.read())
@@ -176,7 +173,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._show(self.trainer.state, self.steps[-1])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the held-back loss."""
+        """Record the held-back loss."""
         self.settle()
         metrics = kwargs.get("metrics") or {}
         if "eval_loss" in metrics:
@@ -185,7 +182,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
                 self.view.evaluated(self.evals[-1])
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep what the trainer logs of its own (rewards, margins, accuracies) with the step it has just made."""
+        """Add what the trainer logs itself (rewards, margins, accuracies) to the last step."""
         self.settle()
         logs = kwargs.get("logs") or {}
         if not self.steps or self.steps[-1].step != state.global_step:
@@ -208,10 +205,9 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 class Kept(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Calls `write` after a step now and then, at a cost of at most one per cent of the time.
+    """Callback that calls `write` after some steps, for at most one per cent of the time.
 
-    Args:
-        write: writes the report of the run so far; a disk that refuses it is told at the end of the run.
+    `write` writes the report of the run so far; a disk error is reported at the end of the run.
     """
 
     _LEAST_SECONDS = 10.0
@@ -221,7 +217,7 @@ class Kept(TrainerCallback):  # type: ignore[misc]  # transformers ships no type
         self._next = time.perf_counter() + self._LEAST_SECONDS
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write where it is time to."""
+        """Write if it is time."""
         began = time.perf_counter()
         if began < self._next or not state.is_world_process_zero:
             return

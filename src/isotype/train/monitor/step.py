@@ -1,8 +1,8 @@
-"""One optimizer step of a trainer: what it was given, and what was measured in it, brought together on the device and read by the host once.
+"""One optimizer step of a trainer: its inputs and measurements, collected on the device and read by the host once.
 
-A step whose loss or gradient is not finite must not change the weights. Where the optimizer is torch's fused Adam or AdamW on CUDA, the
-device itself leaves the update out (`found_inf`, which the GradScaler uses), so the host launches the update first and reads a step later,
-when the values have long arrived: it waits for nothing. Elsewhere it reads before the update.
+A step whose loss or gradient is not finite must not change the weights. torch's fused Adam and AdamW on CUDA skip the
+update on the device (`found_inf`, which the GradScaler uses), so the host launches the update and reads the values
+one step later without waiting. Elsewhere they are read before the update.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from isotype.core.random_states import RandomStates
 from isotype.report.run.record import StepRecord
 
 DEFERRED_ON = ("cuda",)
-"""Device types whose work is queued, and whose fused optimizers leave an update out; ROCm's is cuda."""
+"""Device types with queued work whose fused optimizers can skip an update; ROCm's type is cuda."""
 
 _LOSS, _NORM = 1, 3
-"""Places of the loss and of the norm among the five values of a step."""
+"""Positions of loss and norm among the five values of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one call of `compute_loss` was given: references, no copies of tensors."""
+    """Inputs of one call of `compute_loss`: references, no copies of tensors."""
 
     model: Any
     inputs: Any
@@ -38,22 +38,21 @@ class MicroBatch:
 
 @dataclass
 class Step:
-    """One optimizer step. Loss, norm and scale are scalars on the device until `read`, numbers of the host from then on.
+    """One optimizer step. Loss, norm and scale are scalars on the device until `read`, then Python numbers.
 
     Attributes:
         number: counted from 1.
-        learning_rate: that its update is made with.
+        learning_rate: of its update.
         batches: its micro-batches.
-        tokens: that its losses are computed on, over all processes; known when it is read.
-        loss: sum over its micro-batches in this process; the mean of all processes when it is read.
-        grad_norm: of its gradients, unscaled and before clipping; None where it was not measured.
-        scale: the loss scale that its backward ran with, None without one.
-        stops: processes that were asked to stop; known when it is read.
-        is_read: whether it was read.
-        began: when, by `time.perf_counter`.
-        seconds: from there to its end.
-        memory_bytes: the most in use in this process, 0 where it was not measured.
-        skipped: whether the GradScaler left the update out.
+        tokens: in its losses, over all processes; known once read.
+        loss: sum over its micro-batches in this process; once read, the mean of all processes.
+        grad_norm: of its gradients, unscaled and before clipping; None if not measured.
+        scale: the loss scale of its backward, None without one.
+        stops: processes that were asked to stop; known once read.
+        began: its start, by `time.perf_counter`.
+        seconds: duration.
+        memory_bytes: peak in this process, 0 if not measured.
+        skipped: the GradScaler skipped the update.
     """
 
     number: int
@@ -75,17 +74,16 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        """Whether its values are on their way to the host."""
+        """True if its values are on their way to the host."""
         return self._values is not None and not self.is_read
 
     def launch(self, device: torch.device, accelerator: Any = None, stops: bool = False) -> None:
-        """Bring the values together on the device, without waiting for it.
+        """Collect the values on the device, without synchronization.
 
         Args:
-            device: that trains.
-            accelerator: sums tokens, loss and requests to stop over the processes, all of which have to call it. None: the loss is that of
-                this process, and tokens are not counted.
-            stops: whether this process was asked to stop.
+            accelerator: sums tokens, loss and stop requests over the processes, which must all call it. None: the
+                loss is this process's, and tokens are not counted.
+            stops: this process was asked to stop.
         """
         # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
         wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
@@ -105,7 +103,7 @@ class Step:
         self._values = values
 
     def broken(self) -> torch.Tensor:
-        """float32 `[]` on the device: 1 where loss or norm of the launched values is not finite, else 0."""
+        """Return float32 `[]` on the device: 1 if loss or norm of the launched values is not finite, else 0."""
         assert self._values is not None
         finite = self._values[_LOSS].isfinite()
         if self.grad_norm is not None:
@@ -113,7 +111,7 @@ class Step:
         return finite.logical_not().to(torch.float32)
 
     def send(self) -> None:
-        """Let the launched values go to the host, which does not wait for them here."""
+        """Copy the launched values to the host, without waiting."""
         assert self._values is not None
         if self._values.device.type != "cpu":
             host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
@@ -123,7 +121,7 @@ class Step:
             self._values = host
 
     def read(self) -> None:
-        """Make numbers of the launched values; waits until they have arrived."""
+        """Wait for the launched values and convert them to numbers."""
         assert self._values is not None
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -134,7 +132,7 @@ class Step:
         self.is_read = True
 
     def record(self) -> StepRecord:
-        """What the report of the run keeps of it."""
+        """Return the step's record for the report."""
         return StepRecord(
             step=self.number,
             loss=self.loss,
@@ -152,7 +150,7 @@ _MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completio
 
 
 def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Tokens of the sequences that a loss is computed on: the attended ones where a mask says which, else all.
+    """Return the tokens of the sequences in the loss: attended ones if there is a mask, else all.
 
     Sequences that are only compared with, such as those of KTO's KL estimate, do not count.
     """
@@ -165,9 +163,10 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 
 
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
-    """The optimizer below accelerate's wrapper, where it leaves an update out by a flag on its device; else None.
+    """Return the optimizer inside accelerate's wrapper if it can skip an update by a flag on its device; else None.
 
-    Not where there is a GradScaler, which sets the flag itself, nor with several processes, whose requests to stop are read with the values.
+    None with a GradScaler, which sets the flag itself, and with several processes, whose stop requests are read with
+    the values.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

@@ -1,4 +1,4 @@
-"""The checkpoints in an output directory: which are whole, and in which order they were saved."""
+"""The checkpoints in an output directory: completeness, and the order in which they were saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from isotype.model.shard import has_shards
 from isotype.precision.policy import POLICY_FILE
 
 MANIFEST = "isotype_checkpoint.json"
-"""File in a checkpoint that says when it was saved and how large each of its files is."""
+"""File in a checkpoint with its time of saving and the size of each file."""
 
 _STATE = "trainer_state.json"
 _WEIGHTS = (
@@ -48,10 +48,7 @@ RESULT_FILES = {
 
 
 def write_manifest(directory: Path) -> None:
-    """Write the manifest of a checkpoint that has just been built.
-
-    Copies keep what it says, where the times of files are often lost on the way.
-    """
+    """Write the manifest of a checkpoint that has just been built; copies often lose the times of files."""
     files = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -66,14 +63,10 @@ def write_manifest(directory: Path) -> None:
 
 
 def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
-    """What is missing from a checkpoint or was cut off, or None for a whole one.
+    """Return what is missing or truncated in a checkpoint, or None if it is complete.
 
-    Of a checkpoint without manifest, which another program saved, only that its trainer state, which is written
-    last, can be read and that there are weights.
-
-    Args:
-        checkpoint: a folder.
-        contents: whether every byte is read and compared with the checksums of the manifest.
+    A checkpoint without manifest, saved by another program, must have weights and a readable trainer state, which is
+    written last. `contents`: compare every byte with the checksums of the manifest.
     """
     if not checkpoint.is_dir():
         return "it is not a folder" if checkpoint.exists() else "it is not there"
@@ -107,11 +100,11 @@ _KINDS: dict[str, dict[str, type]] = {
     "rng_state*.pth": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
     "scaler.pt": {},
 }
-"""Files of the trainer's state, and the kinds of entries that each has."""
+"""Files of the trainer's state, with the kinds of their entries."""
 
 
 def unreadable_state(checkpoint: Path) -> str | None:
-    """Why the trainer cannot go on from the state in a checkpoint, as a clause; None where it can. Nothing but tensors and numbers is unpickled."""
+    """Return why the trainer cannot resume the state, as a clause, or None. Only tensors and numbers are unpickled."""
     from transformers import TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
@@ -134,7 +127,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
     ):
         try:
             with safe_globals(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is odd about a pickle: its refusal says enough
+                warnings.simplefilter("ignore")  # warnings about a pickle; its refusal is reported
                 content = torch.load(path, map_location="meta", weights_only=True)
         except (pickle.UnpicklingError, EOFError, OSError, *_REFUSALS):
             return f"{path.name} is not what torch.save writes of tensors and numbers, and nothing else of it is read"
@@ -146,7 +139,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
 
 
 def all_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """The folders `checkpoint-N` in `output_dir`, whole or not, in the order in which they were saved."""
+    """Return the folders `checkpoint-N` in `output_dir`, complete or not, in the order of saving."""
     root = Path(output_dir)
     checkpoints = [
         (saved_at(path), int(step), path)
@@ -157,12 +150,12 @@ def all_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in `output_dir` that were saved to the end, in the order in which they were saved."""
+    """Return the complete checkpoints in `output_dir`, in the order of saving."""
     return [path for path in all_checkpoints(output_dir) if damage(path) is None]
 
 
 def saved_at(checkpoint: Path) -> float:
-    """When a checkpoint was saved, in seconds since the epoch: by its manifest, else by its files."""
+    """Return the time of saving in seconds since the epoch: by the manifest, else by the files."""
     manifest = read_json(checkpoint / MANIFEST) or {}
     if isinstance(manifest.get("saved_at"), (int, float)):
         return float(manifest["saved_at"])
@@ -171,16 +164,16 @@ def saved_at(checkpoint: Path) -> float:
 
 
 def trained_kind(root: Path) -> str | None:
-    """The kind of the run whose result lies in `root`, None where there is none."""
+    """Return the kind of the run whose result is in `root`, None if there is none."""
     policy = read_json(root / POLICY_FILE) or {}
     kind = policy.get("trainable")
     return kind if kind in RESULT_FILES else None
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Take a former run's files away, if it was of the other kind: readers would mix them with the new ones.
+    """Delete a former run's files if it was of the other kind, since readers would mix them with the new ones.
 
-    Only after the new files are there, and never files that no run of ours has left.
+    Called after the new files exist; files that isotype did not write are kept.
     """
     if former is None or former == trained_kind(root):
         return
@@ -198,7 +191,7 @@ def _crc32(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no file or no object in it."""
+    """Return the object in a JSON file; None if there is no file or no object in it."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
@@ -214,23 +207,22 @@ logger = logging.getLogger("isotype")
 
 @dataclass(frozen=True)
 class Order:
-    """The random states that the order of the epoch was drawn from: torch's random state at its begin, and that of the sampler's generator."""
+    """Random states that determine an epoch's order: torch's at its begin, and the sampler's generator."""
 
     sampler: Any
     drawn_from: dict[str, torch.Tensor]
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Called before an epoch draws its order; None where that follows seed and epoch.
+    """Restore or record the random states before an epoch draws its order; None if seed and epoch determine it.
 
     Args:
-        trainer: a transformers trainer.
-        loader: of its training batches.
-        checkpoint: that the run goes on from with this epoch; None for an epoch that begins by itself.
-        skipped: batches of the epoch that were trained on before.
+        loader: of the training batches.
+        checkpoint: resumed in this epoch; None if the epoch begins from its start.
+        skipped: batches of the epoch that were already trained on.
 
     Raises:
-        UsageError: the checkpoint lacks the reference model that a run moves: the base in its place would be another run.
+        UsageError: the checkpoint lacks the run's moving reference model, for which the base is no substitute.
     """
     part = loader
     while (inner := getattr(part, "batch_sampler", None)) is not None:
@@ -254,7 +246,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """Write what this process needs to go on with in the middle of an epoch, and of a generation."""
+    """Save what this process needs to resume in the middle of an epoch, and of a generation."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:
@@ -265,7 +257,7 @@ def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
 
 
 def _moves_reference(trainer: Any) -> bool:
-    """The reference model follows the one that is trained (`--sync_ref_model`): it is no longer the base."""
+    """Return True if the reference model follows the trained one (`--sync_ref_model`)."""
     return (
         bool(getattr(trainer.args, "sync_ref_model", False))
         and getattr(trainer, "ref_model", None) is not None

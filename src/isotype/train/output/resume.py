@@ -1,4 +1,4 @@
-"""Going on with a run: from which checkpoint, whether it is of the same run, what is overwritten, and the command for it."""
+"""Resuming a run: its checkpoint, the comparison with the same run, overwritten files, and the command."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NO_RESUME = (None, False, "False", "false")
 
 
 def resume_point(settings: Settings) -> Path | None:
-    """The whole checkpoint that the run goes on from, or None for a start from the beginning."""
+    """Return the complete checkpoint to resume, or None to start from the beginning."""
     asked = settings.training.resume_from_checkpoint
     if asked in _NO_RESUME:
         return None
@@ -70,7 +70,7 @@ def resume_point(settings: Settings) -> Path | None:
 
 
 def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
-    """Whether the checkpoint to go on from was made by the run that `identity` describes.
+    """Check that the checkpoint to resume was made by the run that `identity` describes.
 
     Raises:
         CheckpointError: it was not; every difference is named.
@@ -97,7 +97,7 @@ def say_what_is_overwritten(settings: Settings, console: Console) -> None:
 
 
 def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console) -> None:
-    """Where the run starts, if it was asked to go on from a checkpoint, and which ones it could not take."""
+    """Print where a resumed run starts, and the checkpoints that it could not use."""
     asked, root = settings.training.resume_from_checkpoint, settings.training.output_dir
     if asked in _NO_RESUME:
         return
@@ -117,7 +117,7 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
 
 
 def _under_launcher(command: Command) -> tuple[str, ...]:
-    """The tokens that start a command again as this process and its others were started."""
+    """Return the tokens that start a command again under the same launcher."""
     if processes() == 1:
         return command.tokens()
     if "FSDP_VERSION" in os.environ and command["fsdp"] in (None, ""):
@@ -132,7 +132,7 @@ def _under_launcher(command: Command) -> tuple[str, ...]:
 
 
 def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
-    """The command that goes on from `checkpoint` of a run into `output_dir`."""
+    """Return the command that resumes `checkpoint` of a run into `output_dir`."""
     command = command.but(resume_from_checkpoint=None)
     if "output_dir" not in command:
         command = command.but(output_dir=output_dir)
@@ -143,7 +143,7 @@ def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
 
 
 RUN_FILE = "isotype_run.json"
-"""File in a checkpoint with the settings that its run was made by."""
+"""File in a checkpoint with the settings of its run."""
 
 # Arguments of transformers' trainer that decide which numbers come out. TRL's own arguments do, except those below.
 _DECISIVE = (
@@ -175,17 +175,10 @@ _OPEN_ENDED = frozenset({"lora_target_modules"})
 def identity_of(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any, start: Adapter | None
 ) -> dict[str, Any]:
-    """The run as plain JSON values: the arguments that decide its numbers by their names, and four more.
+    """Return the arguments that determine a run's numbers, by name, and four more, as plain JSON values.
 
-    `weights` and `rows` are fingerprints of the model and of the training rows (None where there are none to be had),
-    `rows in an optimizer step` counts over accumulation and processes.
-
-    Args:
-        settings: before the trainer is built.
-        checkpoint: the model.
-        policy: of the run.
-        rows: the training split.
-        start: the adapter that is trained further.
+    `weights` and `rows` are fingerprints of the model and of the training rows (None if there are none); `rows in an
+    optimizer step` counts over accumulation and processes. `settings` are from before the trainer is built.
     """
     from transformers import TrainingArguments
 
@@ -225,20 +218,16 @@ def save_identity(identity: Mapping[str, Any], checkpoint: Path) -> None:
 
 
 def differences(checkpoint: Path, identity: Mapping[str, Any]) -> list[Problem]:
-    """Where a checkpoint was made by another run than the one that is to go on from it.
+    """Return the differences between a checkpoint's run and the one that would resume it.
 
-    What a checkpoint does not say is not compared; one that isotype's training commands have not made says little. The
-    number of steps and epochs, and of processes with the same rows in a step, may be another one.
-
-    Args:
-        checkpoint: a whole checkpoint.
-        identity: `identity_of` this run.
+    Values that the checkpoint does not record are not compared. The number of steps and epochs may differ, and of
+    processes if a step has the same number of rows.
     """
     return [_problem(name, was, now, checkpoint) for name, was, now in _different(checkpoint, identity)]
 
 
 def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:
-    """What to say where the run is to be longer or shorter than it was begun, and its learning rate follows that."""
+    """Describe a changed number of steps or epochs if the learning rate schedule depends on it."""
     saved = read_json(checkpoint / RUN_FILE)
     schedule = str(identity["lr_scheduler_type"])
     if saved is None or schedule.startswith("constant"):
@@ -259,7 +248,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
         known = saved.get(counted) is not None and identity[counted] is not None
         skipped |= set(names) if known else {counted}
     if saved.get("processes") != identity["processes"] or saved.get(_BATCH) != identity[_BATCH]:
-        skipped.add("gradient_accumulation_steps")  # what counts, and is told, is the rows in a step
+        skipped.add("gradient_accumulation_steps")  # only the rows of a step count
     if saved.get("use_peft") != identity["use_peft"]:
         skipped |= {name for name in saved if name.startswith(("lora_", "use_dora", "use_rslora", "master"))}
     for name, was in saved.items():
@@ -275,7 +264,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _said_by_others(checkpoint: Path) -> dict[str, Any]:
-    """What the files of PEFT and of a policy say of the run that saved them, by the names of `identity_of`."""
+    """Return the run's settings in the files of PEFT and of a policy, by the names of `identity_of`."""
     said: dict[str, Any] = {}
     policy = read_json(checkpoint / POLICY_FILE)
     if policy is not None:

@@ -1,4 +1,4 @@
-"""The report of a run, in its folder and in every checkpoint: it goes on where the run does, and is never emptied."""
+"""The report of a run, in its folder and in every checkpoint; it continues on resuming."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isotype.train.output.resume import save_identity
 
 
 def earlier_report(resume: Path | None) -> RunRecord | None:
-    """The report of the run up to the checkpoint that it goes on from, where that holds one.
+    """Return the report in the checkpoint that the run resumes, or None.
 
     Raises:
         CheckpointError: it is damaged.
@@ -36,24 +36,19 @@ def earlier_report(resume: Path | None) -> RunRecord | None:
 def files_of_checkpoint(
     identity: Mapping[str, Any], record: Callable[[], RunRecord], checkpoint: Path
 ) -> None:
-    """Write into a checkpoint what its run is, and the report so far."""
+    """Write the run's identity and the report so far into a checkpoint."""
     save_identity(identity, checkpoint)
     write_whole(checkpoint / JSON_NAME, to_json(record()))
 
 
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
-    """Write the report into the run's folder; returns the path of the HTML.
+    """Write the report into the run's folder `root` and return the path of the HTML.
 
-    A report with steps stays where this command has made none of its own: it may be that of a finished run.
-
-    Args:
-        record: the run so far.
-        root: output directory.
-        made_steps: whether this command has made a step.
-        writes: whether this process writes: of several, the first of all.
+    An existing report with steps is kept if this command made none: it may belong to a finished run. `writes`: this
+    process writes (rank 0).
 
     Raises:
-        SaveError: it cannot be written; a former one is untouched.
+        SaveError: it cannot be written; an existing one is unchanged.
     """
     tells_more = record.status == "finished" and bool(record.steps)
     if not writes or (not made_steps and not tells_more and _has_steps(root / JSON_NAME)):
@@ -71,7 +66,7 @@ def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: boo
 def report_failure(
     record: RunRecord, write: Callable[..., Path], console: Console, *, made_steps: bool
 ) -> None:
-    """`write_report` of a failed run, unless the failure, a full disk for one, keeps it from being written too."""
+    """Call `write_report` for a failed run, unless the failure (such as a full disk) prevents it."""
     try:
         write(record, made_steps=made_steps)
     except SaveError as error:
@@ -86,16 +81,12 @@ def _has_steps(path: Path) -> bool:
 
 
 def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Path]:
-    """Write `run_report.html` and `run_report.json` into a directory, which is made if need be.
+    """Write `run_report.html` and `run_report.json` into a directory and return their paths.
 
-    Each file is written under a temporary name and then moved into place, so that a reader sees the former file
-    or the new one and never a part of one.
-
-    Returns:
-        The paths of the HTML and of the JSON file.
+    Each file is written under a temporary name and then renamed, so that readers never see a part.
 
     Raises:
-        SaveError: the directory or a file cannot be written; the former files are untouched.
+        SaveError: the directory or a file cannot be written; existing files are unchanged.
     """
     directory = Path(directory)
     html, data = to_html(record), to_json(record)

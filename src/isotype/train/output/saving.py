@@ -1,4 +1,4 @@
-"""A trainer that saves whole checkpoints only: each is built aside, brought to the disk, and renamed."""
+"""A trainer that saves complete checkpoints only: each is built in a temporary folder, synced, and renamed."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from isotype.train.output.sharded import Sharded
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a command has a trainer do where it saves.
+    """Actions of a command when its trainer saves.
 
     Attributes:
-        before: raises where a step so far must not be saved.
-        in_checkpoint: writes what else belongs into the folder of a checkpoint.
+        before: raises if the current step must not be saved.
+        in_checkpoint: writes further files into the folder of a checkpoint.
         card: makes the model card of the run; None for the trainer's own.
-        goes_on: the command that goes on from a checkpoint; None in a script.
+        goes_on: returns the command that resumes a checkpoint; None in a script.
     """
 
     before: Callable[[], object] = lambda: None
@@ -56,7 +56,7 @@ class Hooks:
 
 
 class WholeCheckpoints(Sharded):
-    """Mixin over `transformers.Trainer`: a checkpoint is whole or not there, whenever the process is killed."""
+    """Mixin over `transformers.Trainer`: checkpoints are complete or absent, even if the process is killed."""
 
     hooks: Hooks = Hooks()
     _staging: Path | None = None
@@ -67,7 +67,7 @@ class WholeCheckpoints(Sharded):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
     ) -> Any:
-        """As the trainer's own; first, what a killed run left in the output directory is put in order."""
+        """Call the trainer's own `train`, after cleaning up the output directory of a killed run."""
         if self.args.should_save:
             recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()
@@ -79,12 +79,12 @@ class WholeCheckpoints(Sharded):
         return result
 
     def last_checkpoint(self: Any) -> Path | None:
-        """The whole checkpoint to go on from: the last that this run saved, else the one it went on from."""
+        """Return the complete checkpoint to resume: the last of this run, else the resumed one."""
         whole = whole_checkpoints(self.args.output_dir)
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 
     def _check_trained(self: Any) -> None:
-        """Raise TrainingError, in every process, rather than save weights that are not finite in one, or after a step that was left out."""
+        """Raise TrainingError in every process if weights are not finite in one, or after a skipped step."""
         self.hooks.before()
         here = all_finite(p for p in self.model.parameters() if p.requires_grad)
         broken = self.accelerator.reduce(torch.tensor(0.0 if here else 1.0, device=self.args.device))
@@ -103,7 +103,7 @@ class WholeCheckpoints(Sharded):
         return str(super().folder_of_run(trial))
 
     def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        """Build the checkpoint aside, bring it to the disk, then rename it: it is whole or not there."""
+        """Build the checkpoint in a temporary folder, sync it, then rename it."""
         self._check_trained()
         run_dir = Path(super().folder_of_run(trial))
         name = f"checkpoint-{self.state.global_step}"
@@ -130,7 +130,7 @@ class WholeCheckpoints(Sharded):
             self.push_checkpoint(str(final))
 
     def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Write `hooks.card()`, the run as a model card, where the trainer would write a form to be filled in."""
+        """Write `hooks.card()`, the run as a model card, instead of the trainer's template."""
         if self.hooks.card is None:
             super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         elif self.args.should_save:
@@ -154,7 +154,7 @@ class WholeCheckpoints(Sharded):
             discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
-        """Save the model into `directory`: its files are the former ones or, after `recover`, all the new ones.
+        """Save the model into `directory`: after `recover` it has all old files or all new ones.
 
         Raises:
             SaveError: the disk is full, or cannot be written.
@@ -182,7 +182,7 @@ class WholeCheckpoints(Sharded):
 
     @contextmanager
     def _staged(self: Any, directory: Path, what: str) -> Iterator[Path]:
-        """An empty folder to build in; a failure to write becomes a SaveError about `what`."""
+        """Yield an empty folder to build in; a failure to write becomes a SaveError about `what`."""
         staging = directory / STAGING
         try:
             if self.args.should_save:

@@ -1,7 +1,8 @@
-"""A trainer whose model is sharded: what it saves and goes on from, at any number of processes.
+"""A trainer with a sharded model: saving and resuming at any number of processes.
 
-A checkpoint of a sharded run holds the folder `sharded/`, written by all processes together through `torch.distributed.checkpoint` as
-safetensors: trained weights and optimizer states by the names of their parameters, each process its rows. Nothing in it is a pickle.
+A checkpoint of a sharded run has the folder `sharded/`, written by all processes through
+`torch.distributed.checkpoint` as safetensors: trained weights and optimizer states by parameter name, each process
+its rows. It contains no pickle.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from isotype.core.names import base_name, listed
 from isotype.model.shard import has_shards, is_sharded
 
 SHARDS = "sharded"
-"""Folder of a checkpoint with what each process has saved of its own."""
+"""Folder of a checkpoint with the shards of all processes."""
 
 _GROUPS = "optimizer_groups.json"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """The weights that are saved, by name, gathered one after another into the memory of the CPU.
+    """Return the saved weights by name, gathered one after another into CPU memory.
 
-    All processes call it together; those with `keep` False drop what they have gathered and return nothing.
+    A collective of all processes; those with `keep` False discard the gathered weights and return nothing.
     """
     # Of a model without adapters, buffers and frozen weights too: its file is the whole model.
     named = _adapters(model) if hasattr(model, "peft_config") else model.state_dict()
@@ -49,14 +50,14 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor gathered from all processes; one that is not sharded as it is."""
+    """Return a tensor gathered from all processes; one that is not sharded unchanged."""
     sharded: Any = tensor
     whole: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
     return whole
 
 
 def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
-    """Save trained weights and optimizer states into `directory`; all processes call it together."""
+    """Save trained weights and optimizer states into `directory`; a collective of all processes."""
     names = _trained(model)
     state: dict[str, Any] = {f"{_MODEL}{name}": parameter for name, parameter in names.items()}
     for name, parameter in names.items():
@@ -76,7 +77,7 @@ def load_weights(directory: Path, model: nn.Module) -> None:
 
 
 def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
-    """Read optimizer states from `directory`: as the parameters are sharded now."""
+    """Read optimizer states from `directory` into the current sharding of the parameters."""
     reader = HuggingFaceStorageReader(str(directory))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     fused = {
@@ -110,12 +111,12 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, and what TRL keeps beside it of where the training started."""
+    """Return the trained parameters, and TRL's copy of their initial values."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad or ".ref." in name}
 
 
 def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
-    """Read tensors in place, each process the rows that it holds."""
+    """Read tensors in place, each process its rows."""
     reader = HuggingFaceStorageReader(str(directory))
     saved = reader.read_metadata().state_dict_metadata
     _require(directory, [name for name in state if name not in saved])
@@ -127,7 +128,7 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Give sharded parameters the rows of whole tensors, which every process has read."""
+    """Copy the rows of whole tensors, which every process has read, into sharded parameters."""
     from torch.distributed.tensor import distribute_tensor
 
     for name, parameter in _trained(model).items():
@@ -153,15 +154,15 @@ def shard_optimizer(optimizer: Any) -> None:
 
 
 class Sharded(TrainerSteps):
-    """Mixin over `transformers.Trainer`: with a sharded model it saves and resumes as above; with another, a sharded run's checkpoint."""
+    """Mixin over `transformers.Trainer` that saves and resumes sharded models, and loads a sharded run's checkpoint."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the trainer's own; a sharded model is gathered for it."""
+        """Call the trainer's own `save_model`, with a sharded model's gathered weights."""
         if not has_shards(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         writes = self.args.should_save
-        # A checkpoint of a whole model holds the parts only: nobody has to gather it to go on.
+        # A checkpoint of a whole model has only the shards: resuming needs no gathered weights.
         adapter = hasattr(self.model, "peft_config")
         state = whole_state(self.model, keep=writes) if adapter or not _in_checkpoint(output_dir) else {}
         if writes and state:
@@ -224,7 +225,7 @@ def _in_checkpoint(directory: str | None) -> bool:
 
 
 def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights in the files that one process saves, by the names of `model`'s parameters."""
+    """Return the trained weights in the files that one process saves, by the names of `model`'s parameters."""
     from safetensors.torch import load_file
 
     weights = {

@@ -14,13 +14,13 @@ from isotype.train.command.command import Command, here, with_dtype
 
 @dataclass(frozen=True)
 class Repaired:
-    """What `isotype check --fix` answers.
+    """The result of `isotype check --fix`.
 
     Attributes:
         text: in words.
-        fixes: what together resolves the findings.
-        left: findings that nothing resolves, each with the reason.
-        command: the repaired training command; of a function's model None.
+        fixes: fixes that together resolve the findings.
+        left: unresolved findings, each with the reason.
+        command: the repaired training command; None for a function's model.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Repaired:
     command: Command | None = None
 
     def content(self) -> dict[str, Any]:
-        """As JSON; a fix that changes nothing but the model has the scope `model`, for the others see `SCOPES`."""
+        """The result as JSON; a fix that changes only the model has the scope `model`, for others see `SCOPES`."""
         fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
         left = [{"code": each.code, "cause": each.cause, "reason": reason} for each, reason in self.left]
         command = None if self.command is None else printed_command(self.command.tokens())
@@ -39,13 +39,10 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """The findings, each fix that arguments make with the command that has them.
+    """Return the findings; each fix that arguments can make gets its command.
 
-    Args:
-        findings: of a check.
-        command: that was checked.
-        bare: whether a model was checked and no training; its command is another check.
-        present: whether the device is in this machine.
+    `bare`: a model was checked and no training, so its command is another check; `present`: the device is in this
+    machine.
     """
 
     def commanded(fix: Fix) -> Fix:
@@ -61,7 +58,7 @@ def with_commands(
 
 
 def _one_row(command: Command) -> Command:
-    """With the rows of a bare model's check, where nothing says another number."""
+    """Return the command with a bare model's default of one row."""
     rows = "per_device_train_batch_size"
     return command if rows in command else command.but(**{rows: 1})
 
@@ -73,13 +70,7 @@ def repaired_command(
     *,
     present: bool = True,
 ) -> Repaired:
-    """The training command with the arguments that the fixes change, what no argument can change, and what is left.
-
-    Args:
-        command: that was checked.
-        fixes, left: of the check.
-        present: whether the device is in this machine.
-    """
+    """Return the training command changed by the fixes, what no argument can change, and what is left."""
     repaired, by_hand = command, []
     for fix in fixes:
         for action in fix.actions:
@@ -95,7 +86,7 @@ def repaired_command(
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""A setting or a kind of action -> the argument that does it."""
+"""A setting or a kind of action -> its argument."""
 
 
 def _argument(action: Action) -> str | None:
@@ -104,7 +95,7 @@ def _argument(action: Action) -> str | None:
 
 
 def _acted(command: Command, action: Action) -> Command:
-    """The command with what one action changes, where an argument does that."""
+    """Return the command changed by one action, if an argument does that."""
     name = _argument(action)
     if name is None:
         return command

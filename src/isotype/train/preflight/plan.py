@@ -1,4 +1,4 @@
-"""A step that is to be checked, as arguments describe it, and what belongs to the check alone."""
+"""The description of a step to check, and the check's own options."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments that a check has of its own.
+    """The check's own arguments.
 
     Attributes:
-        bare: whether a model was named without a training method.
+        bare: a model was named without a training method.
         batch, length: rows and tokens of the step, None if the training's arguments decide.
-        generate: whether generation is traced too.
-        fsdp: 0, 1 or 2; None where the training's arguments decide.
-        devices: how many devices train together; None where the launcher decides.
-        json, sarif, html: outputs; of sarif `-` is standard output.
-        fix: whether the repaired command is shown.
-        fail_on: the severity from which the exit status is 1.
-        verbose: whether the text says how memory and time come about.
-        image: size of the pictures in each row; None where the data says it, or nothing.
-        images: how many of them there are.
+        generate: trace generation, too.
+        fsdp: 0, 1 or 2; None if the training's arguments decide.
+        devices: number of devices that train together; None if the launcher decides.
+        json, sarif, html: outputs; `-` for sarif is standard output.
+        fix: print the repaired command.
+        fail_on: severity from which the exit status is 1.
+        verbose: print the parts of memory and time.
+        image: size of the pictures in each row; None if from the data.
+        images: number of pictures per row.
     """
 
     bare: bool = False
@@ -55,40 +55,38 @@ class StepPlan:
     """One step to be checked.
 
     Attributes:
-        source: what names the model.
-        method: the training method.
-        precision: what was asked of the precision.
+        source: name of the model.
+        precision: the precision request.
         device: name of a device or of a profile.
-        rows, length: of the batch, for dpo and reward in pairs; length None for the default.
-        step_rows: rows of an optimizer step on one device; where they are more than `rows`, gradients are accumulated.
-        evaluation: rows of a batch that is evaluated during the training; 0: as many as `rows`; None: nothing is evaluated.
-        evaluation_length: tokens of its longest row; None: as of the rows that train.
-        evaluation_lengths: of the rows that are evaluated; None where nobody counted them.
-        prompt: tokens at the beginning of every row that the loss leaves out.
+        rows, length: of the batch, in pairs for dpo and reward; length None for the default.
+        step_rows: rows of an optimizer step on one device; if more than `rows`, gradients are accumulated.
+        evaluation: rows of an evaluation batch during the training; 0: as many as `rows`; None: no evaluation.
+        evaluation_length: tokens of its longest row; None: as for training.
+        evaluation_lengths: of the evaluation rows; None if not counted.
+        prompt: tokens at the beginning of every row without loss.
         completion: tokens of a completion (grpo, rloo).
-        reference: whether every step runs the reference model.
-        copied: of what a frozen copy is that reference: `weights` or `adapters`; None where there is none.
-        lora: arguments of `peft.LoraConfig`, or one; None where every weight is trained.
-        pictures: of each row; None for what the model's config says by itself.
-        adapt: the parts of the model that get adapters; None for all.
-        learning_rate, optimizer: of the optimizer.
-        checkpointing: arguments of `gradient_checkpointing_enable`, None where it is off.
-        auto: whether that is to be chosen by the memory of the step instead.
-        longest: tokens of the longest row that can occur in the training; None: as `length`.
-        unforeseen: why nobody can say what the step takes, as a clause; "" where a trace can.
+        reference: every step runs the reference model.
+        copied: the reference is a frozen copy of `weights` or `adapters`; None if there is none.
+        lora: arguments of `peft.LoraConfig`, or one; None if every weight is trained.
+        pictures: of each row; None for the default of the model's config.
+        adapt: parts of the model that get adapters; None for all.
+        checkpointing: arguments of `gradient_checkpointing_enable`, None if it is off.
+        auto: choose `checkpointing` by the memory of the step.
+        longest: tokens of the longest possible row in the training; None: as `length`.
+        unforeseen: why the step's cost cannot be known, as a clause; "" if a trace shows it.
         fsdp: 0, 1 or 2.
-        devices: how many devices train together, a process each.
-        reshard: whether FSDP frees a block's gathered weights after its forward.
+        devices: number of devices that train together, one process per device.
+        reshard: FSDP frees a block's gathered weights after its forward.
         revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
-        packed: whether rows hold several documents, which attention tells apart by their positions.
-        notes: what is not traced as asked.
-        ranges: whether value ranges are measured, `measure` or `known`, as `isotype.train.policy.policy_by_ranges` takes it.
-        data: what the rows' lengths say, and as what they are read; "" where no data set was opened.
-        fuse: whether the training fuses its layers, adapted or not.
-        dropout: whether it drops anything; TRL switches it off where answers are compared.
-        data_rows: rows of the training's data set; None where none was opened, or it is a stream.
-        lengths: of these rows; None where nobody counted them.
+        packed: rows have several documents, separated by their positions.
+        notes: differences between trace and request.
+        ranges: `measure` or `known`, see `isotype.train.policy.policy_by_ranges`.
+        data: description of the rows' lengths and format; "" if no data set was opened.
+        fuse: the training fuses its layers, adapted or not.
+        dropout: the training uses dropout; TRL switches it off if answers are compared.
+        data_rows: rows of the training's data set; None if none was opened, or it is a stream.
+        lengths: of these rows; None if not counted.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""What the rows of a data set say of a step: how many there are, their longest, what of them is learned."""
+"""Facts about a step from the rows of a data set: their number, the longest, the tokens with loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
-    """The plan with the lengths of the rows that are evaluated, and the longest that can occur among them."""
+    """Return the plan with the lengths of the evaluation rows, and the longest possible."""
     training, split = settings.training, settings.script.dataset_test_split
     if plan.evaluation is None or split not in data:
         return plan
@@ -38,7 +38,7 @@ def with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any
 
 
 def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
-    """The plan with as many rows as there are, and the longest that can occur among them."""
+    """Return the plan with the number of rows, and the longest possible."""
     training = settings.training
     if lengths is not None and len(lengths.tokens) == lengths.rows:
         learned = getattr(training, "completion_only_loss", None) is False
@@ -56,15 +56,13 @@ def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | No
 
 
 _TRIED = 8
-"""Rows whose pictures the processor is asked for: those with the most pixels, and with the most pictures."""
+"""Rows whose pictures go through the processor: those with the most pixels, and with the most pictures."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """The pictures that cost most of any row that is looked at; None where nobody can say.
+    """Return the most expensive pictures of any sampled row; None if unknown.
 
-    Args:
-        processor: of the model, or its tokenizer.
-        rows: of a data set.
+    `processor`: of the model, or its tokenizer.
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
@@ -82,10 +80,10 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
 
 
 def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
-    """The plan with the lengths that the rows of a data set on this machine really have.
+    """Return the plan with the real lengths of a local data set's rows.
 
     Raises:
-        DataError: the data set cannot be trained on, as the training itself would say.
+        DataError: the data set cannot be trained on.
         UsageError, CheckpointError: the tokenizer does not fit it.
     """
     training, script = settings.training, settings.script

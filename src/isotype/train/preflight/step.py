@@ -1,4 +1,4 @@
-"""The step that a plan describes, checked: its policy, its weightless model, a batch, and what the report says of them."""
+"""Check the step of a plan: its policy, its weightless model, a batch, and the report."""
 
 from __future__ import annotations
 
@@ -52,25 +52,22 @@ SAVED_AS = "gradient_checkpointing"
 MIXED = "documents are traced in padded rows of one each: in one packed row they would see each other"
 
 _TRIAL = 32
-"""Tokens of the two documents that a model's attention is asked to tell apart."""
+"""Tokens of two documents by which a model's attention is tested for packing."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
-"""Of one value: 4 bits, and 8 for the scale of 32 (OCP MX specification 1.0, 5.2)."""
+"""Bytes per value: 4 bits, and an 8-bit scale per 32 values (OCP MX specification 1.0, 5.2)."""
 
 
 _PART_OF_ROOM = 0.25
-"""Of the memory that a step may take: what takes less without is far from needing its layers computed again."""
+"""Share of the allowed memory below which recomputation is no question."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The step of a plan, with what was read for it; traced with one choice of layers to compute again, or another.
+    """The step of a plan, traced with different choices of recomputed layers.
 
     Attributes:
-        plan: the step.
-        config: of the model.
-        policy: decided for it.
-        ranges: the measurement that it was decided by, if any.
+        ranges: the measurement behind the policy, if any.
         phases: of the step.
     """
 
@@ -88,7 +85,7 @@ class PlannedStep:
         return room_of(device_profile(self.plan.device))
 
     def choice(self) -> Choice:
-        """Which layers are computed again: the same for a check and for the training that it is of."""
+        """Choose the recomputed layers, the same for a check and for its training."""
         if self.plan.unforeseen:
             return Choice(CHECKPOINTING, self.plan.unforeseen)
         try:
@@ -100,10 +97,10 @@ class PlannedStep:
             return Choice(CHECKPOINTING, f"what the step takes without is not known: {error.headline}")
 
     def model(self, arguments: Mapping[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
-        """(the weightless model, what there is to say of its fused layers)."""
+        """Return the weightless model, and notes on its fused layers."""
         key = repr(arguments)
         if key not in self._models:
-            # PEFT writes the modules that it finds into a config, by the names that they have in one folded model.
+            # PEFT writes the matched modules' names in this folded model into a config.
             plan = replace(self.plan, checkpointing=arguments, lora=copy.deepcopy(self.plan.lora))
             model = _model(plan, self.config, self.policy)
             self._models[key] = model, _fuse(plan, model)
@@ -111,9 +108,10 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """Whether documents of one packed row would see each other, so that the training gives each a row of its own.
+        """Return True if documents of one packed row would attend to each other, so that the training separates them.
 
-        A training runs its model to see it; without weights the attention's masks are asked for the documents.
+        A training runs its model to see it; without weights, the trace shows if attention masks depend on the
+        documents.
         """
         plan, (model, _) = self.plan, self.model(None)
         if not plan.packed or _by_lengths(plan, model):
@@ -124,14 +122,14 @@ class PlannedStep:
         return not told or has_states(model)
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
-        """The plan with the rows of a batch, and the tokens of each."""
+        """Return the plan with the rows of a batch, and the tokens of each."""
         if not self.mixed:
             return replace(self.plan, rows=rows), tokens
         rows, tokens = one_a_row(lengths, tokens, rows)
         return replace(self.plan, rows=rows, packed=False), tokens
 
     def request(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> StepRequest:
-        """The step with so many rows of so many tokens."""
+        """Return the step with `rows` rows of `tokens` tokens."""
         plan, (model, _) = self.plan, self.model(arguments)
         return StepRequest(
             model,
@@ -154,7 +152,7 @@ class PlannedStep:
         )
 
     def _evaluation(self, model: Any, rows: int, tokens: int) -> Any:
-        """A batch that the training evaluates, with its loss; None if it evaluates nothing."""
+        """Return a batch of the training's evaluation with its loss; None if it evaluates nothing."""
         plan = self.plan
         if plan.evaluation is None:
             return None
@@ -168,18 +166,18 @@ class PlannedStep:
         return _inputs(*self._batch(rows, length, lengths or plan.lengths), model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
-        """The report on it; a trace that the choice has made already is not made again."""
+        """Return the report on the step, from the choice's trace if there is one."""
         known = self._traces.get((repr(arguments), rows, tokens))
         return run(self.request(arguments, rows, tokens), traced=known)
 
     def peak(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> int:
-        """Bytes at its peak."""
+        """Return the bytes at the step's peak."""
         return run(self.request(arguments, rows, tokens), verify=False).memory.peak
 
     def alternative(self, choice: Choice) -> str:
-        """What the step takes by the other choice, all layers or none, as a clause; "" where memory is no question.
+        """Describe the step's memory with the opposite choice, all layers or none; "" if memory is no question.
 
-        It is one where the step takes a good part of what it may without: only there is the other step traced, too.
+        Only traced if the step takes a good part of the allowed memory without recomputation.
         """
         room = self.room.size
         if room is None or self.plan.unforeseen:
@@ -212,7 +210,7 @@ class PlannedStep:
 
 
 def choice_of(plan: StepPlan, checkpoint: Checkpoint, policy: PrecisionPolicy) -> Choice:
-    """Which layers a training that is about to begin computes again, by its plan."""
+    """Return the recomputed layers of a training that is about to begin, by its plan."""
     try:
         config = config_of(checkpoint)
     except IsotypeError as error:
@@ -221,13 +219,13 @@ def choice_of(plan: StepPlan, checkpoint: Checkpoint, policy: PrecisionPolicy) -
 
 
 def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
-    """The report on the step of a plan.
+    """Return the report on the step of a plan.
 
     Raises:
         PrecisionError: a policy that the device or the model refuses.
         CheckpointError, UsageError: as `isotype.train.models.weightless_model`.
     """
-    checkpoint = open_model(plan.source, plan.revision)  # names what is no model
+    checkpoint = open_model(plan.source, plan.revision)  # raises if it is no model
     policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)
     config = config_of(checkpoint)
     require_complete_gguf(checkpoint)
@@ -267,9 +265,9 @@ def _chosen(choice: Choice | None, step: PlannedStep) -> tuple[str, ...]:
 
 
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
-    """The weightless model under the policy, folded and in training mode."""
+    """Return the weightless model under the policy, folded and in training mode."""
     method = METHODS[plan.method]
-    # Layers of which only some are checkpointed are equal no longer, and are counted before they are folded.
+    # If only some layers are checkpointed they differ, and are counted before they are folded.
     some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1
     model = weightless_model(
         config,
@@ -298,7 +296,7 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
 
 
 def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
-    """Fuse the layers that the training would fuse; returns what the report says of it."""
+    """Fuse the layers that the training would fuse; return notes for the report."""
     if not plan.fuse:
         return ()
     profile = device_profile(plan.device)
@@ -309,7 +307,7 @@ def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
-    """Tokens of a row: as asked, else the default, within the positions that the model has."""
+    """Return the tokens of a row: as requested, else the default, at most the model's positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         positions = None
@@ -338,14 +336,14 @@ def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
 
 
 def _by_lengths(plan: StepPlan, model: Any) -> bool:
-    """The training's attention takes packed rows by their lengths, which a model without weights does not show."""
+    """Return True if the training's attention takes packed rows by their lengths, which no weightless model shows."""
     profile = device_profile(plan.device)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return goes_by_lengths(base) or (plan.fuse and may_go_by_lengths(base, profile))
 
 
 def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
-    """What a checkpoint's own format takes that nothing can be trained in, and what it is loaded in."""
+    """Describe a checkpoint's format that cannot be trained in, and the dtype it is loaded in."""
     saved = quantization_of(config)
     if saved is None or not saved.experts:
         return
@@ -378,13 +376,7 @@ def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
 
 
 def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
-    """Which layers a training computes again; the processes of a run take what the first of them finds.
-
-    Args:
-        run: whose settings they are.
-        tokenizer: the model's tokenizer or processor.
-        lengths: of the training rows, where they are known already.
-    """
+    """Return the recomputed layers of a training, decided by rank 0 for all processes."""
     settings, resume = run.settings, run.resume
     if not settings.auto_checkpointing:
         return Choice(checkpointing(settings.training), "as asked")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isotype.train.rows.lengths import Lengths
 
 DEFAULT_LENGTH = 1024
-"""Tokens a row where nothing says another number; TRL's own default of `--max_length`."""
+"""Default tokens per row, TRL's default of `--max_length`."""
 
 _DESCRIPTION = """\
 Trace one training step on fake tensors and say what will crash, cost or lose precision, on any device, without
@@ -45,10 +45,10 @@ _STATUS = "exit status: 0 nothing found, 1 something at or above --fail-on, 2 ba
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
-    """The check's own arguments, and the training command.
+    """Return the check's own arguments, and the training command.
 
     Raises:
-        UsageError: a value that is not one of an argument's, an unknown argument, no model.
+        UsageError: an invalid value, an unknown argument, or no model.
     """
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
@@ -77,10 +77,11 @@ def _problems(own: argparse.Namespace) -> list[Problem]:
 
 
 def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
-    """(the check's own arguments, the user's function, the device) of a check whose first word is `package.module:function`.
+    """Return the check's own arguments, the user's function and the device, for `isotype check
+    package.module:function`.
 
     Raises:
-        UsageError: arguments that are the function's to decide.
+        UsageError: arguments that the function decides.
     """
     function, *rest = argv
     parser = Parser(prog="isotype check", add_help=False)
@@ -105,10 +106,10 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """(width, height) that `1024x768` stands for.
+    """Parse `1024x768` into (width, height).
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: not a size.
     """
     width, _, height = text.lower().replace("×", "x").partition("x")
     if min(sides := (int(width), int(height))) < 1:
@@ -155,7 +156,7 @@ _USED_MOST: Mapping[str, str] = {
     "learning_rate": "of the optimizer",
     "optim": "optimizer, by transformers' name",
 }
-"""Arguments of `isotype sft` with which a bare model is checked without its trainer, whose import takes seconds."""
+"""Arguments of `isotype sft` for which a bare model is checked without importing its trainer, which takes seconds."""
 
 
 def help_parser() -> argparse.ArgumentParser:
@@ -178,10 +179,10 @@ def help_parser() -> argparse.ArgumentParser:
 
 
 def plan_of(options: Options, command: Command) -> StepPlan:
-    """The step that a command describes.
+    """Return the step that a command describes.
 
     Raises:
-        UsageError, PrecisionError, DataError: what the training itself would refuse.
+        UsageError, PrecisionError, DataError: errors of the training command.
     """
     if options.bare and command.method == "sft" and command.file is None and _is_light(command):
         problems = list(number_problems(command.given))
@@ -201,10 +202,10 @@ def plan_of(options: Options, command: Command) -> StepPlan:
 
 
 def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
-    """The plan with the pictures of `--image`.
+    """Return the plan with the pictures of `--image`.
 
     Raises:
-        UsageError: the model takes no pictures, or neither a processor nor its config says what they are to it.
+        UsageError: the model takes no pictures, or their tokens are unknown without a processor.
     """
     if options.image is None:
         return plan
@@ -341,14 +342,9 @@ def _unforeseen(training: Any, length: int) -> str:
 def training_plan(
     settings: Settings, start: Adapter | None, tokenizer: Any, data: Any, lengths: Lengths | None = None
 ) -> StepPlan:
-    """The step of a training that is about to begin, with the longest rows that can occur in it.
+    """Return the step of a training that is about to begin, with its longest possible rows.
 
-    Args:
-        settings: of the training.
-        start: the adapter that is trained further.
-        tokenizer: the model's tokenizer or processor.
-        data: splits of rows.
-        lengths: of the training rows, where they are known already.
+    `start`: the adapter to train further; `data`: splits of rows; `lengths`: of the training rows, if known.
     """
     from isotype.train.adapt import parts_to_adapt
     from isotype.train.preflight.plan_rows import bounded, pictures_in_rows, with_held_back

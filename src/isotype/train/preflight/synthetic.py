@@ -1,4 +1,4 @@
-"""Batches and losses of the training methods, without a data set: shapes and dtypes are what a trace needs."""
+"""Batches and losses of the training methods without a data set, with the shapes and dtypes that a trace needs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from isotype.ranges.pictures import FILL, Pictures, by_config
 from isotype.records.request import LossOf
 
 PROMPT_TOKENS = 512
-"""Length of a prompt that nobody has named the length of (grpo, rloo)."""
+"""Default length of a prompt (grpo, rloo)."""
 
 
 def synthetic_batch(
     model: Any, rows: int, length: int, pictures: Pictures | None = None
 ) -> dict[str, torch.Tensor]:
-    """A batch such as the collators of TRL make, for the transformers model `model`.
+    """Return a batch like those of TRL's collators, for the transformers model `model`.
 
-    Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has `pictures`, or one
-    picture where the config says how many tokens that takes, with its placeholder tokens, which are not learned.
+    Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
+    `pictures`, or one picture if the config tells its tokens, with placeholder tokens that have no loss.
 
     Raises:
         UsageError: the model takes no token ids, or `length` has no room for the tokens of the pictures.
@@ -55,7 +55,7 @@ def synthetic_batch(
 
 
 def least_length(config: Any, pictures: Pictures | None = None) -> int:
-    """Tokens of the shortest row that `synthetic_batch` makes of a model of this config."""
+    """Return the tokens of the shortest row that `synthetic_batch` makes for a model of this config."""
     pictures = pictures or by_config(config)
     return 2 if pictures is None else pictures.tokens + 2
 
@@ -64,7 +64,7 @@ TEXT_ALONE = "no row has a picture here: --image 1024x768 gives each one of that
 
 
 def batch_notes(config: Any, pictures: Pictures | None = None) -> tuple[str, ...]:
-    """What a made-up batch has of pictures, or that it has none although the model takes them."""
+    """Describe the pictures of a synthetic batch, or their lack if the model takes them."""
     if getattr(config, "vision_config", None) is None:
         return ()
     pictures = pictures or by_config(config)
@@ -83,18 +83,17 @@ def step_inputs(
     packed: bool = False,
     pictures: Pictures | None = None,
 ) -> LossOf:
-    """What one step of a method feeds the model, and its loss over it.
+    """Return the inputs of one step of a method, and its loss.
 
     Args:
         method: a key of `METHODS`.
-        model: the model, PEFT or not, for its config; with `isotype.lora.loss.trl_head.put_head`, but for a reward model.
-        rows: examples a step (completions for grpo and rloo).
-        length: tokens an example, of prompt and completion together.
-        prompt: tokens at the beginning of an example that the loss leaves out.
+        model: PEFT or not, for its config; with `isotype.lora.loss.trl_head.put_head` unless a reward model.
+        rows: examples per step (completions for grpo and rloo).
+        length: tokens of an example, prompt and completion together.
+        prompt: tokens at the beginning of an example without loss.
         completion: tokens of the completion (grpo, rloo).
-        reference: whether the method compares with the reference model in every step.
-        pictures: of each row; None for one that the config says everything of.
-        packed: whether each row holds two documents, told apart by their positions (sft).
+        reference: the method compares with the reference model in every step.
+        packed: each row has two documents, separated by their positions (sft).
     """
     batch = synthetic_batch(model, rows, length, pictures)
     loss = METHODS[method].loss
@@ -131,14 +130,14 @@ def _label_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Log-probabilities of the tokens that are learned, float32 `[rows, length - 1]`; 0 of the others."""
+    """Return log-probabilities of the tokens with loss, float32 `[rows, length - 1]`; 0 for the others."""
     labels = batch.get("labels", batch["input_ids"])  # there are none in the phase `generate`
     log_probs: torch.Tensor = model(**{**batch, "labels": labels}, fused_lm_head=True).log_probs
     return log_probs
 
 
 def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Of the base model under the adapters, as TRL takes it; of the model itself where it has none."""
+    """Return those of the base model without adapters, as TRL does; of the model itself if it has none."""
     with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
         return _log_probs(model, batch)
 
@@ -146,7 +145,7 @@ def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch
 def _preference_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
 ) -> torch.Tensor:
-    """DPO's sigmoid loss, https://arxiv.org/abs/2305.18290 equation 7, with beta 0.1."""
+    """Return DPO's sigmoid loss, https://arxiv.org/abs/2305.18290 equation 7, with beta 0.1."""
     ratios = _log_probs(model, batch).sum(-1)
     if reference:
         ratios = ratios - _reference_log_probs(model, batch).sum(-1)
@@ -157,7 +156,7 @@ def _preference_loss(
 def _unpaired_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
 ) -> torch.Tensor:
-    """KTO's loss, https://arxiv.org/abs/2402.01306 equation 8, the KL term from one more forward of each model."""
+    """Return KTO's loss, https://arxiv.org/abs/2402.01306 equation 8, with one more forward for the KL term."""
     with torch.no_grad():
         kl = _log_probs(model, batch).sum(-1)
         if reference:
@@ -171,7 +170,7 @@ def _unpaired_loss(
 def _policy_loss(
     model: Any, batch: Mapping[str, torch.Tensor], completion: int, reference: bool
 ) -> torch.Tensor:
-    """GRPO's clipped loss, https://arxiv.org/abs/2402.03300 equation 3, on given advantages; rloo's has its shape."""
+    """Return GRPO's clipped loss, https://arxiv.org/abs/2402.03300 equation 3, on given advantages."""
     logps = _log_probs(model, batch)[:, -completion:]
     ratio = (logps - logps.detach()).exp()
     advantages = torch.ones(logps.shape[0], 1)
@@ -188,4 +187,4 @@ LOSSES: Mapping[Loss, Callable[[Any, Mapping[str, torch.Tensor], int, bool], tor
     "unpaired": _unpaired_loss,
     "policy": _policy_loss,
 }
-"""Family of loss -> (model, batch, tokens of a completion, whether there is a reference model) -> loss."""
+"""Kind of loss -> function (model, batch, tokens of a completion, reference) -> loss."""

@@ -1,8 +1,8 @@
-"""`--assistant_only_loss` for any chat template that writes the beginning of a conversation as it writes the whole of it.
+"""`--assistant_only_loss` for chat templates whose rendering of a conversation begins with that of its beginning.
 
-TRL takes the assistant's tokens from a template with `{% generation %}` markers, and has such a template for some models. For
-every other one a conversation is rendered up to each turn of the assistant, with and without that turn: what the second
-text has more is what the model is to write. TRL gets token ids with their labels, which it trains on as they are.
+TRL finds the assistant's tokens by `{% generation %}` markers, and has marked templates for some models. For others,
+a conversation is rendered up to each turn of the assistant, with and without that turn: the tokens that only the
+second text has are the targets. TRL gets token ids with labels, which it uses unchanged.
 """
 
 from __future__ import annotations
@@ -37,20 +37,17 @@ def labelled_rows(
     limit: int | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Any:
-    """The splits with `input_ids` and `labels`, where TRL cannot find what is learned; else as they are.
+    """Return the splits with `input_ids` and `labels` if TRL cannot find the targets; else unchanged.
 
-    TRL cannot find the assistant's tokens without a marked template, nor turns that are marked not to be learned.
+    TRL needs a marked template, and ignores marks that exclude a turn from the loss.
 
     Args:
-        settings: of the command.
-        tokenizer: of the model, or its processor.
-        data: the data set's splits.
-        limit: rows of each split that are looked at; None for all, as a training needs them.
-        say: takes a line about turns that are left out.
+        limit: rows of each split to convert; None for all.
+        say: prints a line about excluded turns.
 
     Raises:
-        UsageError: rows or a chat template in which nobody can tell what the assistant says.
-        DataError: a row whose beginning the template writes otherwise when more follows.
+        UsageError: rows or a chat template in which the assistant's text cannot be found.
+        DataError: a row whose beginning the template renders differently if more follows.
     """
     training = settings.training
     columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
@@ -89,7 +86,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """How many turns in the columns `names` are marked not to be learned; of a stream, in the first thousand rows."""
+    """Count the turns in the columns `names` excluded from the loss; of a stream, in the first thousand rows."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
@@ -113,7 +110,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """The tokenizer with the template of `--chat_template_path`; None where that brings another vocabulary, too."""
+    """Return the tokenizer with the template of `--chat_template_path`; None if that changes the vocabulary, too."""
     if path is None:
         return tokenizer
     speaking = copy.deepcopy(tokenizer)
@@ -136,7 +133,7 @@ def _with_template(tokenizer: Any, path: str | None) -> Any:
 
 
 def trl_finds_tokens(tokenizer: Any) -> bool:
-    """Whether the template has markers, or is one of those that TRL has a marked version of."""
+    """Return True if the template has markers, or TRL has a marked version of it."""
     from trl import get_training_chat_template
     from trl.chat_template_utils import has_generation_markers
 
@@ -153,18 +150,17 @@ def trl_finds_tokens(tokenizer: Any) -> bool:
 def labelled_row(
     row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: bool, only: bool = True, source: str = ""
 ) -> dict[str, list[int]]:
-    """Token ids of one conversation, and labels that are -100 where the assistant does not speak.
+    """Return token ids of one conversation, and labels that are -100 outside of the assistant's turns.
 
     Args:
-        row: `messages`, or `prompt` and `completion` as messages; `tools` and `chat_template_kwargs` as TRL takes them.
-        index: of the row.
-        tokenizer: with the chat template.
-        whole: the prompt is learned, too.
-        only: the assistant's turns alone are learned.
-        source: the name of the data set, for errors.
+        row: `messages`, or `prompt` and `completion` as messages; `tools` and `chat_template_kwargs` as TRL takes
+            them.
+        whole: the prompt has loss, too.
+        only: only the assistant's turns have loss.
+        source: name of the data set, for errors.
 
     Raises:
-        DataError: the template does not keep the beginning of this conversation, or refuses it.
+        DataError: the template renders the beginning of this conversation differently, or refuses it.
     """
     from trl import prepare_multimodal_messages
 

@@ -1,4 +1,4 @@
-"""Contents that a model's chat template and processor take: text or parts, pictures and where they end."""
+"""Contents that a model's chat template and processor accept: text or parts, pictures and their ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRIED = 64
 
 
 def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """The splits with content in text parts joined by line breaks, where the chat template writes text alone."""
+    """Join text parts by line breaks if the chat template writes only text."""
     if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
         return data
     chats = {}  # columns of chats whose content may be parts, by their types; for a stream without types, all
@@ -41,7 +41,7 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """The columns among `names` that are lists of objects whose types are `wanted`, or are not known."""
+    """Return the columns among `names` that are lists of objects whose types are `wanted` or unknown."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
     known = {name: item for name, item in items.items() if item is not None}
     return [name for name, item in known.items() if not isinstance(item, Mapping) or wanted(item)]
@@ -83,10 +83,10 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Refuse pictures where the model takes none, and rows that its processor refuses, by up to 64 of each split.
+    """Refuse pictures if the model takes none, and rows that its processor refuses, among up to 64 of each split.
 
     Raises:
-        DataError: it does not.
+        DataError: either.
     """
     problems = [each for name, rows in data.items() for each in _problems(settings, tokenizer, name, rows)]
     if problems:
@@ -116,7 +116,7 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
 
 
 def _columns(settings: Settings, rows: Any) -> list[str]:
-    """The columns of pictures that the trainer takes."""
+    """Return the columns of pictures that the trainer takes."""
     seen = {*PICTURE_COLUMNS} & {*settings.method.optional}
     return [name for name in PICTURE_COLUMNS if name in seen and name in next(iter(rows), {})]
 
@@ -124,10 +124,11 @@ def _columns(settings: Settings, rows: Any) -> list[str]:
 def fitting(
     settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]
 ) -> tuple[Settings, Any]:
-    """(settings, splits) in which no row with pictures is cut: what is longer than a `--max_length` is refused or left out.
+    """Return settings and splits in which no row with pictures is cut: rows beyond `--max_length` are refused or
+    dropped.
 
     Raises:
-        DataError: rows are longer, and nobody asks for them to be left out.
+        DataError: rows are longer, and dropping was not requested.
     """
     if not any(_columns(settings, rows) for rows in data.values()):
         return settings, data
@@ -158,7 +159,7 @@ def fitting(
 
 
 def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, int]]:
-    """(row, its tokens) of those that are longer than the limit."""
+    """Yield (row, tokens) of rows longer than the limit."""
     bar = Bar("counting the tokens of rows with pictures")
     bar.total = len(rows)
     for at, row in enumerate(undecoded(rows)):
@@ -171,7 +172,7 @@ def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, in
 
 @contextmanager
 def pictures_named(trainer: Any) -> Iterator[None]:
-    """Name the row of a picture that a trainer meets and cannot decode.
+    """Name the row of a picture that a trainer cannot decode.
 
     Raises:
         DataError: with the first such rows.

@@ -1,4 +1,4 @@
-"""The rows of a training command: as its arguments name them, and what is held back of them for evaluation."""
+"""The rows of a training command, and those held back for evaluation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """The data of a training command, before rows are held back.
+    """Return the data of a training command, before rows are held back.
 
-    Args:
-        settings: of the command.
-        say: takes each line that the user should read.
-        evaluates: whether a split for tests has to be there; by default where the command evaluates.
+    `evaluates`: a test split is required; by default if the command evaluates.
 
     Raises:
         DataError: as `isotype.data.load.load_training_data`.
@@ -46,7 +43,7 @@ def training_data(
 def training_data_here(
     settings: Settings, say: Callable[[str], object]
 ) -> DatasetDict | IterableDatasetDict | None:
-    """`training_data`, if it lies on this machine; None where none is named or it is the hub's."""
+    """Return `training_data` if it is on this machine; None if none is named or it is on the hub."""
     script, mixture = settings.script, settings.dataset
     if mixture is not None and mixture.datasets:
         here = all(not e.data_files and not e.data_dir and find_local(e.path) for e in mixture.datasets)
@@ -57,10 +54,10 @@ def training_data_here(
 
 
 def hold_back(settings: Settings, data: Any) -> Any:
-    """The splits, with `--eval_split` of the training rows held back as the test split.
+    """Return the splits, with `--eval_split` of the training rows as the test split.
 
     Raises:
-        UsageError: not a share or a number of rows that leaves some to train on; a stream.
+        UsageError: an invalid share or number of rows; a stream.
     """
     share, script = settings.extra.eval_split, settings.script
     if share is None:

@@ -1,4 +1,4 @@
-"""What a run trains on, said before it trains: lengths, what is cut, padding, one example with its loss mask."""
+"""The training data, printed before the training: lengths, cuts, padding, one example with its loss mask."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_TEXT = 600  # characters of one stretch of an example
 
 
 def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | None:
-    """What `trainer` trains on; None for a stream, whose rows nobody has counted."""
+    """Return a summary of the trainer's data; None for a stream, whose rows are not counted."""
     rows, held = trainer.train_dataset, trainer.eval_dataset
     if not hasattr(rows, "__len__"):
         return None
@@ -48,10 +48,9 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Passes over the rows that the arguments ask for, as transformers counts them at the end of a run.
+    """Return the requested passes over the rows, as transformers counts them at the end of a run.
 
-    An epoch is so many batches: its last update has fewer of them, where they are no multiple of the accumulation, and its
-    last batch fewer rows.
+    The last update of an epoch may have fewer batches, and its last batch fewer rows.
     """
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
@@ -64,7 +63,7 @@ def planned_epochs(args: Any, rows: int, batch: int) -> float:
 
 
 def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
-    """Tokens at 50, 90 and 99 % of the rows."""
+    """Return tokens at 50, 90 and 99 % of the rows."""
     if len(tokens) == 1:
         return (tokens[0],) * 3
     cuts = statistics.quantiles(tokens, n=100, method="inclusive")
@@ -72,7 +71,7 @@ def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
 
 
 def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float:
-    """Padding among the tokens of batches of `batch` rows in random order, cut to `limit`, padded to the longest."""
+    """Return the share of padding in batches of `batch` rows in random order, cut to `limit`, padded to the longest."""
     shown = [min(length, limit or length) for length in tokens]
     random.Random(0).shuffle(shown)
     batches = [shown[at : at + batch] for at in range(0, len(shown), batch)]
@@ -80,9 +79,9 @@ def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float
 
 
 def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
-    """The first row as the model gets it: stretches of text, each with whether the loss is computed on it.
+    """Return the first row as the model gets it: pieces of text, each with True if it has loss.
 
-    None where the trainer's batches carry no loss mask (reward models, RL, preferences over pictures).
+    None if the trainer's batches have no loss mask (reward models, RL, preferences over pictures).
     """
     if not len(trainer.train_dataset):
         return None
@@ -101,7 +100,7 @@ def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
 
 
 def show_data(console: Console, summary: DataSummary | None, example: list[tuple[bool, str]] | None) -> None:
-    """Rows, tokens, padding, and the example; what is cut is a note of its own."""
+    """Print rows, tokens, padding and the example, and a note on cut rows."""
     if summary is not None:
         say(console, "\n".join(_sentences(summary)))
     if example:

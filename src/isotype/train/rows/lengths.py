@@ -1,4 +1,4 @@
-"""Lengths of a data set's rows in tokens: what a step really takes, and what `max_length` cuts away."""
+"""Lengths of a data set's rows in tokens, and what `max_length` cuts off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 UNBOUNDED = "nothing says how long rows can be (--max_length does)"
 
 COUNTED_ROWS = 2000
-"""Rows that are tokenized at most; of a longer data set, as many at equal distances."""
+"""Maximum number of tokenized rows; a longer data set is sampled at equal distances."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Lengths:
     """Tokens of rows.
 
     Attributes:
-        tokens: of each row that was tokenized (of a pair, its longer half with the prompt).
+        tokens: of each tokenized row (of a pair, its longer half with the prompt).
         rows: rows of the data set.
-        doubled: of those that were tokenized, how many begin with the token of the beginning twice.
-        prompt: tokens that every row begins with and the loss may leave out: as many as the shortest prompt has.
+        doubled: tokenized rows that begin with two beginning-of-text tokens.
+        prompt: tokens of the shortest prompt, which the loss may exclude in every row.
     """
 
     tokens: tuple[int, ...]
@@ -48,14 +48,14 @@ class Lengths:
         return max(self.tokens)
 
     def begun_twice(self) -> str | None:
-        """A sentence about rows that begin with the token that the tokenizer puts before them, too; None if none does."""
+        """A sentence about rows that begin with the token that the tokenizer adds, too; None if there are none."""
         if not self.doubled:
             return None
         rows = f"{self.doubled:,} of {len(self.tokens):,} rows"
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds as well: they have it twice; remove it from the rows"
 
     def cut(self, limit: int | None) -> str | None:
-        """What `max_length` cuts away, in words; None where it cuts nothing."""
+        """Describe what `max_length` cuts off; None if nothing."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -71,15 +71,15 @@ class Lengths:
 def lengths_of(
     method: str, tokenizer: Any, rows: Any, text_field: str = "text", *, source: str = "", every: bool = False
 ) -> Lengths | None:
-    """The lengths of a data set's rows as the method's trainer makes them, but for a token at an end.
+    """Return the lengths of a data set's rows as the method's trainer makes them, except for an added end token.
 
     Args:
         method: a key of `METHODS`.
         tokenizer: the model's tokenizer or processor.
-        rows: a data set; of a stream nothing is known, nor of rows with pictures without a processor: None.
-        text_field: the name of SFT's plain text column.
-        source: the name of the data set, for errors.
-        every: no row is left out, however many there are.
+        rows: a data set; None is returned for a stream, and for rows with pictures without a processor.
+        text_field: name of SFT's plain text column.
+        source: name of the data set, for errors.
+        every: tokenize all rows.
 
     Raises:
         DataError: the chat template refuses a row.
@@ -112,14 +112,14 @@ def _with_pictures(processor: Any, rows: Any, every: bool) -> Lengths:
 
 
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
-    """`lengths_of` rows of the data set that a training's arguments name."""
+    """Return `lengths_of` rows of the training's data set."""
     field = getattr(settings.training, "dataset_text_field", "text")
     source = settings.script.dataset_name or "datasets"
     return lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=every)
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
-    """The error of a chat template that fails on the row `at`."""
+    """Return the error of a chat template that fails on the row `at`."""
     place = f"{source}, row {at + 1}" if source else f"row {at + 1}"
     row, expected = f"{place}: {one_line(error)}", "turns that the template can write"
     fix = "change the row, or give another template with --chat_template_path"
@@ -129,13 +129,11 @@ def refused_row(source: str, at: int, error: TemplateError) -> DataError:
 def longest_possible(
     rows: Any, lengths: Lengths | None, limit: int | None, *, packed: bool, completion: int
 ) -> tuple[int | None, str]:
-    """(tokens of the longest row that a training can meet, ""); (None, why nobody knows) where nothing bounds them.
+    """Return the tokens of a training's longest possible row and "", or (None, why unbounded).
 
     Args:
-        rows: the data set.
-        lengths: of its rows, as far as they are known.
-        limit: tokens that rows are cut to, None where they are not.
-        packed: whether short rows are put together up to the limit.
+        limit: tokens that rows are cut to, None if they are not.
+        packed: short rows are joined up to the limit.
         completion: tokens of a completion that follows each row.
     """
     if lengths is None or packed or len(lengths.tokens) < lengths.rows:
@@ -145,7 +143,7 @@ def longest_possible(
 
 
 def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] | None:
-    """The rows that a data set is packed into, best fit first as TRL does it, each as the tokens of its documents; None where not all lengths are known."""
+    """Return the documents' lengths in each packed row, best fit first as in TRL; None if not all lengths are known."""
     if lengths is None or limit is None or len(lengths.tokens) < lengths.rows:
         return None
     room: list[tuple[int, int]] = []  # (tokens that a row has room for, its number), ascending
@@ -162,9 +160,10 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """(documents that so many packed rows may hold, tokens of the longest): a batch of them where each document has a row of its own.
+    """Return the most documents in `rows` packed rows, and the tokens of the longest: a batch with one document per
+    row.
 
-    Where not all lengths are known it is one document a row, as long as that.
+    If not all lengths are known, it is one document per row, of maximum length.
     """
     largest: tuple[int, int] = (0, 0)
     fullest: list[int] = []  # documents of the other rows of a batch, none with a longer one
@@ -183,7 +182,7 @@ def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bo
 
 
 def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:
-    """The token ids of a row for SFT: of a conversation through the model's chat template, of a prompt with its completion, of a text."""
+    """Return the token ids of a row for SFT: conversation by chat template, prompt with completion, or text."""
     if row.get("input_ids") is not None:
         return list(row["input_ids"])
     chat = row.get("messages")
@@ -208,7 +207,7 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
 
 
 def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any]) -> int:
-    """Tokens of the prompt that an answer of the row follows; 0 where the row does not tell the two apart, or the model answers."""
+    """Return the tokens of the prompt before an answer; 0 if the row does not separate them, or the model answers."""
     if "input_ids" in row or METHODS[method].loss == "policy" or not row.get("prompt"):
         return 0
     return len(_ids(tokenizer, row["prompt"], None, row.get("tools")))

@@ -1,4 +1,4 @@
-"""Rows of a data set that something is measured on: for `isotype quality`, and for what a merge keeps, those of its training."""
+"""Rows for measurements: of a data set for `isotype quality`, of the training for what a merge keeps."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
 
 _LENGTH = 128
-"""Tokens of a row that are taken at most: more rows say more."""
+"""Maximum tokens taken from a row: more rows are more representative."""
 
 
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
-    """About `tokens` tokens of a data set's rows, from all over it, each cut to 128 or the model's positions, as one batch that is padded on the right.
+    """Return about `tokens` tokens from all over a data set, as one batch padded on the right.
+
+    Each row is cut to 128 tokens or the model's positions.
 
     Args:
-        model: whose tokenizer and chat template are taken.
+        model: whose tokenizer and chat template are used.
         name: of the data set, as `--dataset_name`.
-        tokens: how many in all.
         revision: branch, tag or commit of a hub id.
 
     Raises:
@@ -79,7 +80,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """The numbers below `count` in an order whose every beginning is spread over all of them."""
+    """Yield the numbers below `count` in an order whose every beginning is spread over all of them."""
     strides = range(max(1, round(count * 0.618)), count + 2)
     stride = next(each for each in strides if math.gcd(each, count) == 1)
     return (turn * stride % count for turn in range(count))
@@ -88,16 +89,13 @@ def spread(count: int) -> Iterator[int]:
 # ------------------------------------------------------------------------------------------------------ of a training
 
 _MOST = 64
-"""Rows that are taken at most."""
+"""Maximum number of rows."""
 
 
 def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
-    """(rows of a training's data, None), those that it held back if there are any; (None, why not) where they cannot be read again.
+    """Return the held-back or training rows of an adapter and None, or (None, reason) if they cannot be read again.
 
-    (None, None) of an adapter without a run report.
-
-    Args:
-        adapter: the folder, or one of its checkpoints.
+    (None, None) for an adapter without a run report. `adapter`: the folder, or one of its checkpoints.
     """
     folder = next((each for each in (adapter, adapter.parent) if (each / JSON_NAME).is_file()), None)
     if folder is None:
@@ -133,7 +131,7 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
 
 
 def _settings(record: RunRecord, folder: Path) -> Settings:
-    """The settings of the command that a report has, its data set found from the folder that it was typed in."""
+    """Return the settings of a report's command, with paths relative to the folder of the command."""
     words = shlex.split(record.command)
     begin = words.index(record.method)
     command, _ = parse_command(record.method, words[begin + 1 :])
@@ -147,7 +145,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """(split, its rows): those held back, else a split for tests, else those that were trained on."""
+    """Return a split and its rows: held back, else for tests, else for training."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:
@@ -159,7 +157,7 @@ def _rows(settings: Settings) -> tuple[str, Any]:
 
 
 def _labelled(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> tuple[Sequence[int], Sequence[int]]:
-    """The ids of a row and its labels: of a prompt with an answer, those of the answer."""
+    """Return the ids of a row and its labels: of a prompt with an answer, those of the answer."""
     answer = next((row[name] for name in ("completion", "chosen") if row.get(name) is not None), None)
     prompt = row.get("prompt")
     ids = ids_of_row(tokenizer, {**row, "completion": answer} if answer is not None else row, text_field)

@@ -1,7 +1,7 @@
-"""How the rows of a packed batch lie: behind one another where attention goes by lengths, else each in a row of the batch.
+"""Layout of packed batches: documents one after another if attention goes by lengths, else one row per document.
 
-TRL (1.16) joins the rows of a batch into one, made for attention by lengths. Attention by a mask would compute, or mask, every pair of
-tokens of the whole batch there: memory that grows with the square of the batch.
+TRL (1.16) joins the rows of a batch into one, for attention by lengths. Attention by a mask would compute, or mask,
+every pair of tokens of the whole batch: memory quadratic in the batch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from isotype.lora.unpadded import hooks_see_one_row, mixes_documents
 
 @dataclass(frozen=True)
 class Rows:
-    """A collator of packed examples whose rows stay rows of the batch.
+    """Collator of packed examples that keeps the rows of the batch.
 
     Attributes:
         padded: TRL's collator, with padding.
-        packed: whether the documents of an example share a row, told apart by their positions; else each has one to itself.
+        packed: documents of an example share a row, separated by their positions; else each has its own row.
     """
 
     padded: Any
     packed: bool
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The batch: ids, labels and mask `[rows, tokens]`, and positions where documents share rows."""
+        """Return the batch: ids, labels and mask `[rows, tokens]`, and positions if documents share rows."""
         if not self.packed or "seq_lengths" not in examples[0]:
             batch: dict[str, Any] = self.padded([each for row in examples for each in _documents(row)])
             return batch
@@ -50,13 +50,10 @@ def _documents(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(trainer: Any) -> str | None:
-    """Let a trainer that would join the rows of its batches keep them, unless its model's attention goes by lengths.
-
-    Args:
-        trainer: of TRL, with its model as it will be trained.
+    """Make a trainer keep the rows of its batches unless its model's attention goes by lengths.
 
     Returns:
-        What is done, for the user; None where the batches stay TRL's.
+        A note for the user; None if the batches stay TRL's.
     """
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
@@ -77,9 +74,9 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Within it hooks of a trainer's embeddings see a batch whose rows were kept as TRL would have joined them.
+    """Show hooks of a trainer's embeddings the batch as TRL would have joined it.
 
-    NEFTune's noise hangs by the length of the row that it is added to.
+    NEFTune's noise depends on the length of the row.
     """
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()

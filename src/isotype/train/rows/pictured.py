@@ -1,8 +1,8 @@
-"""Batches of rows with pictures for supervised training: what a processor makes of them, and which of their tokens are learned.
+"""Batches of rows with pictures for supervised training: the processor's outputs and the labels.
 
-TRL's collator learns the tokens that stand for pictures as it learns words, and finds the assistant's only in chat templates with
-markers. Here the processor says where in the text it wrote a picture, and `isotype.train.rows.spans` where the assistant
-speaks. Nothing is cut: a picture without some of its tokens is none.
+TRL's collator computes the loss on picture tokens too, and finds the assistant's tokens only in chat templates with
+markers. Here the processor tells the places of pictures in the text, and `isotype.train.rows.spans` those of the
+assistant. Rows are not cut, since a picture needs all of its tokens.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from isotype.train.rows.spans import Span, assistant_spans, other_spans
 _OF_PICTURES = re.compile(
     r"image|img|vision|picture|<row_\d+_col_\d+>|patch|tile_|(^<|\W)[be]oi\W", re.IGNORECASE
 )
-"""Special tokens that stand for a picture, or around one."""
+"""Special tokens of a picture, or around one."""
 
 GIVEN, LEARNED, PICTURE = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Written:
-    """A row as text before the processor: a place for each picture, and what of it is learned.
+    """A row as text before the processor, with a place for each picture, and its targets.
 
     Attributes:
         text: by the chat template.
-        spans: [start, end) of what is learned, in characters.
+        spans: [start, end) of targets, in characters.
         pictures: in the order of their places.
     """
 
@@ -52,13 +52,12 @@ class Written:
 
 @dataclass(frozen=True)
 class Pictured:
-    """A collator of rows with pictures.
+    """Collator of rows with pictures.
 
     Attributes:
-        processor: of the model.
-        only: the assistant's turns alone are learned (`--assistant_only_loss`).
-        whole: prompts are learned, too (`--completion_only_loss False`).
-        multiple: lengths of batches are padded to a multiple of it (`--pad_to_multiple_of`).
+        only: only the assistant's turns are targets (`--assistant_only_loss`).
+        whole: prompts are targets, too (`--completion_only_loss False`).
+        multiple: batch lengths are padded to a multiple of it (`--pad_to_multiple_of`).
     """
 
     processor: Any
@@ -67,23 +66,19 @@ class Pictured:
     multiple: int | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The batch, padded on the right: ids, mask and labels int64 `[rows, tokens]`, and what the processor makes of the pictures.
+        """Return the batch, padded on the right: ids, mask and labels int64 `[rows, tokens]`, and the processor's
+        pictures.
 
         Raises:
             TemplateError: the chat template refuses a row.
-            ValueError: the processor refuses it, or the template does not keep the beginning of a conversation.
+            ValueError: the processor refuses it, or the template renders the beginning of a conversation differently.
         """
         batch, kinds = self.encoded([self.written(row) for row in rows])
         batch["labels"] = batch["input_ids"].masked_fill(kinds != LEARNED, IGNORED)
         return batch
 
     def written(self, row: Mapping[str, Any], answer: str = "completion") -> Written:
-        """A row as text: of messages by the chat template, else as it stands there.
-
-        Args:
-            row: with `messages`, or `prompt` and an answer.
-            answer: the column that holds the answer.
-        """
+        """Return a row as text: messages by the chat template, else unchanged; `answer` is the column of the answer."""
         pictures = pictures_in(row)
         prompt: Any = row.get("prompt")
         completion: Any = row.get(answer)
@@ -115,7 +110,7 @@ class Pictured:
         return Written(text, [(0, len(text))], pictures)
 
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
-        """(what the processor makes of rows; of each token `GIVEN`, `LEARNED`, or `PICTURE` + the number of the picture that it stands for)."""
+        """Return the processor's outputs and each token's kind: `GIVEN`, `LEARNED`, or `PICTURE` + picture number."""
         images = [list(row.pictures) for row in rows]
         batch = dict(
             self.processor(
@@ -152,14 +147,14 @@ class Pictured:
 
     @cached_property
     def _around(self) -> frozenset[int]:
-        """Special tokens that stand for a picture or beside one, whoever wrote them."""
+        """Special tokens of a picture or beside one."""
         added = self.processor.tokenizer.added_tokens_decoder
         return frozenset(
             at for at, token in added.items() if token.special and _OF_PICTURES.search(token.content)
         )
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        """(learned, text) of the parts of a row in their order; of a picture its size and its tokens."""
+        """Return (has loss, text) of the parts of a row in order; a picture as its size and tokens."""
         written = self.written(row)
         batch, kinds = self.encoded([written])
         ids = batch["input_ids"][0].tolist()
@@ -177,11 +172,7 @@ class Pictured:
         return parts
 
     def count(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """(tokens of a row with its longest answer, those before it), by the headers of its pictures: none is decoded.
-
-        Args:
-            row: its pictures as they are stored.
-        """
+        """Return the tokens of a row with its longest answer, and those before it; pictures are not decoded."""
         answers = answers_in(row)
         lengths = [len(self._ids(self.written(row, name))) for name in answers]
         prompt = 0
@@ -204,7 +195,7 @@ class Pictured:
         return {}
 
     def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
-        """(what a template writes for a picture, what the processor makes of it) for a picture of that size."""
+        """Return the template's text for a picture of that size, and the processor's replacement."""
         if isinstance(size, Problem):
             raise ValueError(size.given)
         if size not in self._replacements:
@@ -220,12 +211,7 @@ class Pictured:
 
 
 def learn_no_pictures(trainer: Any, training: Any) -> None:
-    """Let a trainer of TRL's that collates pictures do so by `Pictured`.
-
-    Args:
-        trainer: as it was made; of other data it stays as it is.
-        training: the arguments as they were given.
-    """
+    """Replace the picture collator of a TRL trainer by `Pictured`, with the given arguments."""
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
     collator = trainer.data_collator
@@ -235,13 +221,13 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
 
 
 def answers_in(row: Mapping[str, Any]) -> list[str]:
-    """The columns of a row that hold an answer; `completion` where it is the model that answers."""
+    """Return the columns of a row with answers; `completion` if the model answers."""
     names = ("completion", "chosen", "rejected")
     return [name for name in names if row.get(name) is not None] or ["completion"]
 
 
 def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
-    """Messages with their content in parts, as templates of processors take them, and a place for each picture."""
+    """Return messages with content in parts, as processors' templates take them, and a place for each picture."""
     from trl import prepare_multimodal_messages
 
     turns = [dict(turn) for turn in messages]
@@ -253,7 +239,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """(what is learned, the pictures) in the text whose places have become a picture's tokens."""
+    """Return the spans of targets and of pictures in the text after places became picture tokens."""
     ends = [each["span"][1] for each in replaced]
     gains = [0, *(each["new_span"][1] - each["span"][1] for each in replaced)]
     spans = [
@@ -264,5 +250,5 @@ def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Sp
 
 
 def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Whether each token `[tokens, 2]` has a character of the span."""
+    """Return True for each token `[tokens, 2]` with a character of the span."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

@@ -1,4 +1,4 @@
-"""Where in the text of a conversation the assistant speaks, for any chat template that writes a beginning as it writes the whole of it."""
+"""The assistant's spans in the text of a conversation, for chat templates that render a beginning as in the whole."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from isotype.data.parts import left_out
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
-"""(messages, whether the prompt for an answer is added) -> text."""
+"""(messages, add the prompt for an answer) -> text."""
 
 
 def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """The text of a conversation, and where in it the assistant speaks: [start, end) in characters.
+    """Return the text of a conversation, and the assistant's spans in it: [start, end) in characters.
 
-    A turn begins where the template's prompt for an answer ends, and ends with the turn as the template closes it.
-
-    Args:
-        render: of the chat template.
-        messages: the conversation.
-        first: the first message that counts.
+    A turn begins after the template's prompt for an answer, and includes the template's end of the turn. Messages
+    before `first` do not count.
 
     Raises:
-        ValueError: a beginning of the conversation is written otherwise than in the whole.
+        ValueError: a beginning of the conversation is rendered differently than in the whole.
     """
     text = render(messages, False)
     spoken = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
@@ -32,7 +28,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """As `assistant_spans`: everything from the message `first` on, but for turns that are marked not to be learned."""
+    """Return the text and the spans of everything from the message `first` on, except turns excluded from the loss."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
     left = [n for n in range(first, len(messages)) if left_out(messages[n])]
@@ -43,7 +39,7 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
-    """Where a turn is in the text: the assistant's begins behind the prompt for an answer, any other behind the turn before."""
+    """Return the span of a turn: the assistant's begins after its prompt, others after the previous turn."""
     end = len(text) if at + 1 == len(messages) else _kept(text, render(messages[: at + 1], False), at)
     if messages[at]["role"] == "assistant":
         return _start(render, messages, at, text), end
@@ -71,7 +67,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Where the first message begins, if it is the assistant's: no template renders the nothing before it."""
+    """Return the begin of a first message of the assistant, before which no template can render a prompt."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
