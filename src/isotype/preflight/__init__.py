@@ -1,1 +1,1 @@
-"""CHECK: one training step as a request, traced, judged, its fixes tried; from a model, a trainer, a function or a script."""
+"""Checks of one training step: traced, judged, fixes tried; from a model, a trainer, a function or a script."""

@@ -1,4 +1,4 @@
-"""Apply the actions of a fix to a model, a real one or a twin, and take them back."""
+"""Applying the actions of a fix to a model or twin, and undoing them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
-    """Apply `actions` in order; returns what takes each change back, in the same order.
-
-    A `setting` or an `advice` changes nothing on a model and is passed over.
+    """Apply `actions` in order and return their undo functions in the same order; skips `setting` and
+    `advice`.
 
     Raises:
-        UsageError: a target names nothing in the model. What was applied before is taken back.
+        UsageError: a target does not exist in the model. Applied actions are undone.
     """
     done: list[Undo] = []
     for action in actions:
@@ -70,7 +69,7 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
     pattern = re.compile(re.escape(action.target).replace(r"\*", r"\d+"))
     for name, module in model.named_modules():
         if action.kind not in _TENSORS:
-            # Between numbered layers stand others without weights, which have no border to cast at.
+            # Numbered lists also hold layers without weights, which have no boundary to cast at.
             if pattern.fullmatch(name) and (action.kind != "boundary" or any(_parameters(module))):
                 yield module
             continue
@@ -84,13 +83,13 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def _buffers(module: nn.Module) -> list[str]:
-    """Names of a module's buffers, and of the tensors that it holds as plain attributes."""
+    """Return the names of a module's buffers and plain tensor attributes."""
     own = [name for name, tensor in own_buffers(module).items() if tensor is not None]
     return own + [name for name, _ in plain_tensors(module)]
 
 
 def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
-    """What holds a tensor, as a dict or list, and the key: a module's buffers, its attributes, or what is in these."""
+    """Return (container, key) of a tensor: a module's buffers, its attributes, or containers in these."""
     first, *rest = name.split(".")
     holder, key = _entry(module, first)
     for step in rest:
@@ -99,7 +98,7 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Where a container or module keeps what is named `step`."""
+    """Return (container, key) of the item `step` of a container or module."""
     if isinstance(holder, list):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
@@ -114,7 +113,7 @@ def _cast_parameter(target: Any, value: str) -> list[Undo]:
 
 
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
-    """Give a parameter other data: optimizers and other modules hold on to it."""
+    """Replace a parameter's data: optimizers and other modules keep references to the parameter."""
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
@@ -136,7 +135,7 @@ def _set_trainable(target: Any, value: str) -> list[Undo]:
 
 
 def _exchanged(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> list[Undo]:
-    """Give a parameter another `data` or `grad_dtype`, and its gradient, which has to fit, the dtype."""
+    """Set a parameter's `data` or `grad_dtype`, and cast its gradient, which has to match."""
     before, gradient = getattr(parameter, name), parameter.grad
 
     def put(value: Any, gradient: torch.Tensor | None) -> None:
@@ -153,7 +152,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
     holder, key = _holder(module, name)
     before = holder[key]
     if isinstance(before, nn.Parameter):
-        return _cast_in_place(before, value)  # of a module that is not registered
+        return _cast_in_place(before, value)  # a parameter of an unregistered module
     rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
     if rounded and not hasattr(module, "config"):
         raise UsageError.of(
@@ -173,7 +172,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
 
 
 class _Cast:
-    """A hook that casts float tensors; a class, so that a model with it can be pickled and copied."""
+    """Hook that casts float tensors; a class, so that the model can be pickled and copied."""
 
     def __init__(self, value: str) -> None:
         self.dtype = parse_dtype(value)
@@ -200,7 +199,7 @@ class _CastInput(_Cast):
 
 
 class _RequireGradient:
-    """A hook by which what a module returns requires a gradient, as `enable_input_require_grads` of transformers has it."""
+    """Hook that makes a module's outputs require gradients, as transformers' `enable_input_require_grads`."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         from isotype.compat.torch import tree_map
@@ -274,7 +273,7 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """What `enforce_model` does of a policy with a float32 residual stream and exceptions, and nothing else of it."""
+    """Set the boundaries that `enforce_model` sets for a float32 residual stream and exceptions, and nothing else."""
     wanted = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
         parse_dtype(wanted.compute),
@@ -299,7 +298,7 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
 
 
 def _exceptions(model: nn.Module, wanted: RangeBoundaries) -> Iterator[ModuleException]:
-    """The exceptions; in a folded model those of a layer that is gone are those of the layers that stand for it."""
+    """Yield the exceptions; in a folded model, dropped layers' exceptions go to the layers that represent them."""
     present = {base_name(name): name for name, _ in model.named_modules()}
     standing = [f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1]
     own = {module for module, _, _ in wanted.exceptions}

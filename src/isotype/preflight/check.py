@@ -1,4 +1,4 @@
-"""check: one training step of a model, a trainer or a request, traced and judged before it runs."""
+"""`isotype.check`: traces and judges one training step of a model, a trainer or a request before it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isotype.report.check.report import Report
 
 
 class Options(TypedDict, total=False):
-    """What `check` takes by keyword only; all but the last two as in `StepRequest`."""
+    """Keyword-only arguments of `check`; all but the last two are as in `StepRequest`."""
 
     learning_rate: float | None
     fsdp: int
@@ -53,24 +53,26 @@ def check(
     phases: Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> Report:
-    """Run one training step on fake tensors, find every dtype problem in it, and try the fixes.
+    """Run one training step on fake tensors, report every dtype problem, and try the fixes.
 
-    The model, the inputs and the random states come out untouched; no weights are copied, and only those of a
-    float16 step are read, block by block, to measure its values.
+    The model, the inputs and the random states stay unchanged; no weights are copied, and weights are read
+    only for a float16 step, block by block, to measure its values.
 
     Args:
-        model: any `nn.Module`, real or on the meta device; or a transformers/TRL trainer (its first batch and its
-            arguments are taken) or a `StepRequest`, and then nothing else of the step is needed: whatever else is given
-            takes the place of the trainer's, or the request's, own.
-        inputs: the keyword arguments the model is called with (labels included), or a callable model -> loss.
-        policy: the policy the model is meant to follow; by default the one it carries, if any.
-        device: a device profile (`"t4"`) or a real device; by default the policy's, else the best one here.
+        model: any `nn.Module`, real or on the meta device; or a transformers/TRL trainer (with its first
+            batch and arguments) or a `StepRequest`; then the other arguments are optional and replace those
+            of the trainer or request.
+        inputs: the keyword arguments the model is called with (labels included), or a callable model ->
+            loss.
+        policy: the model's intended policy; by default the one attached to it, if any.
+        device: a device profile (`"t4"`) or a real device; by default the policy's, else the best one
+            here.
         autocast: dtype of autocast around forward and loss; None: the policy's, else off; False: off.
         scaler: whether a GradScaler is used; None: with float16 autocast.
-        optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, or a callable parameters ->
-            optimizer; None: AdamW.
-        phases: of the step, in order; `"generate"` adds a forward without labels and gradients; None: forward,
-            backward, unscale, optimizer.
+        optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, or a callable parameters
+            -> optimizer; None: AdamW.
+        phases: of the step, in order; `"generate"` adds a forward without labels and gradients; None:
+            forward, backward, unscale, optimizer.
         **options: by keyword:
 
             - `learning_rate`: of the optimizer, for rules on lost updates.
@@ -97,11 +99,13 @@ def check(
               not counted.
 
     Returns:
-        The report: findings with their causes and the fixes that a second trace has proven, memory and FLOPs of the
+        The report: findings with their causes and the fixes that a second trace has proven, memory and
+            FLOPs of the
         step. What cannot be traced is a finding (IST199), with all that was seen until then.
 
     Raises:
-        UsageError: arguments that do not fit, all of them at once; something that is no model, trainer or request.
+        UsageError: arguments that do not fit, all of them at once; something that is no model, trainer or
+            request.
         PrecisionError: an unknown device or dtype.
         TypeError: an option that does not exist.
     """
@@ -127,7 +131,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """A request with what was said beside it in the place of its own; another autocast decides about a scaler again."""
+    """Return a request with changes; a changed autocast resets the scaler, a changed optimizer the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):

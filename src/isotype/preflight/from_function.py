@@ -1,4 +1,4 @@
-"""`package.module:function`: the user's own code that builds a model and its inputs, imported and called."""
+"""`package.module:function`: imports and calls user code that builds a model and its inputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of
 
 
 def function_arguments(text: str) -> dict[str, Any]:
-    """What `package.module:function` returns, as the arguments of `isotype.check`.
+    """Return the result of `package.module:function` as arguments of `isotype.check`.
 
     Raises:
-        UsageError: no such module or function, it raises, or it returns something else.
+        UsageError: there is no such module or function, it raises, or it returns something else.
     """
     module, attribute = _module(text), text.partition(":")[2]
     function = getattr(module, attribute, None)
@@ -74,7 +74,7 @@ def _module(text: str) -> Any:
 
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
-    """Return the user's own code raised: its error with the line it comes from."""
+    """Return the error for user code that raised, with its message and line."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
     return UsageError.of(
         "the function fails",
@@ -85,8 +85,8 @@ def _failed(text: str, doing: str, error: Exception) -> UsageError:
 
 
 def _line(error: Exception) -> str:
-    """Where the error was raised in the user's own code: outside of installed packages and of ours."""
-    if isinstance(error, SyntaxError):  # its message names the line
+    """Return the line of user code (outside of installed packages and isotype) that raised."""
+    if isinstance(error, SyntaxError):  # the message contains the line
         return ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     if not frames:

@@ -1,4 +1,4 @@
-"""The preflight of a transformers or TRL trainer: its own model, first batch, loss and arguments."""
+"""Requests for the steps of transformers and TRL trainers: their model, first batch, loss and arguments."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from isotype.records.request import LossOf, StepRequest
 
 
 def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
-    """Return the step of a trainer before `train()`: the loss it computes on its own first batch, with its
-    own arguments.
+    """Return the step of a trainer before `train()`: its loss on its first batch with its arguments.
+
+    The trainer, its data order and the random states stay unchanged. For trainers with prompts only (GRPO,
+    RLOO) the forward and backward over prompt and completion are traced, without generation and rewards.
 
     Args:
         trainer: of transformers or TRL.
-        inputs: a batch in the place of its first one, or a callable model -> loss in the place of its
+        inputs: a batch in place of the first one, or a callable model -> loss in place of the trainer's
             loss.
-
-    The trainer, its data loader's order and the random states come out untouched. Of trainers whose batches
-    are prompts (GRPO, RLOO) the forward and backward over prompt and completion are traced, not the
-    generation and the rewards.
 
     Raises:
         UsageError: it is no trainer, or it has no training data.
@@ -61,7 +59,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch with the number of labels that the trainer would give its model beside it, as for two such micro-batches."""
+    """Return the batch with the label count that the trainer passes to its model, for two such micro-batches."""
     labels = batch.get("labels")
     if not getattr(trainer, "model_accepts_loss_kwargs", False) or not isinstance(labels, torch.Tensor):
         return batch
@@ -69,7 +67,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _evaluation(trainer: Any) -> LossOf | None:
-    """Return a batch that the trainer evaluates, with its loss; None if it evaluates nothing."""
+    """Return an evaluation batch of the trainer with its loss; None if it does not evaluate."""
     held = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or held is None:
         return None
@@ -82,8 +80,7 @@ def _evaluation(trainer: Any) -> LossOf | None:
 def request_of_first_step(
     model: nn.Module, call: tuple[Sequence[Any], Mapping[str, Any]], arguments: Any, optimizer: Any
 ) -> StepRequest:
-    """Return the step of a trainer that is already running, when its first batch for training reaches the
-    model.
+    """Return the step of a running trainer, when its first training batch reaches the model.
 
     Args:
         model: the trainer's.
@@ -112,9 +109,10 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
 
 
 def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
-    """How several processes train together: as the model is sharded where it is already, else as accelerate will shard it.
+    """Return how processes train together: as the model is sharded, else as accelerate will shard it.
 
-    accelerate 1.15 leaves frozen weights that are stored as integers out (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
+    accelerate 1.15 does not shard frozen integer weights (`fsdp2_prepare_model` in
+    accelerate/utils/fsdp_utils.py).
     """
     sharded: Any = next((each for each in model.parameters() if is_sharded(each)), None)
     if sharded is not None:
@@ -143,7 +141,7 @@ def _has_scaler(trainer: Any) -> bool:
 
 
 def fsdp_version(arguments: Any) -> int:
-    """Return the version of FSDP that TrainingArguments ask for, 0 for none; transformers' own default is 2.
+    """Return the FSDP version of TrainingArguments, 0 for none; transformers' default is 2.
 
     `_process_fsdp_args` in transformers/training_args.py.
     """
@@ -166,14 +164,14 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any) -> LossOf:
-    """Prompts come without completions: a batch of token ids of the longest completion's length stands for them."""
+    """Return a batch of token ids of the longest completion's length: prompts come without completions."""
     arguments = trainer.args
     rows = arguments.per_device_train_batch_size
     length = arguments.max_completion_length or 128
     ids = torch.zeros((rows, length), dtype=torch.long)
 
     def loss(twin: nn.Module, inputs: Any) -> torch.Tensor:
-        # TRL 1.16 gives the models of its trainers a forward that returns log-probabilities (`add_fused_lm_head`).
+        # TRL 1.16 gives its trainers' models a forward that returns log-probabilities (`add_fused_lm_head`).
         log_probs: torch.Tensor = twin(**inputs, labels=inputs["input_ids"], fused_lm_head=True).log_probs
         return -log_probs.mean()
 
@@ -181,7 +179,7 @@ def _over_completions(trainer: Any) -> LossOf:
 
 
 def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
-    """Two rows as a trainer of prompts makes them: a prompt with padding in front, a completion with padding behind."""
+    """Return a copy of the trainer with the twin as its model and separate metrics."""
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     ids = (torch.arange(2 * 16) + vocabulary // 2).remainder(vocabulary).view(2, 16)
     mask, learned = torch.ones_like(ids), torch.zeros_like(ids)
@@ -192,7 +190,7 @@ def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _shadow(trainer: Any, twin: nn.Module) -> Any:
-    """Return the trainer with the twin in place of its model and metrics of its own."""
+    """Return the model's loss on inputs, the first of them positional."""
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = twin
     for name in ("_metrics", "_stored_metrics", "state"):
@@ -201,12 +199,12 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
     return shadow
 
 
-# What accelerate says of a stream without a batch, and torch of a data set without a row.
+# Errors of accelerate for a stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 
 
 def _first_batch(trainer: Any) -> Any:
-    with random_states_kept():  # what the data loader draws must not move the order of training
+    with random_states_kept():  # the data loader must not change the order of training
         try:
             batch = next(iter(trainer.get_train_dataloader()), None)
         except ValueError as error:

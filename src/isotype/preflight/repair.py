@@ -1,4 +1,4 @@
-"""repair: apply to the real model the fixes that a second trace has proven."""
+"""`isotype.repair`: applies fixes verified by a second trace to the real model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from isotype.report.check.report import Report
 
 @dataclass(frozen=True)
 class Repairs:
-    """What was done to a model, and what is yet to do; iterating gives all fixes.
+    """Fixes applied to a model, and remaining ones; iterates over all fixes.
 
     Attributes:
-        fixes: what together resolves the findings, in order: done as far as a change of the model does it.
-        settings: arguments of the step that have to change with them, by name (`autocast`, `scaler`, …): only the
-            caller can do that.
-        lines: lines of code that have to change with them, `file:line` -> dtype: likewise.
-        left: findings that there is no fix for, each with the reason.
-        resolved: findings that the repaired model no longer has.
-        pending: findings that are resolved once the caller has changed `settings` and `lines`, too.
+        fixes: in order, which together resolve the findings; applied if they change only the model.
+        settings: arguments of the step that the caller has to change too, by name (`autocast`, `scaler`,
+            …).
+        lines: lines of code that the caller has to change too, `file:line` -> dtype.
+        left: findings without a fix, each with the reason.
+        resolved: findings the repaired model no longer has.
+        pending: findings that disappear once the caller has changed `settings` and `lines`.
     """
 
     fixes: tuple[Fix, ...]
@@ -38,16 +38,16 @@ class Repairs:
 
     @property
     def done(self) -> tuple[Fix, ...]:
-        """The fixes that `repair` did all of."""
+        """The fixes that `repair` applied completely."""
         return tuple(fix for fix in self.fixes if not needs_the_caller(fix))
 
     @property
     def to_do(self) -> tuple[Fix, ...]:
-        """The fixes that the caller has to do, or has to complete by a setting."""
+        """The fixes that the caller has to apply, or to complete by a setting."""
         return tuple(fix for fix in self.fixes if needs_the_caller(fix))
 
     def undo(self) -> None:
-        """Take everything back: the model is as it was before `repair`."""
+        """Undo all changes of `repair`."""
         take_back(self._undos)
 
     def __iter__(self) -> Iterator[Fix]:
@@ -76,17 +76,18 @@ class Repairs:
 def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """Apply verified fixes to `model` in place, cheapest first, until the report's findings are gone.
 
-    Fixes are chosen one finding at a time, errors first; after each the step is traced again with all fixes so far,
-    so that what one fix resolves on the way is not fixed twice, and fixes that work alone but not together are not
-    applied together.
+    Fixes are chosen one finding at a time, errors first. After each choice the step is traced with all chosen
+    fixes, so that a finding already resolved is not fixed twice, and fixes that only work alone are not
+    combined.
 
     Args:
         model: the model that was checked.
         report: from `isotype.check(model, …)`.
-        unsafe: also fixes that change stored digits or the meaning of the step.
+        unsafe: also apply fixes that change stored digits or the meaning of the step.
 
     Raises:
-        UsageError: the report carries no step to trace again, or is of another model. The model is then unchanged.
+        UsageError: the report has no step to trace again, or is of another model. The model stays
+            unchanged.
     """
     if report.again is None:
         raise UsageError.of(
@@ -107,7 +108,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
 
 
 def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
-    """Return the findings of `report`, notes aside, that a step with `actions` in it has no more."""
+    """Return the findings of `report`, without notes, that a step with `actions` no longer has."""
     if not actions:
         return ()
     assert report.again is not None
@@ -118,15 +119,16 @@ def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
 def plan(
     report: Report, unsafe: bool = False, *, command: bool = False
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
-    """Return the fixes that together resolve the most findings of `report`, and what they leave with the reason.
+    """Return the fixes that together resolve the most findings of `report`, and the remaining findings with
+    the reason.
 
-    What is found after a fix is looked at again: once one cause is gone, the next may show where it was hidden. Each
-    finding gets one turn, so every one ends up resolved or left, however many there are.
+    Findings after a fix are considered again, since one cause can hide another. Each finding gets one turn,
+    so each is resolved or left.
 
     Args:
         report: of a step that can be traced again.
-        unsafe: also fixes that change stored digits or the meaning of the step.
-        command: the step is a training command's, whose arguments are what is repaired.
+        unsafe: also choose fixes that change stored digits or the meaning of the step.
+        command: whether a training command is repaired, by its arguments.
     """
     assert report.again is not None
     chosen: list[Fix] = []
@@ -153,23 +155,23 @@ def plan(
 def _next_open(
     present: Sequence[Finding], left: Mapping[tuple[str, str], tuple[Finding, str]]
 ) -> Finding | None:
-    """Return the first finding to be fixed that is not yet given up."""
+    """Return the first unresolved finding that is not given up."""
     return next((f for f in present if f.severity != "note" and (f.code, f.cause) not in left), None)
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Without the fixes that a later one makes superfluous: with its cause gone, what it led to needs no fix."""
+    """Return the fixes without those that a later fix of the underlying cause makes superfluous."""
     assert report.again is not None
     present = {(each.code, each.cause) for each in after if each.severity != "note"}
     kept = list(chosen)
     for position, fix in enumerate(chosen):
         if all(needs_the_caller(later) for later in chosen[position + 1 :]):
-            break  # what the caller has yet to do replaces nothing
+            break  # changes that the caller still has to make replace no fix
         rest = [each for each in kept if each is not fix]
         try:
             findings = report.again([action for each in rest for action in each.actions])
         except UsageError:
-            continue  # a later fix rests on it
+            continue  # a later fix depends on it
         if all((each.code, each.cause) in present for each in findings if each.severity != "note"):
             kept = rest
     return kept
@@ -189,21 +191,21 @@ def _first_that_works(
         if _is_unasked(fix, unsafe) or not _may_be_applied(fix, command) or fix in chosen:
             continue
         if fix.scope == "library" and unasked:
-            continue  # nobody edits a library who has another choice, be it one to ask for
+            continue  # an edit of a library is the last choice, after unsafe fixes
         if finding.severity != "error" and needs_the_caller(fix) and not command:
-            continue  # a model that runs must not depend on arguments that the caller may forget to change
+            continue  # a working model must not depend on arguments that the caller may forget to change
         actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]
         try:
             after = report.again(actions)
         except UsageError:
-            continue  # it names what this model has not
+            continue  # a target that this model lacks
         if _is_progress(finding, present, after):
             return replace(fix, verified=True), after
     return None, present
 
 
 def needs_the_caller(fix: Fix) -> bool:
-    """Return whether a part of a fix is beyond the model: an argument of the step, or a line of code."""
+    """Return whether a part of a fix is outside the model: an argument of the step, or a line of code."""
     return fix.scope != "model"
 
 
@@ -212,16 +214,15 @@ def _is_unasked(fix: Fix, unsafe: bool) -> bool:
 
 
 def _may_be_applied(fix: Fix, command: bool) -> bool:
-    # The dtype a whole step computes in is a decision, not a repair of a model; and advice is for people.
+    # The compute dtype of a step is a decision, not a repair of a model; advice is for people.
     decisions = any(action.kind == "setting" and action.target == "compute" for action in fix.actions)
     return fix.scope != "advice" and not (decisions and not command)
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether the finding is gone; an error of another cause may have come to light, but there are not
-    more.
+    """Return whether the finding is gone without more errors; one error may reveal another.
 
-    A step that is no longer traced to its end shows nothing: what was found behind that place is only hidden.
+    False if the step is no longer traced to its end, which hides findings.
     """
     if any((each.code, each.cause) == (finding.code, finding.cause) for each in after):
         return False
@@ -244,9 +245,7 @@ def _reason(finding: Finding, unsafe: bool) -> str:
     if proven is not None and not needs_the_caller(proven):
         return f"resolved alone, but not together with the other fixes, by: {proven.description}"
     if proven is None and finding.severity != "error":
-        proven = next(
-            (fix for fix in fixes if needs_the_caller(fix)), None
-        )  # of a warning, these are not tried
+        proven = next((fix for fix in fixes if needs_the_caller(fix)), None)  # not tried for a warning
     yours = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
     if yours is None:
         return "no fix that was tried resolves it"

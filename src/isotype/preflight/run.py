@@ -1,4 +1,4 @@
-"""Run a request: trace the step, judge it, try the fixes. The one place where trace, rules and fixes meet."""
+"""Running a request: traces the step, judges it, tries the fixes."""
 
 from __future__ import annotations
 
@@ -48,27 +48,28 @@ def run(
     measure: bool = True,
     traced: Trace | None = None,
 ) -> Report:
-    """Trace the step that is asked for on fake tensors, judge it, and try the fixes.
+    """Trace the requested step on fake tensors, judge it, and try the fixes.
 
-    The model, the inputs and the random states come out untouched; no weights are copied, and only those of a float16 step
-    that nobody has measured are read, see `measured`. What cannot be traced is a finding (IST199), with all that was seen until then.
+    The model, the inputs and the random states stay unchanged; no weights are copied, and only those of an
+    unmeasured float16 step are read, see `measured`. An untraceable part is a finding (IST199), besides the
+    findings up to there.
 
     Args:
         request: the step.
         verify: whether fixes are tried by a second trace each.
-        seconds: that the step may be traced for; what was seen until then is judged. Trials of fixes are not counted.
+        seconds: time limit of the trace, which is judged up to there; trials of fixes do not count.
         measure: whether the values of a float16 step may be measured.
-        traced: the trace of this very request, where `trace_of` has made it; None to make it.
+        traced: the trace of this request by `trace_of`; None to trace it.
 
     Raises:
-        UsageError: arguments that do not fit.
+        UsageError: incompatible arguments.
         PrecisionError: an unknown device or dtype.
     """
     started = time.perf_counter()
     setup = setup_of(request)
     try:
         step = _Step(_code_of(request), setup)
-        # Nobody else's code runs between these traces: what it reaches is saved once for all of them, and let go then.
+        # No other code runs between these traces: reachable objects are saved once for all of them.
         untouched = step.code.reached()
         tried = replace(step, untouched=untouched)
         trace = traced or tried.trace(deadline=time.monotonic() + seconds)
@@ -78,7 +79,7 @@ def run(
         trace = replace(trace, reach=reach)
     except IsotypeError:
         raise
-    except Exception as error:  # noqa: BLE001 - a check never ends a script: a finding says what it failed on
+    except Exception as error:  # noqa: BLE001 - a check never ends a script: the failure becomes a finding
         trace = failed_trace(request.model, setup, error)
         return Report(trace, judge(trace), time.perf_counter() - started)
     if measure and setup.ranges is None:
@@ -93,7 +94,7 @@ def run(
 
 @random_states_kept()
 def trace_of(request: StepRequest) -> Trace:
-    """Return the trace of a request alone, unjudged: what it takes, and whether it could be traced."""
+    """Return the trace of a request without findings: its needs, and whether it could be traced."""
     setup = setup_of(request)
     try:
         return _Step(_code_of(request), setup).trace()
@@ -113,16 +114,16 @@ def _values_known(trace: Trace) -> bool:
 
 
 def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The findings with their fixes tried; as they were, and one that says so, where trying them failed."""
+    """Return the findings with their fixes tried; unchanged with one more finding if trying them failed."""
     try:
         return step.verified(trace, findings)
-    except Exception as error:  # noqa: BLE001 - what was found stays, whatever trying its fixes met
+    except Exception as error:  # noqa: BLE001 - the findings stay, whatever the trials raise
         return (*findings, unjudged("the fixes could not be tried", error))
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that can be traced again with a fix in it."""
+    """A step that can be traced again with a fix."""
 
     code: StepCode
     setup: Setup
@@ -151,14 +152,14 @@ class _Step:
         return replace(trace, reach=self.reach)
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
-        """What is found with `actions` applied to the model as it was checked; traced once."""
+        """Return the findings with `actions` applied to the checked model; traced once."""
         key = tuple(actions)
         if key not in self.known:
             self.known[key] = judge(self.trace(actions))
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings with fixes that were tried and work, and with what only the user can do."""
+        """Return the findings with verified fixes, and with changes that only the user can make."""
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
         known = _values_known(trace)
         fixed = [
@@ -195,10 +196,10 @@ class _Step:
         findings: Sequence[Finding],
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
     ) -> tuple[Finding, ...] | None:
-        """What is found with `actions`; None if they cannot be applied, or are seen not to resolve `finding`.
+        """Return the findings with `actions`; None if they cannot be applied, or do not resolve `finding`.
 
-        The forward alone may show that: a step with an error of another cause is no fix of any finding, one with the
-        same error no fix of this one. It is traced no further.
+        The forward alone may show that: an error of another cause rules out a fix of any finding, the same
+        error a fix of this one. Then the trace stops.
         """
         if actions in tried:
             return tried[actions]
@@ -244,9 +245,9 @@ def _roots(
 ) -> tuple[Finding, ...]:
     """Return the findings without downstream errors.
 
-    An error is downstream of another where that one's fix resolves both, and none of its own fixes resolves the other; what the
-    step meets first is downstream of nothing that it meets later. A change of the step's arguments or of a line says nothing
-    here: it may fix several causes at once.
+    An error is downstream of another if that one's fix resolves both, none of its own fixes resolves the
+    other, and it comes later in the step. Changes of arguments or lines do not count: they may fix several
+    causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     met = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
@@ -271,7 +272,7 @@ def _roots(
 
 
 def _order(trace: Trace) -> dict[tuple[str, str, str], int]:
-    """Where the step breaks a contract first, second, …"""
+    """Return the places where the step breaks contracts -> their order."""
     return {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
 
 
@@ -298,7 +299,7 @@ def _downstream(errors: Sequence[Finding]) -> str:
     return f"{plural(len(places), 'downstream error')}: {listed(places)}"
 
 
-# Tried in order of preference: more ways than these to fix the same thing help nobody, and each costs a trace.
+# Tried in order of preference: more alternatives do not help, and each costs a trace.
 _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
@@ -320,7 +321,7 @@ def _only_advice(fix: Fix) -> bool:
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
-    """Return the set-up after the `setting` actions among `actions`.
+    """Return the setup after the `setting` actions among `actions`.
 
     Values are written as in Python: a dtype's name, `True`, `None`, a number.
     """
@@ -330,9 +331,7 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
             changes[action.target] = setting_value(action.value)
     if "autocast" in changes and "scaler" not in changes:
         changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16
-    if (
-        "compute" in changes and setup.policy is not None
-    ):  # the request itself changes, and is not broken by it
+    if "compute" in changes and setup.policy is not None:  # the request itself changes
         compute, was = changes["compute"], setup.policy
         storage = dtype_name(compute) if was.storage == dtype_name(was.compute) else was.storage
         scaling = changes.get("scaler", was.loss_scaling)
@@ -341,7 +340,7 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
 
 
 def setting_value(value: str) -> Any:
-    """What the value of a `setting` action stands for."""
+    """Return the value of a `setting` action's text."""
     words = {"True": True, "False": False, "None": None}
     if value in words:
         return words[value]
@@ -357,11 +356,10 @@ COPIED = 64 << 20
 
 
 def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
-    """Which inputs of the step reach which predictions; None if nobody asks, and of inputs without token ids and labels.
+    """Return which inputs of the step reach which predictions; None if not requested, or without token ids or
+    labels.
 
-    Args:
-        request: the step.
-        most_bytes: that a copy of the model's own layers may take, where a smaller model can be made.
+    `most_bytes`: limit of a copy of the model's own layers if a smaller model can be built.
     """
     if request.wiring is False or "forward" not in request.phases:
         return None
@@ -374,23 +372,18 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
 logger = logging.getLogger("isotype")
 
 SECONDS = 20.0
-"""That a measurement may be expected to take: longer ones are left to `isotype.measure_ranges`."""
+"""Maximum expected seconds of a measurement; longer ones are left to `isotype.measure_ranges`."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
-"""Float32 FLOPs a second of a small machine of each kind: two cores with AVX2, a T4."""
+"""Float32 FLOP/s of a small machine of each kind: two cores with AVX2, a T4."""
 _WEIGHTS_A_SECOND = 2e8
-"""Weights that are made float32 in a second."""
+"""Weights converted to float32 per second."""
 _AGAIN = 4 / 3
-"""A measurement computes each block's forward a second time in the backward."""
+"""Ratio for recomputing each block's forward in the backward of a measurement."""
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return the measurement, None if there is nothing to measure or it is not done, and why it is not.
-
-    Args:
-        request: the step.
-        trace: of the step.
-    """
+    """Return the measurement, or None with the reason if it should be measured but is not."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()
@@ -401,13 +394,13 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
     try:
         with surroundings():
             return ranges_measure.measure(of_module(model), given_batches(dict(inputs))), ()
-    except Exception as error:  # noqa: BLE001 - a check never ends a script: its report says what was not measured
+    except Exception as error:  # noqa: BLE001 - a check never ends a script: the report says what was not measured
         raised = f"{type(error).__name__}: {first_line(error)}"
         return None, (f"value ranges: the model could not be measured on these inputs, because of {raised}",)
 
 
 def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) -> bool:
-    """Return the step has float16 in it and was traced, and weights and inputs have values."""
+    """Return whether the step was traced and has float16, and weights and inputs have values."""
     if trace.failure is not None or not computes_float16(trace):
         return False
     named = bool(inputs) and all(name.isidentifier() for name in inputs)
@@ -416,7 +409,7 @@ def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) ->
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return its values are here, whole: not on the meta device, not faked, not sharded."""
+    """Return whether the values are available: not on the meta device, not fake, not sharded."""
     here = not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, FakeTensor)
     return here and not is_traceable_wrapper_subclass(tensor)
 

@@ -1,4 +1,4 @@
-"""How a requested step is run, with every default decided; what contradicts itself is refused all at once."""
+"""Settings of a requested step with all defaults decided; contradictions are reported together."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from isotype.trace.weights import unread_weights
 
 
 def setup_of(request: StepRequest) -> Setup:
-    """How the step is run, with every default decided.
+    """Return the settings of the step with every default decided.
 
     Raises:
-        UsageError: every argument that cannot be, at once.
+        UsageError: lists every invalid argument.
         PrecisionError: an unknown device or dtype.
     """
     problems = list(_problems(request))
@@ -101,7 +101,7 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
         yield Problem(
             f"devices={request.devices!r}", "a number of devices, at least 1", "give 1, or leave it out"
         )
-    known = [phase for phase in PHASES if phase != "evaluate"]  # it comes with `evaluation`
+    known = [phase for phase in PHASES if phase != "evaluate"]  # it is set by `evaluation`
     unknown = [phase for phase in request.phases if phase not in PHASES]
     if unknown:
         yield Problem(f"phases {unknown}", f"of {', '.join(known)}", "leave them out")
@@ -119,7 +119,7 @@ def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _checkpoint_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype the model's config says its checkpoint was saved in."""
+    """Return the checkpoint dtype in the model's config."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -138,5 +138,5 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype a model computes in by itself: that of most modules that compute, of most elements in a tie."""
+    """Return the dtype in which a model computes: that of most computing modules, in a tie of most elements."""
     return whole(tallies(unread_weights(model))) or torch.float32

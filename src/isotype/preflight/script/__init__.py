@@ -1,1 +1,1 @@
-"""A script of the user's own under isotype run: its imports, processes, steps, and what is said of them."""
+"""Scripts under `isotype run`: their imports, processes and steps, and the output about them."""

@@ -1,4 +1,4 @@
-"""The step of a script as a request: built before the step, checked then or after a crash."""
+"""Requests for a script's step, built before it and checked then or after a crash."""
 
 from __future__ import annotations
 
@@ -32,22 +32,19 @@ from isotype.trace.live.watch import Beginning
 from isotype.trace.optimizers import learning_rate_of
 
 TRIED_BEFORE = 2.0
-"""Seconds that trying the fixes may take before the first step, where most scripts have none to fix."""
+"""Seconds for trying fixes before the first step, where most scripts have none to fix."""
 
 TRIED_AFTER = 60.0
-"""Seconds that trying the fixes may take after a crash, when there is nothing else to wait for."""
+"""Seconds for trying fixes after a crash."""
 
 
 def look_ahead(request: StepRequest, tried: float, seconds: float = math.inf) -> Report:
-    """Return the report on a script's step; nothing of the script is touched.
+    """Return the report on a script's step without changing the script's state.
 
-    Args:
-        request: the step.
-        tried: seconds that trying the fixes may take.
-        seconds: that tracing the step may take.
+    `tried`: seconds for trying the fixes; `seconds`: for tracing the step.
     """
     with _unnoticed():
-        fake_mode()  # with the first one torch imports for seconds, which are no measure of a trial
+        fake_mode()  # the first one makes torch import for seconds, which would distort the trial's time
         report = run(request, verify=False, seconds=seconds, measure=False)
         if report.findings and report.seconds < seconds and _trial_seconds(report) <= tried:
             report = run(request, measure=False)
@@ -55,7 +52,7 @@ def look_ahead(request: StepRequest, tried: float, seconds: float = math.inf) ->
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """The request, once its model is given again: of the script's own it keeps nothing but the inputs' shapes."""
+    """Return a function from the model to the request; it keeps only the shapes of the script's inputs."""
     kept = {each.name: getattr(request, each.name) for each in fields(request) if each.name != "model"}
     shapes = tree_map(_shape_only, request.inputs.inputs)
     return partial(StepRequest, **{**kept, "inputs": replace(request.inputs, inputs=shapes)})
@@ -69,7 +66,7 @@ def request_of_script(
     Args:
         beginning: the forward.
         loss: (model, inputs) -> loss.
-        device: a profile to judge for, None for the device the model is on.
+        device: the simulated profile; None for the model's device.
         phases: of the step; only `"generate"` for a forward without gradients.
     """
     model = unwrapped(beginning.model)
@@ -90,25 +87,25 @@ def request_of_script(
 
 
 def call_with(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Call a model as the script did: inputs without a name are numbered."""
+    """Call a model as the script did: positional inputs are numbered."""
     args = [value for name, value in inputs.items() if name.startswith("argument ")]
     return model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model itself where it was called through one that only spreads it over devices."""
+    """Return the model inside of a wrapper that distributes it over devices."""
     inner = getattr(model, "module", None)
     return inner if _is_wrapper(model) and isinstance(inner, nn.Module) else model
 
 
 def tried(report: Report) -> bool:
-    """Return whether the fixes were tried: one that was says how that ended."""
+    """Return whether the fixes were tried: a tried fix has an outcome."""
     fixes = [fix for finding in report.findings for fix in finding.fixes if repairable(fix)]
     return not fixes or any(fix.outcome for fix in fixes)
 
 
 def rank() -> int:
-    """Return the number of this process among those that train together; 0 where it trains alone."""
+    """Return the rank of this process; 0 if it trains alone."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
@@ -117,8 +114,8 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """Within it the script's modes are off, and what its code prints or warns of is not shown."""
-    log = logging.getLogger(FAKE_LOGGER)  # it logs what a fake kernel refuses, with a traceback
+    """Disable the script's modes, and hide output and warnings of its code."""
+    log = logging.getLogger(FAKE_LOGGER)  # it logs fake kernels' errors, with a traceback
     disabled, log.disabled = log.disabled, True
     try:
         with no_modes(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -144,27 +141,27 @@ def _shape_only(leaf: Any) -> Any:
 
 
 def _asked(optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the optimizer as `check` takes it, without the parameters that it holds."""
+    """Return the optimizer as an argument of `check`, without its parameters."""
     if optimizer is None:
         return None
     if type(optimizer).__module__.startswith("bitsandbytes"):
-        return type(optimizer).__name__.lower()  # kernels of its own, which `check` knows by name
+        return type(optimizer).__name__.lower()  # bitsandbytes' kernels, which `check` knows by name
     known = signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
     return type(optimizer)([nn.Parameter(torch.zeros(1))], **options)
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Return whether it only spreads a model over devices; by name, so that nothing has to be imported."""
+    """Return whether a module only distributes a model over devices, by name to avoid imports."""
     return type(module).__name__ in ("DistributedDataParallel", "DataParallel")
 
 
 def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
-    """The optimizer that trains `model`, and whether an enabled GradScaler exists: a script tells nobody of them."""
+    """Return the optimizer of `model`, and whether an enabled GradScaler exists, by searching all objects."""
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizer, scaler = None, False
     for thing in gc.get_objects():
-        # Not isinstance: a lazy object of the script would be made to load.
+        # Not isinstance: that would load a lazy object of the script.
         if issubclass(type(thing), torch.amp.GradScaler):
             scaler = scaler or thing.is_enabled()
         elif issubclass(type(thing), torch.optim.Optimizer) and not hasattr(thing, "optimizer"):
@@ -175,9 +172,9 @@ def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
 
 
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
-    """Return the autocast dtype that a forward of `model` runs under now, or that accelerate puts around it.
+    """Return the current autocast dtype of a forward of `model`, or accelerate's around it.
 
-    Accelerate's lies inside the forward. On a CPU the look ahead meets it there; another device's it would not.
+    Accelerate's is inside the forward: the trace ahead runs under it on a CPU, but not for other devices.
     """
     low = autocast_dtype(device)
     if low is not None:

@@ -1,4 +1,4 @@
-"""What `isotype run` says: before the first step, at the script's end, and under the traceback of a crash."""
+"""Output of `isotype run`: before the first step, at the script's end, and under the traceback of a crash."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ from isotype.trace.live.stale import StaleCasts
 from isotype.trace.live.watch import Beginning, Watch
 
 AGAIN_SECONDS = 60.0
-"""Seconds that tracing the step again may take after a crash."""
+"""Seconds for tracing the step again after a crash."""
 
 MENTIONED_FROM = 5.0
-"""Seconds from which on a look ahead that found nothing is mentioned: the script waited for it."""
+"""Minimum seconds of a trace ahead without findings to be mentioned: the script waited for it."""
 
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
-# How torch and its friends put it when dtypes do not fit.
+# Words in errors of torch and its libraries for incompatible dtypes.
 _ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
     re.IGNORECASE,
@@ -77,12 +77,13 @@ _ABOUT_DTYPES = re.compile(
 
 
 class Diagnosis:
-    """Follows one script and speaks about it.
+    """Watches one script and prints about it.
 
     Args:
-        options: what `isotype run` was asked.
-        console: where to speak.
-        family: the processes of this run; one of them speaks about the first step, and one explains a crash.
+        options: of `isotype run`.
+        console: for the output.
+        family: the processes of this run; one of them reports on the first step, and one explains a
+            crash.
     """
 
     def __init__(self, options: Options, console: Console, family: Family) -> None:
@@ -104,7 +105,7 @@ class Diagnosis:
         self.watch.attach()
 
     def stop(self) -> None:
-        """Take everything away from the script; what was recorded stays."""
+        """Remove all hooks from the script; recorded data stays."""
         self.watch.detach()
         self._stale.detach()
         if self._numbers is not None:
@@ -114,7 +115,7 @@ class Diagnosis:
 
     @property
     def _speaks(self) -> bool:
-        """True if this process is the one that tells of the first step; a fork of it is not."""
+        """True if this process reports on the first step; False in its forks."""
         return self._speaker == os.getpid()
 
     def _before(self, beginning: Beginning) -> None:
@@ -129,7 +130,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """A forward before the first training step: nothing is said of it unless it raises."""
+        """Record a forward before the first training step; it is only reported if it raises."""
         request = request_of_script(beginning, _loss_noting(self._returned), self._device, ("generate",))
         self._request = without_tensors(request)
 
@@ -138,11 +139,11 @@ class Diagnosis:
         try:
             with self._working(f"tracing the first step ahead, for at most {self._seconds:g} s"):
                 report = look_ahead(request, TRIED_BEFORE, self._seconds)
-        except Exception as error:  # noqa: BLE001 - the script runs whether or not we can look ahead
+        except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
             self._say(f"the step could not be traced ahead: {type(error).__name__}: {_first_line(error)}")
             return None
         self._say_ahead(report, time.perf_counter() - started)
-        # That the step was not traced to its end was said.
+        # An incomplete trace was already reported.
         return replace(
             report, findings=tuple(finding for finding in report.findings if finding.kind != "untraced")
         )
@@ -150,7 +151,7 @@ class Diagnosis:
     def _say_ahead(self, report: Report, seconds: float) -> None:
         title, failure = report.trace.setup.profile.title, report.trace.failure
         spent = failure is not None and failure.error.startswith(TimeSpentError.__name__)
-        # What a part of a step costs says little about the whole; what it breaks is broken.
+        # The cost of a part of a step is not conclusive; its breaches are.
         findings = [
             each for each in (*report.errors, *(() if spent else report.warnings)) if each.kind != "untraced"
         ]
@@ -177,7 +178,7 @@ class Diagnosis:
             self._stale.stepped(torch.device(device_of(model)).type)
 
     def _reused(self) -> None:
-        """A forward has used casts of before the step that was watched."""
+        """Report that a forward used casts from before the watched step."""
         if self._setup_seen is not None and self._speaks:
             trace = Trace(self._setup_seen, (), (), {}, Memory({}), stale_casts=True)
             self._late = tuple(finding for finding in judge(trace) if finding.kind == "wiring")
@@ -185,7 +186,7 @@ class Diagnosis:
             self._print_brief(self._late)
 
     def _setup(self) -> Setup | None:
-        """How the watched step was run, as far as it was seen; None if its model has gone."""
+        """Return the settings of the watched step as far as known; None if its model is gone."""
         watch, model = self.watch, self.watch.model
         if model is None or watch.recorder is None:
             return None
@@ -201,19 +202,15 @@ class Diagnosis:
         )
 
     def left(self, code: Any, reason: BaseException | None) -> bool:
-        """Return the script has ended by itself; `stop` has been called.
+        """Report at the end of a script that exited; `stop` has been called. Returns whether an error was
+        explained.
 
-        Args:
-            code: of the exit, as `sys.exit` takes it.
-            reason: the exception that the script was handling when it left.
-
-        Returns:
-            Whether an error was explained.
+        `code`: of the exit, as for `sys.exit`; `reason`: the exception that the script was handling.
         """
         recorder = self.watch.recorder
         explained = reason is not None and self.crashed(reason)
         if not explained and code not in (None, 0) and recorder is not None and recorder.failed is not None:
-            # A script that prints its own traceback and leaves.
+            # A script that prints a traceback and exits.
             explained = self._explain_once(partial(self._explain, recorder.failure_text, "RuntimeError"))
         if not explained and (self._speaks or self._family.is_top):
             self._print_summary()
@@ -240,11 +237,7 @@ class Diagnosis:
     # -------------------------------------------------------------------------------------------------- after a crash
 
     def crashed(self, error: BaseException) -> bool:
-        """Explain an exception that ended the script; `stop` has been called.
-
-        Returns:
-            Whether there was something to explain.
-        """
+        """Explain an exception that ended the script; return whether it could. `stop` has been called."""
         explained = False
         for each in _chain(error):
             text, recorder = str(each), self.watch.recorder
@@ -258,7 +251,7 @@ class Diagnosis:
         return explained
 
     def _explain_once(self, explain: Callable[[], None]) -> bool:
-        """Explain, unless another process has: that of a launched rank, or of a worker whose error was handed on."""
+        """Explain, unless another process has: a launched rank, or a worker whose error was passed on."""
         if self._family.knows("explained"):
             if self._family.is_top:
                 self._say("explained above, by the process that raised it")
@@ -269,7 +262,7 @@ class Diagnosis:
         return True
 
     def _explain(self, text: str, name: str) -> None:
-        """An operator of the watched step raised."""
+        """Explain an error raised by an operator of the watched step."""
         recorder = self.watch.recorder
         assert recorder is not None
         call = recorder.failed
@@ -281,12 +274,12 @@ class Diagnosis:
             self._say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
             self._print_call(call)
             return
-        # Only what ended the script is broken; what the script caught is not.
+        # Only the error that ended the script is broken; caught ones are not.
         recorder.calls[:] = [call if each is call else replace(each, breach=None) for each in recorder.calls]
         self._diagnose(call, f"{name}: {_head(text)}")
 
     def _explain_elsewhere(self, error: BaseException) -> None:
-        """Something about dtypes was raised by no operator that was watched: after the watch, or above operators."""
+        """Explain a dtype error raised outside of watched operators: after the watch, or above operators."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
         headline = f"{type(error).__name__}: {_head(text)}"
         assert model is not None
@@ -334,7 +327,7 @@ class Diagnosis:
             condition=condition_at(call.source),
         )
         trace = self.watch.trace(setup, failure)
-        # That the step ended early is what the traceback says.
+        # The traceback already shows that the step ended early.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = _matching(self.report, call, live)
         if foreseen is not None and tried(foreseen):
@@ -352,17 +345,17 @@ class Diagnosis:
             self._print_call(call)
 
     def _traced_again(self, trains: bool = False) -> Report | None:
-        """The step on fake tensors once more, with its fixes tried: the script has ended, and nobody waits for it."""
+        """Return the report of the step traced again on fake tensors, with fixes tried."""
         if self.watch.model is None or self._request is None:
             return None
         request = self._request(self.watch.model)
-        # What was evaluated before any training, too, was to be trained where a backward raised.
+        # A model evaluated before any training was meant to be trained if a backward raised.
         phases = DEFAULT_PHASES if trains else request.phases
         request = replace(request, phases=(*phases, "generate"))
         try:
             with self._working("tracing the step again, and trying the fixes"):
                 return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
-        except Exception as error:  # noqa: BLE001 - the script's own error was shown; this is one line under it
+        except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
             self._say(
                 f"the last known step could not be traced: {type(error).__name__}: {_first_line(error)}"
             )
@@ -374,7 +367,7 @@ class Diagnosis:
         self._plain(f"isotype: {text}")
 
     def _working(self, text: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a line on a terminal while the user waits for us."""
+        """Return a status line on a terminal for a wait."""
         shown = self._console.is_terminal and not self._console.quiet
         return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
 
@@ -409,9 +402,9 @@ class Diagnosis:
 
 
 def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
-    """Return (model, inputs) -> loss; whether the model returned one goes into `returned`.
+    """Return (model, inputs) -> loss, which puts into `returned` whether the model returned a loss.
 
-    A queue, since `check` puts back whatever else a loss has changed when it is over.
+    A queue, since `check` restores all other state that a loss changes.
     """
 
     def loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -424,7 +417,7 @@ def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[st
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return a report that holds the finding which came true, with that one first."""
+    """Return a report with the finding that occurred first; None if there is none."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
@@ -438,7 +431,7 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
 
 
 def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Call:
-    """What `GradScaler.unscale_` was given and refused (torch/amp/grad_scaler.py)."""
+    """Return the call of `GradScaler.unscale_` with the operands that it refused (torch/amp/grad_scaler.py)."""
     operands = []
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.dtype == torch.float16:
@@ -450,7 +443,7 @@ def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Cal
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and all that it was raised from."""
+    """Yield an exception and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,8 +1,8 @@
-"""`isotype run --watch`: a script is stopped at the first update whose loss or gradient is no number.
+"""`isotype run --watch`: stops a script at the first update with a non-finite loss or gradient.
 
-What stays on for the whole run is little: a hook on the model that keeps references to what the current step's forwards were
-given, one on every optimizer's step, and two functions of torch that see what none of its hooks does: the loss on which `backward`
-is called, and a GradScaler that skips. Values are read once a step, just before the update.
+Overhead during the run: a hook on the model that keeps references to the inputs of the current step's
+forwards, one on every optimizer's step, and wrappers of two torch functions: `backward`, for the loss, and
+GradScaler, for skipped steps. Values are read once per step, just before the update.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.nonfinite.again import first_nonfinite
 
 STOPPED = 1
-"""Exit status of a script that was stopped."""
+"""Exit status of a stopped script."""
 
 _FORWARDS = 64
-"""Forwards of a step that are kept, at most: a script may never call an optimizer of torch's."""
+"""Maximum number of kept forwards of a step: a script may never call a torch optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of the current step: what it was given, by reference."""
+    """A forward of the current step: references to its inputs."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -52,9 +52,7 @@ class _Forward:
 class Numbers:
     """Watches the values of a script's training, from `attach` to `detach`.
 
-    Args:
-        say: prints a line.
-        stop: takes everything that watches away from the script, this too.
+    `say` prints a line; `stop` removes all watching from the script, including this.
     """
 
     def __init__(self, say: Callable[[str], None], stop: Callable[[], None]) -> None:
@@ -74,7 +72,7 @@ class Numbers:
     # ------------------------------------------------------------------------------------------- coming and going
 
     def attach(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin with the forward of `model` that is about to run."""
+        """Start with the next forward of `model`."""
         if self._model is not None:
             return
         self._model, self._device = model, torch.device(device_of(model))
@@ -87,7 +85,7 @@ class Numbers:
         self._forward(model, args, kwargs)
 
     def detach(self) -> None:
-        """Take everything away, and let go of the script's tensors."""
+        """Remove all hooks, and release the script's tensors."""
         while self._hooks:
             self._hooks.pop().remove()
         self._replaced.put_back()
@@ -97,7 +95,7 @@ class Numbers:
     def _guard(self, act: Callable[..., None], *args: Any) -> None:
         try:
             act(*args)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script is not
+        except Exception as error:  # noqa: BLE001 - an error in the watch must not end the script
             self._say(f"values are no longer watched: {type(error).__name__}: {first_line(error)}")
             self.detach()
 
@@ -133,7 +131,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """A loss that is NaN is no overflow; one that only its scale has made infinite is a skipped step as any other."""
+        """Judge a NaN loss; a loss that only its scale made infinite is a normal skipped step."""
         losses = self._read(self._losses)
         if any(map(math.isnan, losses)):
             self._judge(math.nan, None, scaler)
@@ -146,7 +144,7 @@ class Numbers:
 
     def _updating(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._skipped = False
-        if self._scaler is not None:  # it has looked at the gradients itself
+        if self._scaler is not None:  # the GradScaler has checked the gradients itself
             self._judge(0.0, 0.0, self._scaler)
         else:
             gradients = [
@@ -185,7 +183,7 @@ class Numbers:
         raise SystemExit(STOPPED)
 
     def _explain(self, model: nn.Module, forwards: tuple[_Forward, ...], scale: float | None) -> None:
-        """Run the step again and say what is found in it."""
+        """Run the step again and print the first non-finite value."""
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         if inner is model and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._say("it was not run again: other processes hold parts of the model")
@@ -213,7 +211,7 @@ class Numbers:
         try:
             with no_modes():
                 first = first_nonfinite(inner, step, batches, scale)
-        except Exception as error:  # noqa: BLE001 - that the script was stopped is said; this is one line under it
+        except Exception as error:  # noqa: BLE001 - the stop was already reported; this is one more line
             self._say(f"the step could not be run again: {type(error).__name__}: {first_line(error)}")
             return
         if first is not None:

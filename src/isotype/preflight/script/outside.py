@@ -1,4 +1,4 @@
-"""An error about dtypes that no watched step raised: the line, the tensors that it had at hand, and what to do."""
+"""Dtype errors outside of watched steps: the line, the tensors available there, and advice."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Outside:
-    """What raised.
+    """A dtype error.
 
     Attributes:
         source: `file:line` of the script's or a library's code.
-        tensors: (name of the variable, its tensor's dtype and shape, its name in the model or "") of the float tensors at hand.
-        help: what to do, "" where that is not known.
+        tensors: (variable name, dtype, shape, name in the model or "") of the float tensors there.
+        help: advice; "" if there is none.
     """
 
     source: str
@@ -32,7 +32,7 @@ class Outside:
 
 
 def outside(error: BaseException, models: Iterable[nn.Module], step: Trace) -> Outside:
-    """What raised `error`, beside a training step of `models` that runs clean."""
+    """Return the description of `error`, beside a training step of `models` that has no error."""
     names = {
         id(tensor): name
         for model in models
@@ -79,7 +79,7 @@ def _variables(error: BaseException) -> Iterator[Mapping[str, object]]:
 
 
 def _of_optimizer(error: BaseException, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The first parameter whose gradient or state has another dtype, with these, where an optimizer's step raised."""
+    """Yield the first parameter with a gradient or state of another dtype, if an optimizer's step raised."""
     optimizers = (each.get("self") for each in _variables(error))
     for optimizer in (each for each in optimizers if isinstance(each, torch.optim.Optimizer)):
         for group in optimizer.param_groups:

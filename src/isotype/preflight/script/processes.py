@@ -1,8 +1,8 @@
-"""The processes that a watched script starts: a training that runs in one of them is watched there.
+"""Processes started by a watched script, which are watched too.
 
-Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`: that command becomes `isotype run`.
-Processes of multiprocessing take the watch along, forked or spawned. Other programs (a shell, another environment's
-Python) are only remembered, so that the run can say what it did not see.
+Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`: that command is replaced by
+`isotype run`. Processes of multiprocessing, forked or spawned, start the watch themselves. Other programs (a
+shell, another environment's Python) are recorded, so that the run can report what it did not watch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 _MAY_TRAIN = re.compile(
     r"(ba|da|z|k|fi)?sh|pythonw?[\d.]*|torchrun|accelerate|deepspeed|mpirun|mpiexec|srun|ray|uv|conda|env"
 )
-# A data loader's workers: many, and none of them trains.
+# Data loader workers never train.
 _NEVER_TRAINS = "torch.utils.data."
 
 
 class Session(Protocol):
-    """The watch over one process, as much of it as is needed here."""
+    """The watch over one process, as used here."""
 
     options: Options
 
@@ -44,15 +44,15 @@ class Session(Protocol):
 
 
 class Processes:
-    """Follows a script into the processes that it starts, from `watch` until `leave`.
+    """Watches the processes that a script starts, from `watch` until `leave`.
 
     Attributes:
-        unwatched: programs that may have trained something and were not watched.
-        watched: how many processes take the watch along.
+        unwatched: programs that may have trained and were not watched.
+        watched: number of watched processes.
 
     Args:
         session: the watch over this process.
-        join: begins the same in a spawned process; a function of a module, since it is pickled.
+        join: starts the watch in a spawned process; a function of a module, since it is pickled.
     """
 
     def __init__(self, session: Session, join: Callable[[Options], None]) -> None:
@@ -62,12 +62,12 @@ class Processes:
         self._replaced = Replacements()
 
     def watch(self) -> None:
-        """From now on processes are started so that they are watched."""
+        """Watch processes started from now on."""
         around_programs(self._replaced, self._popen, self._system)
         around_processes(self._replaced, self._start, self._bootstrap)
 
     def leave(self) -> None:
-        """Everything is as it was before `watch`."""
+        """Undo `watch`."""
         self._replaced.put_back()
 
     def _popen(self, start: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class Processes:
         start(process, args if ours is None else ours, *rest, **kwargs)
 
     def _ours(self, args: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-        """Return the command of a new process under `isotype run`; None leaves it as it is."""
+        """Return the command of a new process under `isotype run`; None leaves it unchanged."""
         if kwargs.get("shell"):
             self._remember("sh")
             return None
@@ -105,7 +105,7 @@ class Processes:
         start(process)
 
     def _bootstrap(self, bootstrap: Callable[..., int], process: Any, *args: Any, **kwargs: Any) -> int:
-        """In the new process: what `Process._bootstrap` does, which shows an error and returns the status."""
+        """Run `Process._bootstrap` in the new process, which prints errors and returns the status."""
         run, session = process.run, self._session
         ends: list[Callable[[], None]] = []
 
@@ -128,7 +128,7 @@ class Processes:
 
 
 class _Joins:
-    """Pickled with a process that is spawned: unpickled there, the process is watched like the one it came from."""
+    """Pickled with a spawned process; unpickling it there starts the watch."""
 
     def __init__(self, join: Callable[[Options], None], options: Options) -> None:
         self._join, self._options = join, options
@@ -138,20 +138,14 @@ class _Joins:
 
 
 _RUN = ("-m", "isotype.cli.run")
-# Without the folder of the script in the search path (-I, -P), or without the installed packages (-S), isotype run
-# would not run the same; -c, -h and -V run no script.
+# isotype run would behave differently without the script's folder in the search path (-I, -P) or without
+# installed packages (-S); -c, -h and -V run no script.
 _NOT_OURS = frozenset("IPSchV?")
 _WITH_VALUE = frozenset("WX")
 
 
 def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | None:
-    """Return the command that runs the same under `isotype run`; None if it runs no script of this
-    environment's Python.
-
-    Args:
-        words: the program and its arguments.
-        flags: of `isotype run`.
-    """
+    """Return the command under `isotype run` with `flags`; None if it runs no script of this environment's Python."""
     program = shutil.which(words[0])
     if program is None:
         return None
@@ -170,10 +164,10 @@ def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | N
 
 
 def is_python_script(path: Path) -> bool:
-    """Whether it is an executable text that this environment's Python runs, as pip makes them (`torchrun`)."""
+    """Return whether a path is an executable text for this environment's Python, as pip creates (`torchrun`)."""
     with path.open("rb") as file:
         head = file.read(1024).split(b"\n")
-    # A path that is too long for a first line stands in the second, as a shell's command.
+    # A path too long for the first line is in the second one, as a shell command.
     return head[0].startswith(b"#!") and any(os.fsencode(sys.executable) in line for line in head[:2])
 
 
@@ -192,7 +186,7 @@ def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
             return list(words[:position]), list(words[position:])
         if word == "-" or word.startswith("--"):
             return None
-        # Short options may stand together: `-um package.train`.
+        # Short options may be combined: `-um package.train`.
         for at, letter in enumerate(word[1:], 1):
             rest = word[at + 1 :]
             if letter in _NOT_OURS:

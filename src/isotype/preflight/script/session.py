@@ -1,4 +1,4 @@
-"""One process of an `isotype run`: it waits for torch, then for a training step, and has the last word."""
+"""The watch over one process of an `isotype run`: waits for torch, then for a training step, and reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOTHING_SEEN = "no training step was seen"
 class Session:
     """The watch over one process.
 
-    Nothing in it may end the script, or change how it ends: what goes wrong here is one line.
+    It never ends the script or changes its exit: its own errors are one printed line.
     """
 
     def __init__(self, options: Options) -> None:
@@ -45,12 +45,12 @@ class Session:
         self._failed = False
 
     def watch(self) -> None:
-        """Wait for torch in this process, and follow the script into those that it starts."""
+        """Wait for torch in this process, and watch processes that the script starts."""
         self._processes.watch()
         self._waits = when_imported("torch", lambda: self.safely(self._begin))
 
     def leave(self) -> None:
-        """Take everything away from the process."""
+        """Remove the watch from the process."""
         self._processes.leave()
         if self._waits is not None:
             self._waits()
@@ -63,17 +63,17 @@ class Session:
         self._diagnosis.begin()
 
     def stop(self) -> None:
-        """The script has ended: nothing of it is watched any longer."""
+        """Stop watching: the script has ended."""
         if self._diagnosis is not None:
             self.safely(self._diagnosis.stop)
 
     def failed(self, error: BaseException) -> BaseException:
-        """Return the script raised `error`: the same exception, with the traceback that it has without us."""
+        """Return `error` of the script with its traceback as without the watch; stops watching."""
         self.stop()
         return cleaned(error)
 
     def crashed(self, error: BaseException) -> None:
-        """Explain what ended the script, under its traceback; `failed` has been called."""
+        """Explain the error that ended the script under its traceback; `failed` has been called."""
         self.safely(lambda: self._explain(error))
 
     def _explain(self, error: BaseException) -> None:
@@ -83,7 +83,7 @@ class Session:
             self._say_if_nothing_was_seen()
 
     def left(self, code: Any, leaving: SystemExit | None = None) -> None:
-        """The script has ended by itself, with `code` as `sys.exit` takes it."""
+        """Report at the end of a script that exited with `code`, as for `sys.exit`."""
         self.stop()
         self.safely(lambda: self._end(code, leaving))
 
@@ -100,7 +100,7 @@ class Session:
             self._say(f"{NOTHING_SEEN}: {self._why_nothing()}")
 
     def _why_nothing(self) -> str:
-        """Why the script was not watched, and how it could be."""
+        """Return why the script was not watched, and how to watch it."""
         processes = self._processes
         if processes.unwatched:
             programs = ", ".join(processes.unwatched)
@@ -116,10 +116,10 @@ class Session:
         return f"no module was called with parameters that require a gradient{started}"
 
     def safely(self, act: Callable[[], T]) -> T | None:
-        """What `act` returns; a failure of it is a line, and None."""
+        """Return the result of `act`; print a line and return None if it fails."""
         try:
             return act()
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with us, the script ends as it would have
+        except Exception as error:  # noqa: BLE001 - an error of the watch must not change how the script ends
             text = next(iter(str(error).splitlines()), "")
             self._failed = True
             self._say(f"the watch failed, the script did not: {type(error).__name__}: {text}")
@@ -131,7 +131,7 @@ class Session:
 
 
 def _errors(family: Family) -> Console:
-    # Under a launcher of the user's every rank is a run of its own; one of them speaks.
+    # Under the user's launcher every rank is a separate run; one of them reports.
     console = TerminalConsole(stderr=True, quiet=family.is_top and os.environ.get("RANK", "0") != "0")
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 110
@@ -139,7 +139,7 @@ def _errors(family: Family) -> Console:
 
 
 def show(error: BaseException) -> None:
-    """What python would print, by the hook it would call."""
+    """Print an error as Python would, by its hook."""
     if isinstance(error, ImportError) and error.__traceback__ is None:
         sys.stderr.write(f"{sys.executable}: {error}\n")
         return
@@ -147,7 +147,7 @@ def show(error: BaseException) -> None:
 
 
 def join(options: Options) -> None:
-    """Watch this process like the one that it was spawned from."""
+    """Watch this process with the options of the one that spawned it."""
     Session(options).watch()
 
 
@@ -158,7 +158,7 @@ _Entry = tuple[FrameType, int, int]
 
 
 def cleaned(error: BaseException) -> BaseException:
-    """The same exception; its traceback, and those of all it was raised from, without frames that are ours."""
+    """Return the same exception with its tracebacks, including causes, without isotype's frames."""
     known: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -197,7 +197,7 @@ def _kept(entries: list[_Entry]) -> list[_Entry]:
             while not ours and kept and _leads_to_modes(kept[-1]):
                 del kept[-1]
             if not ours and kept and _is(kept[-1], "torch/overrides.py", "handle_torch_function"):
-                del kept[-2:]  # the function, which asked for modes; it follows once more, asking no longer
+                del kept[-2:]  # the function, which checked for modes; it follows again without the check
             ours = True
             continue
         if ours and (_leads_to_modes(entry) or _is(entry, "torch/_ops.py", "__call__")):
@@ -219,13 +219,13 @@ def _is(entry: _Entry, file: str, name: str) -> bool:
 
 
 def _leads_to_modes(entry: _Entry) -> bool:
-    """Return the functions that torch puts around a mode's handler to keep the compiler out of it."""
+    """Return whether a frame is torch's wrapper around a mode's handler that disables the compiler."""
     return _is(entry, "torch/_compile.py", "inner") or _is(entry, "torch/_dynamo/eval_frame.py", "_fn")
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return the module that is called has no hooks of its own: then only ours led into `inner`."""
-    # A script without torch has no such frames, and is run without importing it.
+    """Return whether the called module has no hooks of its own: then only the watch's hooks led into `inner`."""
+    # A script without torch has no such frames, and runs without importing it.
     from isotype.compat.torch import ALL_HOOKS
 
     module = frame.f_locals.get("self")
@@ -233,7 +233,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """`Module._call_impl` at the line that calls a module without hooks."""
+    """Return `Module._call_impl` at the line that calls a module without hooks."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)
