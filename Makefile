@@ -19,7 +19,7 @@ CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules
 PORTABLE := $(addprefix tests/,precision rules data model ranges planning) $(wildcard tests/preflight/test_*.py)
 
 .PHONY: demo demo-pictures test tests static test-all test-cpus test-core test-portable test-oldest test-newest test-mains fuzz lint types bench
-.PHONY: dist try-dist check-tag publish help clean
+.PHONY: docs dist try-dist check-tag publish help clean
 
 demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
 	$(BIN)/isotype demo
@@ -64,8 +64,12 @@ test-mains: $(MAINS)/.installed  ## the tests that docs/compat.md names, on the 
 fuzz: $(VENV)/.installed  ## random wrong inputs for SECONDS (default: an hour); SEED is the date unless it is given
 	$(BIN)/python benchmarks/fuzz.py --count 100000000 --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),$$(date +%Y%m%d))
 
+docs: $(VENV)/.installed  ## the site in build/site, every link checked
+	$(PIP) --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 dist: $(VENV)/.installed  ## wheel and source distribution in dist/, checked
-	rm -rf build dist
+	rm -rf build/lib dist
 	$(PIP) --constraint constraints.txt build twine
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*

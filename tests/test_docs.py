@@ -10,11 +10,15 @@ import sys
 import textwrap
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from tools.site_pages import moved, on_page_markdown
 
+import isotype
 from isotype import Damages, Ranges, rules
 from isotype.checkpoint import locate
 from isotype.cli import main
@@ -220,6 +224,36 @@ def test_every_step_of_a_workflow_is_a_pinned_action_or_a_make_target(workflow):
 def test_every_make_target_named_exists(page):
     named = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M))
     assert named <= _targets()
+
+
+def _pages_of(nav):
+    for entry in nav:
+        for value in entry.values():
+            yield from _pages_of(value) if isinstance(value, list) else [value]
+
+
+def test_the_navigation_of_the_site_has_every_page_once():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(_pages_of(site["nav"])) == sorted(["rules/README.md", *(page.name for page in PAGES)])
+
+
+def test_links_between_the_root_and_docs_stay_inside_of_the_site():
+    assert (
+        moved("[a](docs/plan.md#time) [b](CHANGELOG.md) `docs/`")
+        == "[a](plan.md#time) [b](CHANGELOG.md) `docs/`"
+    )
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="plan.md"))
+    rule = SimpleNamespace(file=SimpleNamespace(src_uri="rules/IST101.md"))
+    assert on_page_markdown("[a](../README.md)", page) == "[a](README.md)"
+    assert on_page_markdown("[a](../plan.md)", rule) == "[a](../plan.md)"
+
+
+def test_the_reference_has_every_public_name_once():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^::: (\S+)\.(\w+)$", page, re.M)
+    assert sorted(name for _, name in names) == sorted(isotype.__all__)
+    for module, name in names:
+        assert getattr(import_module(module), name) is getattr(isotype, name)
 
 
 def test_one_version_stands_everywhere():
