@@ -53,6 +53,14 @@ def test_sequences_of_several_lengths(known: bool) -> None:
     assert flops_of(operators._varlen_attn_backward.default, backward, {}, None) == 5 * scores
 
 
+def test_rows_of_grouped_products_count_once() -> None:
+    """4 groups of 24 rows in all: the rows by each group's matrix, and the gradients of these matrices."""
+    rows, outputs = torch.empty(24, 16), torch.empty(24, 8)
+    grouped = ATEN._grouped_mm.default
+    assert flops_of(grouped, (rows, torch.empty(4, 16, 8)), {}, outputs) == 2 * 24 * 16 * 8
+    assert flops_of(grouped, (rows.t(), outputs), {}, torch.empty(4, 16, 8)) == 2 * 24 * 16 * 8
+
+
 def test_other_operators_are_counted_by_torch() -> None:
     a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
     assert flops_of(ATEN.mm.default, (a, b), {}, a @ b) == 2 * 3 * 4 * 5
