@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import isotype
+from tests.adapters import adapted
+from tests.models import tiny_batch
 from tests.rules.samples import BF16, FP16, FP32, adapter, call, operand, trace, weight
 from tests.rules.traces import batch, found, llama, traced, verified
 
@@ -104,6 +108,27 @@ def test_a_merge_into_bfloat16() -> None:
     )
     assert "q_proj.base_layer.weight is bfloat16" in finding.cause
     assert [fix.actions[0].kind for fix in finding.fixes] == ["advice", "advice"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = adapted("qwen3-moe", dtype, target_parameters=targets, target_modules=["q_proj"])
+    results = found(RULE, traced(model, tiny_batch("qwen3-moe")))
+    assert len(results) == (dtype == BF16)
+    for finding in results:
+        assert finding.message == (
+            "deltas of adapters are formed whole and added to 4 bfloat16 stacked weights: "
+            "what is smaller than half a rounding step is lost"
+        )
+        assert finding.cause.startswith(
+            "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj is bfloat16, and added to at"
+        )
+        share = re.search(r"of every expert, are (\d+)% of the step's FLOPs", finding.notes[1])
+        assert share is not None
+        assert 20 < int(share[1]) < 40
+    isotype.fuse(model)
+    assert found(RULE, traced(model, tiny_batch("qwen3-moe"))) == []
 
 
 def test_a_merge_into_float32_and_a_plain_step_are_silent() -> None:

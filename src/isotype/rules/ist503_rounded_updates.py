@@ -6,7 +6,9 @@ adapter is merged into its base, an exponential moving average follows the train
 numbers is lost, and what is larger is rounded. A merged model is not base plus adapter, and taking an adapter out
 again does not bring the base back: merged and unmerged before each rollout, as RL trainers do, the base drifts away
 (by 1 % of its weights' size after one round in bfloat16, by two thirds after a thousand). A moving average with decay
-0.999 takes a thousandth of the difference at a time and never moves. A count in bfloat16 stops at 256.
+0.999 takes a thousandth of the difference at a time and never moves. A count in bfloat16 stops at 256. PEFT's adapters of
+parameters (`target_parameters`: experts) are added to the weight in each forward, in the weight's dtype: the first updates of a
+training are the smallest. They form the delta of every expert, and its gradient, whichever experts the tokens reach.
 
 **Why it happens.** The base is loaded in 16 bits to be trained, and merged in that dtype; the average is a copy of a
 16-bit model; `model.to(bfloat16)` casts buffers along.
@@ -21,9 +23,10 @@ again does not bring the base back: merged and unmerged before each rollout, as 
 
     isotype merge …                              # added in float32, rounded once, the loss reported
     average = copy.deepcopy(model).float()       # averages and statistics in float32
+    isotype.fuse(model)                          # adapters of experts act on activations
 
-**What is not reported.** Updates that the optimizer makes (IST801); sums that are made again in each forward and not
-stored; weights whose sum is float32.
+**What is not reported.** Updates that the optimizer makes (IST801); other sums that are made again in each
+forward and not stored; weights whose sum is float32.
 
 **How safe is the fix?** A cast of an average to float32 keeps every digit. Digits that were rounded away come back only
 with the checkpoint.
@@ -50,14 +53,21 @@ from isotype.rules.kit.words import actions, advice
 TITLE = "A 16-bit weight that is added to in place"
 
 _LOST = "what is smaller than half a rounding step is lost"
+_PEFT = "peft/tuners/lora/"
+_FORMED = "aten.baddbmm.default"
+"""PEFT (0.21) adds an adapter's delta to a stacked weight by it, outside of the weight (`_LoraFactorsProxy`)."""
 _ADDING = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """In-place sums into frozen 16-bit weights and buffers: merges of adapters, and everything else."""
+    """Sums into frozen 16-bit weights and buffers: merges of adapters, PEFT's deltas of experts, and everything else."""
+    formed: dict[str, tuple[Weight, Call]] = {}
     merged: dict[str, tuple[Weight, Call]] = {}
     kept: dict[str, tuple[Weight, Call]] = {}
     for call in trace.calls:
+        if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
+            for weight in _targets(call, trace):
+                formed.setdefault(weight.name, (weight, call))
         if call.phase in ("forward", "generate") and not call.recomputed and _ADDING.match(call.op):
             added = [operand for operand in call.operands if not operand.role.startswith("self")]
             into = merged if any(_of_adapter(operand, trace) for operand in added) else kept
@@ -66,14 +76,33 @@ def find(trace: Trace) -> Iterator[Finding]:
     if merged:
         where = _tensors(merged, "weight", "weights")
         yield _finding(f"adapters are merged into {where}: {_LOST}", merged, _MERGE)
+    if formed:
+        where = _tensors(formed, "stacked weight", "stacked weights")
+        finding = _finding(
+            f"deltas of adapters are formed whole and added to {where}: {_LOST}", formed, _FUSE
+        )
+        yield replace(finding, notes=(*finding.notes, _share(trace)))
     if kept:
         what = _tensors(kept, "tensor is", "tensors are")
         fixes = _float32([weight for weight, _ in kept.values()])
         yield _finding(f"{what} added to in place outside of the optimizer: {_LOST}", kept, fixes)
 
 
+def _share(trace: Trace) -> str:
+    """The FLOPs of deltas and of the gradients of whole stacks, in words."""
+    grown = sum(
+        call.flops * call.repeats
+        for call in trace.calls
+        if call.results
+        and len(call.results[0][1]) == 3
+        and (_PEFT in call.source or (call.phase == "backward" and "_grouped_mm" in call.op))
+    )
+    whole = sum(call.flops * call.repeats for call in trace.calls)
+    return f"these deltas and their gradients, of every expert, are {grown / max(whole, 1):.0%} of the step's FLOPs"
+
+
 def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
-    """The frozen 16-bit weights whose own storage the call adds to."""
+    """The frozen 16-bit weights that the call adds to."""
     for operand in call.operands:
         if not operand.role.startswith("self") or operand.dtype not in HALVES:
             continue
@@ -102,7 +131,7 @@ def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tupl
         weights,
         op=call.op,
         source=call.source,
-        cause=f"{weights[0].name} is {dtype_name(dtype)}, and added to in place at {short(call.source)}",
+        cause=f"{weights[0].name} is {dtype_name(dtype)}, and added to{' in place' * (call.op != _FORMED)} at {short(call.source)}",
         notes=(
             f"half a rounding step of {dtype_name(dtype)} is between 1/{2 * share} and 1/{share} of a value",
         ),
@@ -118,6 +147,7 @@ def _tensors(updates: dict[str, tuple[Weight, Call]], one: str, many: str) -> st
     return f"a {dtype} {one}" if number == 1 else f"{number} {dtype} {many}"
 
 
+_FUSE = (advice("experts", "let the adapters act on activations: isotype.fuse(model)"),)
 _MERGE = (
     advice(
         "merge",

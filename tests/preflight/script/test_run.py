@@ -402,6 +402,16 @@ def test_packed_rows_that_see_each_other_are_named_before_the_first_step(
     assert "leave attention_mask out of the batch" in err
 
 
+def test_peft_s_own_experts_are_said_to_form_their_deltas(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, *_script("peft_experts"))
+    assert status == 0
+    assert out.count("loss") == 2
+    assert "error[" not in err
+    assert (
+        "warning[IST503]: deltas of adapters are formed whole and added to 4 bfloat16 stacked weights" in err
+    )
+
+
 def test_casts_that_outlive_the_first_step_are_named_at_the_second(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
