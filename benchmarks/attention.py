@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from isotype.core.dtypes import dtype_name, parse_dtype
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.lora.attention.choice import KERNELS, Kernel, Kind, offered
 from turns import in_turns
 

@@ -38,7 +38,7 @@ from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.values.dequantize import dense_weight
 from isotype.cli.main import main as isotype_command
 from isotype.cli.training import DEMO
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.precision.by_damage import Option, choose, mix
 from isotype.precision.damages import Damages, LayerDamage, stored_bytes
 from isotype.precision.policy import LayerStorage, PrecisionPolicy, read_moments

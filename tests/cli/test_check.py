@@ -15,13 +15,13 @@ from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.devices.profile import device_profile
-from isotype.preflight.from_function import function_arguments
+from isotype.preflight.check import function_arguments
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.memory import Memory
 from isotype.records.trace import Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.train.command.parse import parse_command
-from isotype.train.preflight.command import repaired_command
+from isotype.train.preflight.plan import repaired_command
 from isotype.train.preflight.step_plan import parse_options
 from tests.models import CONFIGS
 from tests.pairwise import few

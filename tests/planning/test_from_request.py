@@ -17,7 +17,7 @@ from rich.console import Console
 import isotype
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError, UsageError
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import parse_request

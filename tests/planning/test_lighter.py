@@ -10,8 +10,7 @@ import transformers
 
 import isotype
 from isotype.checkpoint.opened import config_of, open_model
-from isotype.planning.from_request import plan_of_request
-from isotype.planning.lighter import lighter
+from isotype.planning.from_request import lighter, plan_of_request
 from isotype.planning.request import parse_request
 from tests.models import CONFIGS
 

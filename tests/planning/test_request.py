@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.core.errors import UsageError
-from isotype.core.units import parse_size
+from isotype.core.names import parse_size
 from isotype.planning.request import parse_request
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
+from isotype.core.optimizers import OPTIMIZERS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.preflight.check import check
 from isotype.preflight.run import with_settings
@@ -27,7 +28,6 @@ from isotype.records.finding import Action
 from isotype.records.request import LossOf
 from isotype.records.trace import Setup, Trace
 from isotype.trace.fake.recorder import FakeRecorder
-from isotype.trace.optimizers import OPTIMIZERS
 from tests.reality import real_step
 from tests.refusals import refused
 from tests.small import BF16, FP16, FP32, WIDTH, ids, net, wide_norms

@@ -19,7 +19,7 @@ from isotype.core import console
 from isotype.core.errors import UsageError
 from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
 from isotype.ranges import measure as ranges_measure
-from isotype.ranges.magnitude import magnitude
+from isotype.ranges.weights import magnitude
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.pairwise import pairwise
 from tests.ranges.test_measure import agrees, reference

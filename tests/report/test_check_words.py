@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import isotype
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.records.finding import Cost
 from isotype.report.check.cost import roofline_words, seconds_words

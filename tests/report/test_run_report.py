@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isotype.core.errors import IsotypeError, SaveError
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.report.run import html as page
 from isotype.report.run.card import model_card
 from isotype.report.run.headroom import Headroom, HeadroomSample, by_block, in_words

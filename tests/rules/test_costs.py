@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Call, Operand, Origin
 from isotype.rules.kit import costs

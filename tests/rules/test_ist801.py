@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isotype.core.optimizers import learning_rate_of
 from isotype.precision.ranges import ModuleRange, Ranges
 from isotype.preflight.check import check
 from isotype.rules.ist801_lost_updates import find
 from isotype.rules.kit.weight_sets import spacing
-from isotype.trace.optimizers import learning_rate_of
 from tests.reality import real_step
 from tests.rules.samples import BF16, FP16, FP32, LAYER, adapter, norm, trace, weight
 from tests.rules.traces import batch, cast, llama

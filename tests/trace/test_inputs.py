@@ -12,7 +12,7 @@ from torch import nn
 
 import isotype
 from isotype.records.trace import Call, Trace
-from isotype.trace.fake.inputs import named_tensors
+from isotype.trace.fake.code import named_tensors
 from tests.rules.traces import traced
 from tests.small import BF16, WIDTH
 

@@ -12,9 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-from isotype.ranges.verdict import Verdict
 from isotype.records.nonfinite import NonFinite
-from isotype.trace.nonfinite.again import first_nonfinite
+from isotype.trace.nonfinite.again import Verdict, first_nonfinite
 from tests.models import quiet
 from tests.naive import Naive, broken
 from tests.pairwise import pairwise

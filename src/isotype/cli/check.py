@@ -14,11 +14,10 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.compat.interrupt import interrupts_kept
-from isotype.preflight.from_function import function_arguments
+from isotype.preflight.check import function_arguments
 from isotype.report.text import show_commands, wrapped
 from isotype.train.command.command import Command, here
-from isotype.train.preflight.command import Repaired, repaired_command, with_commands
-from isotype.train.preflight.plan import Options, StepPlan
+from isotype.train.preflight.plan import Options, Repaired, StepPlan, repaired_command, with_commands
 from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
 
 if TYPE_CHECKING:

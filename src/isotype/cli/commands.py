@@ -18,8 +18,8 @@ from isotype.core.arguments import Parser
 from isotype.core.errors import UsageError
 from isotype.core.files import unused
 from isotype.core.formats import ASKED, MIXED, QUANTIZATIONS
+from isotype.core.names import parse_size
 from isotype.core.terminal import shown
-from isotype.core.units import parse_size
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -46,7 +46,16 @@ import torch
 
 from isotype.compat.torch import OpOverload
 from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table
-from isotype.contracts.example import Json, decode, has_dtype_argument, is_float, tensors_in
+from isotype.contracts.example import (
+    REFUSALS,
+    Json,
+    corrupted,
+    decode,
+    has_dtype_argument,
+    is_float,
+    results_of,
+    tensors_in,
+)
 from isotype.contracts.nearest import table_name
 from isotype.contracts.pattern import (
     CORRUPTS,
@@ -58,7 +67,6 @@ from isotype.contracts.pattern import (
     letters_in,
     patterns_of,
 )
-from isotype.contracts.values import REFUSALS, corrupted, results_of
 from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile

@@ -12,8 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from isotype.core.names import plural, starred
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes, plural, starred
 from isotype.lora.adapted import why_not
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
 from isotype.lora.fused import Siblings

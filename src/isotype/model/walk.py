@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -209,3 +212,49 @@ def listening(hook: _Hook) -> _Hook:
 def must_be_called(hooks: Mapping[int, Any]) -> bool:
     """Whether one of a module's hooks may change what the module takes or returns, or is not ours to leave out."""
     return any(not getattr(hook, _LISTENS, False) for hook in hooks.values())
+
+
+_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype})
+_HOLDERS = frozenset({dict, OrderedDict, set, list})
+_SHARED = (types.ModuleType, type, torch.Generator)
+
+
+def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Add an uninitialized module of the same class to `memo` for every module of `model` not in it."""
+    for module in model.modules():
+        # A scripted module lies in C++ and is shared.
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        memo.setdefault(id(module), module if scripted else object.__new__(type(module)))
+
+
+def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
+    """Copy the attributes of modules into their copies in `memo`, except for those with ids in `leave`.
+
+    Objects in `memo` (tensors, containers, by `id`) are replaced. Attributes that cannot be copied (a lock, a
+    file, a process group) are shared.
+    """
+    for module in list(model.modules()):
+        copy = memo[id(module)]
+        if copy is not module and id(module) not in leave:
+            for name, value in module.__dict__.items():
+                copy.__dict__[name] = copied(value, memo)
+            _fill_slots(copy, module, memo)
+
+
+def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
+    for cls in type(original).__mro__:
+        for member in vars(cls).values() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType) and hasattr(original, member.__name__):
+                member.__set__(copy, copied(member.__get__(original), memo))
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of an attribute; the attribute itself if it cannot be copied."""
+    if isinstance(value, _SHARED) or type(value) in _ATOMS:
+        return value
+    if type(value) in _HOLDERS and not value:  # nearly every attribute of a module
+        return memo.setdefault(id(value), type(value)())
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace
+        return value

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from isotype.core.errors import Problem, UsageError
 from isotype.core.formats import MIXED
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.planning.from_request import plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import PlanRequest, request_of

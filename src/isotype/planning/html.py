@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from isotype.core.names import format_bytes
 from isotype.core.package import VERSION
-from isotype.core.units import format_bytes
 from isotype.planning.record import Device, Record, Row, front
 from isotype.planning.text import cells_of, heads_of, lines_of, speed_of, title_of
 from isotype.report.charts import escape, nice_ticks, percent, tick_labels, value_axis

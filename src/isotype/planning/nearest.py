@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from isotype.core.errors import IsotypeError
+from isotype.core.names import format_bytes
 from isotype.core.terminal import printed_command
-from isotype.core.units import format_bytes
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.from_request import plan_of_request

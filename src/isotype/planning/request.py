@@ -10,7 +10,7 @@ from typing import Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
-from isotype.core.units import parse_size
+from isotype.core.names import parse_size
 from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS
 from isotype.precision.damages import Damages

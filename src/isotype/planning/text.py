@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from isotype.core.console import TerminalConsole
-from isotype.core.names import plural
+from isotype.core.names import format_bytes, plural
 from isotype.core.terminal import printed_command
-from isotype.core.units import format_bytes
 from isotype.planning.record import GOALS, Device, Record, Row, Workload
 from isotype.precision.devices.profile import device_profile
 from isotype.report.text import (

@@ -13,8 +13,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError
 from isotype.core.formats import FITTED, FOUR_BITS, QUANTIZATIONS
-from isotype.core.names import plural
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes, plural
 from isotype.precision.damages import Damages
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy

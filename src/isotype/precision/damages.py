@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from isotype.core.formats import FORMATS
-from isotype.core.names import plural, starred
-from isotype.core.units import format_bytes
-from isotype.precision.measurement import Measurement
+from isotype.core.names import format_bytes, plural, starred
+from isotype.precision.ranges import Measurement
 
 MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
 """Formats in which a linear layer is measured; float32 changes nothing."""

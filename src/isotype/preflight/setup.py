@@ -12,6 +12,7 @@ from isotype.compat.transformers import attention_of
 from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plain_name
+from isotype.core.optimizers import learning_rate_of, unknown_optimizer
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
 from isotype.model.parts import towers_of
@@ -21,7 +22,6 @@ from isotype.precision.versions import incompatible_here
 from isotype.records.memory import PHASES
 from isotype.records.request import LossOf, StepRequest, named_inputs
 from isotype.records.trace import Setup
-from isotype.trace.optimizers import learning_rate_of, unknown_optimizer
 from isotype.trace.sides import tallies, whole
 from isotype.trace.weights import unread_weights
 

@@ -15,8 +15,8 @@ from isotype.compat.torch import tree_map
 from isotype.core.console import Bar
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import UsageError
+from isotype.core.names import free_memory
 from isotype.core.random_states import random_states_kept
-from isotype.core.units import free_memory
 from isotype.model.loss import find_loss, loss_of
 from isotype.model.walk import blocks_in, kind_of
 from isotype.precision.devices.probe import real_device

@@ -29,16 +29,19 @@ from isotype.core.operators import is_view, leaves, operator_name, tensors_in
 from isotype.core.source import asking_line, shown
 from isotype.model.walk import kind_of
 from isotype.precision.ranges import ModuleRange, OperatorRange, is_attention
-from isotype.ranges.magnitude import (
+from isotype.ranges.weights import (
     FILL,
     Magnitude,
+    WeightRange,
+    attached,
     flushed_shares,
     largest_rows,
     magnitude,
     pass_on,
     remember,
+    rows_of,
+    whole,
 )
-from isotype.ranges.weights import WeightRange, attached, rows_of, whole
 
 # Operators that move or create values without rounding.
 _MOVES = frozenset(

@@ -25,9 +25,8 @@ from isotype.compat.torch import (
 )
 from isotype.core.names import base_name
 from isotype.model.boundary import set_boundary
-from isotype.model.copies import empty_copies, fill_copies
 from isotype.model.quantized import quantization_state, row_scales
-from isotype.model.walk import kind_of, lists_of_blocks
+from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
 from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
 
 _WRAPPED = (ORIGINAL, "module")

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.lora import kernels
 from isotype.lora.loss.head_choice import TIMES, card_of, times_file
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from isotype.checkpoint.inspect import Group, Inspection
 from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS, why_kept
-from isotype.core.names import grouped, listed, plural, stacked, starred
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes, grouped, listed, plural, stacked, starred
 from isotype.report.text import fitting, wrapped
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from rich.text import Text
 from isotype.checkpoint.merge.report import ENOUGH, share
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import ASKED
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.report.text import fitting, show_commands
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import short
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes, short
 from isotype.records.finding import Cost, Finding, finding_at
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs

@@ -37,8 +37,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import FOUR_BITS
-from isotype.core.names import agree, base_name, listed
-from isotype.core.units import format_bytes
+from isotype.core.names import agree, base_name, format_bytes, listed
 from isotype.records.finding import Cost, Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.records.finding import Cost, Finding, Severity
 from isotype.records.trace import FLOATS, Trace, Weight
 from isotype.rules.kit import costs

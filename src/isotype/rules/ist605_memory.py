@@ -44,8 +44,7 @@ import torch
 from isotype.compat.torch import operator_schema
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import why_kept
-from isotype.core.names import plural, stacked
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes, plural, stacked
 from isotype.records.finding import Cost, Finding, Fix, Kind
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs

@@ -18,10 +18,9 @@ from isotype.checkpoint.facts import stored_parameters
 from isotype.core.allocator import allocator_setting
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import FORMATS, why_kept
-from isotype.core.names import plain_name, plural, stacked
+from isotype.core.names import format_bytes, plain_name, plural, stacked
 from isotype.core.optimizers import state_of
 from isotype.core.terminal import as_typed, lost_output, printed_command
-from isotype.core.units import format_bytes
 from isotype.data.pictures import data_url, pictures_in
 from isotype.lora.fuse import FusionReport
 from isotype.lora.loss.trl_head import HEAD_CHOICE

@@ -32,6 +32,7 @@ from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
 from isotype.model.fold import fold as fold_layers
 from isotype.model.heads import save_drawn, task_type_of
+from isotype.model.parts import LANGUAGE, read_parts
 from isotype.model.targets import Adapt, choose_targets
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
@@ -406,3 +407,12 @@ def _adapter_arguments() -> Iterator[None]:
             "arguments that PEFT can adapt this model by",
             "see --lora_*",
         ) from error
+
+
+def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
+    """Return the parts to adapt: those of `--adapt`; else the language model if no row has pictures; else None (all)."""
+    if settings.extra.adapt is not None:
+        return Adapt(read_parts(settings.extra.adapt), "--adapt leaves their part out")
+    if {"image", "images"} & set(columns):
+        return None
+    return Adapt((LANGUAGE,), "no row has a picture, so no loss depends on them")

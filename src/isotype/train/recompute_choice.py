@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices.room import Room
 

@@ -40,7 +40,6 @@ from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
 from isotype.train import describe
-from isotype.train.adapt import parts_to_adapt
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
@@ -50,7 +49,13 @@ from isotype.train.generate import Prompt, answer, answers_after, as_asked_befor
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
-from isotype.train.models import adapted_model, one_reference, processing_class, require_token_ids
+from isotype.train.models import (
+    adapted_model,
+    one_reference,
+    parts_to_adapt,
+    processing_class,
+    require_token_ids,
+)
 from isotype.train.monitor.recorder import Kept, RunRecorder
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
@@ -210,24 +215,20 @@ def _output_directory(settings: Settings) -> Iterator[None]:
     root = Path(settings.training.output_dir)
     missing = [path for path in (root, *root.parents) if not path.exists()]
     try:
-        _make_outputs(root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError.of(
+                "cannot write to the output directory",
+                f"--output_dir {root}: {error.strerror}",
+                "a directory that can be made",
+                "give another one",
+            ) from error
         yield
     finally:
         for path in missing:
             with suppress(OSError):  # it is not empty, or could not be created
                 path.rmdir()
-
-
-def _make_outputs(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError.of(
-            "cannot write to the output directory",
-            f"--output_dir {root}: {error.strerror}",
-            "a directory that can be made",
-            "give another one",
-        ) from error
 
 
 def _build(run: Run, console: Console) -> Built:

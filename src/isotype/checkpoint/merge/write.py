@@ -28,7 +28,7 @@ from isotype.core.errors import SaveError, UsageError
 from isotype.core.files import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.lock import held, remove_abandoned
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.model.boundary import original_class
 from isotype.model.walk import places
 

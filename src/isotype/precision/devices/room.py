@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isotype.core.units import format_bytes, free_memory
+from isotype.core.names import format_bytes, free_memory
 from isotype.precision.devices.profile import DeviceProfile
 
 SHARE_OF_GPU = 0.85

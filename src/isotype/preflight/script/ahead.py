@@ -21,6 +21,7 @@ from torch import nn
 from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import FAKE_LOGGER, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
+from isotype.core.optimizers import learning_rate_of
 from isotype.preflight.run import run
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.report.check.report import Report
@@ -29,7 +30,6 @@ from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import enumerate_inputs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
-from isotype.trace.optimizers import learning_rate_of
 
 TRIED_BEFORE = 2.0
 """Seconds for trying fixes before the first step, where most scripts have none to fix."""

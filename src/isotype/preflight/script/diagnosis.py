@@ -17,9 +17,8 @@ from rich.console import Console
 from torch import nn
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import plural
+from isotype.core.names import format_bytes, plural
 from isotype.core.source import condition_at
-from isotype.core.units import format_bytes
 from isotype.model.loss import find_loss, loss_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here

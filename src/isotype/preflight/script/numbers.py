@@ -25,12 +25,11 @@ from isotype.core.errors import first_line
 from isotype.core.random_states import RandomStates
 from isotype.core.source import asking_line, shown
 from isotype.model.loss import find_loss
-from isotype.ranges.verdict import Verdict
 from isotype.report.nonfinite import problem_of
 from isotype.report.text import short_source
 from isotype.trace.live.forward import enumerate_inputs, named_inputs
 from isotype.trace.live.recorder import device_of
-from isotype.trace.nonfinite.again import first_nonfinite
+from isotype.trace.nonfinite.again import Verdict, first_nonfinite
 
 STOPPED = 1
 """Exit status of a stopped script."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import plural
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes, plural
 from isotype.records.step_time import Products
 from isotype.records.trace import Setup
 from isotype.report.charts import format_number

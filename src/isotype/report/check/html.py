@@ -14,8 +14,7 @@ import torch
 
 from isotype.contracts.contract import judged_by
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import plural
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes, plural
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Finding, Fix
 from isotype.records.memory import MEMORY_KINDS, Memory, MemoryKind

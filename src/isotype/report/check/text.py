@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from isotype.contracts.contract import doubts, judged_by
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import listed, named, plain_name, plural
+from isotype.core.names import format_bytes, listed, named, plain_name, plural
 from isotype.core.terminal import printed_command
-from isotype.core.units import format_bytes
 from isotype.precision import by_ranges
 from isotype.records.finding import Cost, Finding, Fix, Scope, marked
 from isotype.records.trace import Operand, Setup

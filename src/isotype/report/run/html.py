@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
-from isotype.core.names import plural
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes, plural
 from isotype.report.charts import Part, format_number, stacked_bar
 from isotype.report.html import dtype_class, package_file, palette_css, render
 from isotype.report.run.headroom import bar, by_block

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from isotype.compat.torch import cudnn_is_on
 from isotype.compat.torch_device import cpu_stands_for, names_of, on_cpu
 from isotype.core.dtypes import dtype_name
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.precision.devices.attention import (
     AttentionCall,
     attention_kernel,

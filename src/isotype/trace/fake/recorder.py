@@ -47,8 +47,8 @@ from isotype.trace.fake.arguments import (
     overflow,
     without_numbers,
 )
+from isotype.trace.fake.code import named_arguments
 from isotype.trace.fake.gradients import Gradients
-from isotype.trace.fake.inputs import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent

@@ -24,6 +24,7 @@ from isotype.compat.torch import (
 from isotype.contracts.contract import contracts_of
 from isotype.core.errors import first_line
 from isotype.core.names import base_name
+from isotype.core.optimizers import OPTIMIZERS
 from isotype.core.source import line_of
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
@@ -41,15 +42,13 @@ from isotype.records.trace import (
     Trace,
     Weight,
 )
-from isotype.trace.fake.code import StepCode, loss_function, surroundings
+from isotype.trace.fake.code import StepCode, brought_by, loss_function, named_tensors, surroundings
 from isotype.trace.fake.functions import Functions
-from isotype.trace.fake.inputs import brought_by, named_tensors
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
 from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, forget_fakes, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
-from isotype.trace.optimizers import OPTIMIZERS
 from isotype.trace.sides import sides_of
 from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
 

@@ -27,8 +27,7 @@ from isotype.compat.torch import (
     unshard,
     without_dispatch,
 )
-from isotype.model.copies import copied, empty_copies, fill_copies
-from isotype.model.walk import kind_of
+from isotype.model.walk import copied, empty_copies, fill_copies, kind_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.simulated import SimulatedMode
 

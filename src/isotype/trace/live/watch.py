@@ -33,6 +33,7 @@ from isotype.compat.torch import (
     put_under,
     take_out,
 )
+from isotype.core.optimizers import learning_rate_of
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Failure, Setup, Trace
 from isotype.trace.live.forward import (
@@ -44,7 +45,6 @@ from isotype.trace.live.forward import (
     trains,
 )
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
-from isotype.trace.optimizers import learning_rate_of
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 

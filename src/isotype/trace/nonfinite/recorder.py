@@ -22,8 +22,17 @@ from isotype.core.operators import is_view, leaves, operator_name
 from isotype.core.source import shown
 from isotype.precision.ranges import is_attention
 from isotype.records.nonfinite import Cause, NonFinite, Value
-from isotype.trace.nonfinite.cause import cause_of, entries_at, exact_result, fresh_elements
-from isotype.trace.nonfinite.operands import Operand, is_finite, operands_of, value_of, written_in
+from isotype.trace.nonfinite.cause import (
+    Operand,
+    cause_of,
+    entries_at,
+    exact_result,
+    fresh_elements,
+    is_finite,
+    operands_of,
+    value_of,
+    written_in,
+)
 from isotype.trace.recorder import Place, Recorder
 from isotype.trace.weights import state_tensors
 

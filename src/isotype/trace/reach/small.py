@@ -16,8 +16,7 @@ from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
 from isotype.compat.transformers import fresh_model, use_plain_experts
 from isotype.core.errors import first_line
 from isotype.core.random_states import random_states_kept
-from isotype.model.copies import empty_copies, fill_copies
-from isotype.model.walk import kind_of
+from isotype.model.walk import empty_copies, fill_copies, kind_of
 from isotype.trace.reach.flash import use_stand_in
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 

@@ -133,7 +133,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Save the loss scale, to see if the step lowers it; stop a training whose values are not finite.
 
         Raises:
-            TrainingError: loss or gradient are not finite, see `isotype.ranges.verdict`.
+            TrainingError: loss or gradient are not finite, see `isotype.trace.nonfinite.again`.
         """
         meter, scale = self._meter, loss_scale(getattr(kwargs["optimizer"], "scaler", None))
         if meter is None or (scale is None and meter.together):

@@ -9,7 +9,7 @@ from typing import Any
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import FOUR_BITS, MIXED
-from isotype.core.units import parse_size
+from isotype.core.names import parse_size
 from isotype.precision.decide import PrecisionRequest
 from isotype.train.command.command import Command
 

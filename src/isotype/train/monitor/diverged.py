@@ -53,7 +53,7 @@ def not_finite(
 def stopped(
     what: str, arguments: Any, step: Step, checkpoint: Path | None, replay: Replay, script: bool = False
 ) -> TrainingError:
-    """Return `not_finite` for a step without update; `what` is not finite, by `isotype.ranges.verdict`."""
+    """Return `not_finite` for a step without update; `what` is not finite, by `isotype.trace.nonfinite.again`."""
     parts = {
         "loss": step.loss,
         "learning rate": step.learning_rate,

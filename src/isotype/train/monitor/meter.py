@@ -16,9 +16,8 @@ from isotype.compat.torch_scaler import loss_scale
 from isotype.compat.transformers import batches_as_they_are, steps_seen
 from isotype.core.errors import first_line
 from isotype.core.random_states import RandomStates
-from isotype.ranges.verdict import Verdict
 from isotype.records.nonfinite import NonFinite
-from isotype.trace.nonfinite.again import first_nonfinite
+from isotype.trace.nonfinite.again import Verdict, first_nonfinite
 from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 

@@ -10,8 +10,7 @@ from isotype.core.names import plural
 from isotype.data.build import undecoded
 from isotype.data.pictures import PICTURE_COLUMNS, pictures_in, size_of
 from isotype.ranges.pictures import NONE, Pictures, pictures_of
-from isotype.train.adapt import parts_to_adapt
-from isotype.train.models import tokenizer_here
+from isotype.train.models import parts_to_adapt, tokenizer_here
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.contents import fitting, plain_contents
 from isotype.train.rows.data import training_data_here

@@ -17,7 +17,7 @@ from isotype.compat.transformers import documents_told_at, has_states
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError
 from isotype.core.formats import MXFP4
-from isotype.core.units import format_bytes
+from isotype.core.names import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
 from isotype.lora.loss.trl_head import goes_by_lengths, may_go_by_lengths, put_head

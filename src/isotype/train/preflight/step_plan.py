@@ -254,7 +254,7 @@ def _light_plan(options: Options, command: Command) -> StepPlan:
 
 
 def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> StepPlan:
-    from isotype.train.adapt import parts_to_adapt
+    from isotype.train.models import parts_to_adapt
 
     training, model = settings.training, settings.model
     method = settings.method.name
@@ -346,7 +346,7 @@ def training_plan(
 
     `start`: the adapter to train further; `data`: splits of rows; `lengths`: of the training rows, if known.
     """
-    from isotype.train.adapt import parts_to_adapt
+    from isotype.train.models import parts_to_adapt
     from isotype.train.preflight.plan_rows import bounded, pictures_in_rows, with_held_back
     from isotype.train.rows.lengths import lengths_in
 
