@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,20 +37,18 @@ class Choice:
         options: index of each layer's option.
         bytes: sum of their bytes.
         damage: sum of their damages.
-        bound: lower bound of the damage of all fitting choices; equals `damage` if the choice is exact.
     """
 
     options: tuple[int, ...]
     bytes: int
     damage: float
-    bound: float
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> Choice | None:
     """Return one option per layer with the least damage within `room` bytes; None if even the smallest do not
     fit.
 
-    `sums` is the number of distinct sums of bytes, at least 1.
+    `sums` is the number of distinct sums of bytes, at least 1. With more, sizes are rounded up to fewer.
     """
     least = [min(option.bytes for option in options) for options in layers]
     spare = room - sum(least)
@@ -60,25 +57,16 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
     extra = [[option.bytes - low for option in options] for options, low in zip(layers, least, strict=True)]
     step = math.gcd(*(each for options in extra for each in options)) or 1
     most = min(spare, sum(max(options) for options in extra))
-    exact = most // step < sums
-    if not exact:
+    if most // step >= sums:
         step = math.ceil(most / (sums - 1)) if sums > 1 else most + 1
     steps = [[math.ceil(each / step) for each in options] for options in extra]
     picked = _table(layers, steps, most // step)
-    relaxed, greedy = _relaxed(layers, extra, spare)
-    if not exact and _damage(layers, greedy) < _damage(layers, picked):
-        picked = greedy
-    damage = _damage(layers, picked)
+    chosen = [options[at] for options, at in zip(layers, picked, strict=True)]
     return Choice(
         tuple(picked),
-        sum(options[at].bytes for options, at in zip(layers, picked, strict=True)),
-        damage,
-        damage if exact else min(relaxed, damage),
+        sum(option.bytes for option in chosen),
+        math.fsum(option.damage for option in chosen),
     )
-
-
-def _damage(layers: Sequence[Sequence[Option]], picked: Sequence[int]) -> float:
-    return math.fsum(options[at].damage for options, at in zip(layers, picked, strict=True))
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
@@ -98,51 +86,6 @@ def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], r
         picked.append(at)
         left -= sizes[at]
     return picked[::-1]
-
-
-def _relaxed(
-    layers: Sequence[Sequence[Option]], extra: Sequence[Sequence[int]], spare: int
-) -> tuple[float, list[int]]:
-    """Return the least damage if a layer may be split between two formats, and the choice without the split
-    one.
-
-    Takes the steps between neighbours on the lower convex hull of each layer's options, steepest first.
-    """
-    picked, steps = [], []
-    for layer, (options, sizes) in enumerate(zip(layers, extra, strict=True)):
-        hull = _hull(options, sizes)
-        picked.append(hull[0])
-        for before, after in itertools.pairwise(hull):
-            gain, cost = options[before].damage - options[after].damage, sizes[after] - sizes[before]
-            steps.append((gain / cost, gain, cost, layer, before, after))
-    bound, full = _damage(layers, picked), False
-    for _, gain, cost, layer, before, after in sorted(steps, key=lambda step: -step[0]):
-        part = min(1.0, spare / cost)
-        if not full:
-            bound -= gain * part
-        full = full or part < 1.0
-        if cost <= spare and picked[layer] == before:
-            picked[layer], spare = after, spare - cost
-    return bound, picked
-
-
-def _hull(options: Sequence[Option], sizes: Sequence[int]) -> list[int]:
-    """Return the indices of the options on the lower convex hull of (bytes, damage), smallest first."""
-    hull: list[int] = []
-    for at in sorted(range(len(options)), key=lambda each: (sizes[each], options[each].damage)):
-        if hull and options[at].damage >= options[hull[-1]].damage:
-            continue
-        while len(hull) > 1 and _slope(options, sizes, hull[-2], hull[-1]) <= _slope(
-            options, sizes, hull[-1], at
-        ):
-            hull.pop()
-        hull.append(at)
-    return hull
-
-
-def _slope(options: Sequence[Option], sizes: Sequence[int], first: int, second: int) -> float:
-    """Return the reduction of damage per byte."""
-    return (options[first].damage - options[second].damage) / (sizes[second] - sizes[first])
 
 
 _TENTH = 10
