@@ -1,4 +1,4 @@
-"""A saved adapter: what its files say, and the model it makes together with its base."""
+"""A saved adapter: its files, and its model together with the base."""
 
 from __future__ import annotations
 
@@ -52,14 +52,13 @@ _MAX_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class Adapter:
-    """A directory that PEFT's `save_pretrained` wrote.
+    """A directory written by PEFT's `save_pretrained`.
 
     Attributes:
-        directory: where it lies.
         config: its `PeftConfig`.
-        base: the model it was trained on, as its config names it, or None.
-        revision: of a base on the hub, the commit that it was trained on, where its config says one.
-        policy: the policy it was trained under, or None where isotype did not write it.
+        base: the model it was trained on, by its config, or None.
+        revision: commit of a base on the hub that it was trained on, if its config has one.
+        policy: the policy it was trained under, None unless written by isotype.
         headers: its tensors.
     """
 
@@ -72,13 +71,13 @@ class Adapter:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether `path` is a directory with an adapter and no whole model."""
+    """Return True if `path` is a directory with an adapter and no complete model."""
     directory = Path(path)
     return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
 
 
 def read_adapter(directory: str | Path) -> Adapter:
-    """Everything about an adapter except its weights.
+    """Read an adapter without its weights.
 
     Raises:
         CheckpointError: there is no adapter, or it is damaged.
@@ -111,7 +110,7 @@ def inference_policy(
     device: str = "auto",
     revision: str | None = None,
 ) -> PrecisionPolicy:
-    """The policy to run a model under: what was asked for, else what it was trained under, else the best here.
+    """Return the policy to run a model under: as requested, else as trained, else the best here.
 
     Args:
         source: the base model.
@@ -150,10 +149,10 @@ def inference_policy(
 def base_policy(
     adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
 ) -> PrecisionPolicy:
-    """`inference_policy` for the base model that an adapter names, at the revision that it names unless one is given.
+    """Return `inference_policy` for the base of an adapter, by default at the adapter's revision.
 
     Raises:
-        CheckpointError: the adapter names no base model, or it is not there.
+        CheckpointError: the adapter names no base model, or it does not exist.
     """
     path = adapter.directory / CONFIG_FILE
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
@@ -180,7 +179,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """The base model with the head (that of `model_class`, if given) and the vocabulary that the adapter was trained with."""
+    """Load the base with the head (of `model_class`, if given) and the vocabulary of the adapter's training."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -193,7 +192,7 @@ def load_base(
 
 
 def _head(adapter: Adapter, config: Any) -> Any:
-    """The class of the model that the adapter was trained on, where the base's config does not name it."""
+    """Return the class of the model that the adapter was trained on, if the base's config does not name it."""
     import transformers
 
     task = task_of(adapter.config)
@@ -212,7 +211,7 @@ _ODD = 991  # a number of labels that no other side of a weight has
 
 
 def _labels(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -> int | None:
-    """The number of labels of a head that the adapter's file holds; None where it holds none."""
+    """Return the number of labels of a head in the adapter's file; None if there is none."""
     task = task_of(adapter.config)
     if head is None or task in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"):
         return None
@@ -227,10 +226,10 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
 def waiting(adapter: Adapter) -> DeferredBlocks:
-    """The weights of the base that may wait until their block is needed.
+    """Return the weights of the base that can be read with their block: all that the adapter's file does not replace.
 
-    All but those that the adapter's file replaces; none where PEFT looks at the base's weights while it puts adapters on it
-    (DoRA; PiSSA, OLoRA and other initialisations from the weights), and none for adapters other than LoRA.
+    None if PEFT reads base weights while it adds adapters (DoRA; initialisations from weights such as PiSSA and
+    OLoRA), and none for adapters other than LoRA.
     """
     config = adapter.config
     kind = getattr(config.peft_type, "value", config.peft_type)
@@ -239,7 +238,7 @@ def waiting(adapter: Adapter) -> DeferredBlocks:
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
-    """Rows that the embeddings need at least: training may have added tokens and trained their rows."""
+    """Return the minimum number of embedding rows: training may have added tokens and trained their rows."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
@@ -249,10 +248,10 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """The PEFT model of `model`, which is under its policy, and a saved adapter, whose weights keep every digit of their file.
+    """Return the PEFT model of `model` with a saved adapter, whose values are not rounded.
 
     Raises:
-        CheckpointError: the adapter does not fit the model; every tensor that does not is named.
+        CheckpointError: the adapter does not fit the model; every mismatched tensor is named.
     """
     policy = policy_of(model)
     assert policy is not None, "load() leaves its policy on the model"
@@ -262,10 +261,9 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """The adapter's modules on the model, exactly as training made them, without the trained values.
+    """Add the adapter's modules to the model, as in training, without the trained values.
 
-    PEFT's own `from_pretrained` would read float32 `modules_to_save` and biases into parameters of the base's
-    dtype, and round them.
+    PEFT's `from_pretrained` would round float32 `modules_to_save` and biases to the base's dtype.
     """
     saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
@@ -283,7 +281,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     config.inference_mode = False  # trainable parameters are what the policy keeps as masters
     config.base_model_name_or_path = None  # PEFT warns where the base has another name now
     try:
-        with quiet_peft(), KeepsValues():  # of a base that waits, weights lie on the meta device
+        with quiet_peft(), KeepsValues():  # weights that are read later are on the meta device
             return add_lora(model, policy, config)
     except BUILD_ERRORS as error:
         problem = Problem(one_line(error), "modules that the adapter was trained on", _FIX)
@@ -342,7 +340,7 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without PEFT's warnings about tied embeddings, merged layers and Conv1D where bitsandbytes had turned it, which are taken care of."""
+    """Hide PEFT's warnings about tied embeddings, merged layers and turned Conv1D, which are handled."""
     with warnings.catch_warnings():
         known = ".*tied|.*tie_word_embeddings|fan_in_fan_out is set to|All adapters are already merged"
         warnings.filterwarnings("ignore", message=known, module="peft")

@@ -1,4 +1,4 @@
-"""Building a model whose weights have no values: nothing is drawn for them, and what has values keeps them."""
+"""Build a model without initializing its weights; existing values are kept."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ _DRAWN = frozenset(
 
 
 class NoDraws(TorchFunctionMode):
-    """Within it, drawing values into a tensor on the meta device, which keeps none, is left out.
-
-    The meta kernels of a thousand layers' draws take half a second.
-    """
+    """Mode that skips random initialization on the meta device, which takes half a second for a thousand layers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -35,9 +32,9 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Within it, a tensor that has values is not moved to the meta device, where it would lose them; its dtype may change.
+    """Mode in which a tensor with values is not moved to the meta device; its dtype may change.
 
-    PEFT draws an adapter's values, and then moves the adapter to the device of its base layer.
+    PEFT initializes an adapter and then moves it to the device of its base layer.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

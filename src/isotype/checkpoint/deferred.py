@@ -1,7 +1,7 @@
-"""Weights of a model's blocks that are read when their block is needed, and dropped after it.
+"""Read the weights of a model's blocks when they are needed, and drop them afterwards.
 
-A model is read block by block where it is larger than memory may hold: its blocks' matrices wait on the meta device, and
-everything else (embeddings, head, norms, biases) is filled at once.
+For models larger than memory: the matrices of blocks stay on the meta device, everything else (embeddings, head,
+norms, biases) is filled at once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ class Block:
     """One block of a model.
 
     Attributes:
-        name: in the model.
-        module: itself.
-        sources: what its waiting weights are made of, by their names in the model.
-        owners: the module that holds each of them, as it was before anything was put around it.
-        dense: the layers that stand in the place of quantized ones, by these.
-        stacks: of experts, that were quantized.
+        sources: of its deferred weights, by their names in the model.
+        owners: the module with each of them, from before it was wrapped.
+        dense: quantized layer -> its dense replacement.
+        stacks: stacked experts that were quantized.
     """
 
     name: str
@@ -50,14 +48,14 @@ class Block:
 
 
 class DeferredBlocks:
-    """What a model's blocks wait for. Given to `isotype.checkpoint.load.load`, it lets their weights wait.
+    """The deferred weights of a model's blocks, for `isotype.checkpoint.load.load`.
 
     Args:
         wait: False fills everything at once.
-        at_once: names of parameters that do not wait, whatever they are.
+        at_once: names of parameters that are never deferred.
 
     Attributes:
-        blocks: those of the model, in its order, once it is loaded.
+        blocks: of the loaded model, in order.
     """
 
     def __init__(self, wait: bool = True, at_once: Collection[str] = ()) -> None:
@@ -70,13 +68,9 @@ class DeferredBlocks:
         self._used: Block | None = None
 
     def take(self, model: Any, weights: WeightMap, placement: Placement, source: object) -> WeightMap:
-        """Let the blocks' matrices of a model on the meta device wait; returns what is to be filled at once.
+        """Defer the matrices of the blocks of a model on the meta device; return what is to be filled at once.
 
-        Args:
-            model: of transformers.
-            weights: what its tensors are made of.
-            placement: what becomes of each.
-            source: the checkpoint, for messages.
+        `source`: the checkpoint, for messages.
         """
         self._model, self._source = model, source
         self._placement = replace(placement, modules=dict(model.named_modules()))
@@ -109,11 +103,11 @@ class DeferredBlocks:
 
     @property
     def names(self) -> set[str]:
-        """The weights that wait."""
+        """Names of the deferred weights."""
         return {name for block in self.blocks for name in block.sources}
 
     def stored_otherwise(self) -> dict[str, torch.dtype]:
-        """The float tensors that the checkpoint stores in another dtype than most of its weights: theirs."""
+        """Float tensors that the checkpoint stores in another dtype than most of its weights, with that dtype."""
         headers = {name: source.tensors[0][0].weight for name, source in self._plain.items()}
         weights: Counter[torch.dtype | None] = Counter()
         for header in headers.values():
@@ -126,15 +120,15 @@ class DeferredBlocks:
         }
 
     def as_stored(self, name: str) -> torch.Tensor:
-        """One of `stored_otherwise` with every digit that the checkpoint has."""
+        """Return one of `stored_otherwise` without rounding."""
         source, files = self._plain[name], MappedFiles()
         values = {each.name: files.tensor(each.weight) for each, _ in source.tensors}
         return converted(self._model, source, values)[name]
 
     def _waiting(self, model: Any, placement: Placement) -> Iterator[str]:
-        """The matrices that may wait: a vector, or what several modules share, may be looked at outside of its block.
+        """Yield the matrices that can be deferred: vectors and shared weights may be read outside of their block.
 
-        Those of another device than the CPU are there for the speed of it.
+        Weights for a device other than the CPU are placed there for speed and not deferred.
         """
         named = dict(model.named_parameters(remove_duplicate=False))
         uses = Counter(map(id, named.values()))
@@ -147,11 +141,9 @@ class DeferredBlocks:
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Put dense layers in the place of quantized ones; those in blocks are filled when their block is read.
+        """Replace quantized layers by dense ones; those in blocks are filled when their block is read.
 
-        Args:
-            model: that was loaded, before anything is put around its modules.
-            dtype: of the dense weights.
+        The model was loaded and not wrapped since; `dtype` is that of the dense weights.
         """
         blocks = {each.name: each for each in self.blocks}
 
@@ -172,7 +164,7 @@ class DeferredBlocks:
         dequantize(model, dtype, later, stack_later)
 
     def read(self, block: Block) -> None:
-        """Give a block its weights.
+        """Read the weights of a block.
 
         Raises:
             CheckpointError: a file is damaged, or values are not finite.
@@ -192,7 +184,7 @@ class DeferredBlocks:
         self._blank_again(block, [name for name, owner in block.owners.items() if owner in block.dense])
 
     def drop(self, block: Block) -> None:
-        """Take a block's weights out of memory."""
+        """Free the weights of a block."""
         self._blank_again(block, list(block._blank))
         for layer in block.dense.values():
             layer.weight = nn.Parameter(layer.weight.data.to("meta"), requires_grad=False)
@@ -219,7 +211,7 @@ class DeferredBlocks:
     def on_forward(self) -> None:
         """Read each block before its forward, and drop it afterwards.
 
-        A block may be passed by, its layers called on their own: then they read it, and the next block drops it.
+        If a block's layers are called directly, they read it, and the next block drops it.
         """
         for block in self.blocks:
             if block.sources or block.dense or block.stacks:
@@ -229,7 +221,7 @@ class DeferredBlocks:
                 block.module.register_forward_hook(lambda *_: self.use(None))
 
     def use(self, block: Block | None) -> None:
-        """Have this block in memory and no other one."""
+        """Read this block and drop all others."""
         if block is self._used:
             return
         if self._used is not None:
@@ -241,7 +233,7 @@ class DeferredBlocks:
 
 
 def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks of a model that lie in no other block, by name and in its order."""
+    """Yield the blocks of a model that are in no other block, by name and in order."""
     # A list in a list is never called.
     blocks = {id(block) for block in blocks_in(model) if not isinstance(block, nn.ModuleList)}
     last = None
@@ -252,7 +244,7 @@ def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
-    """The block that a tensor or module lies in."""
+    """Return the block of a tensor or module, or None."""
     while name:
         name = name.rpartition(".")[0]
         if name in blocks:
@@ -261,7 +253,7 @@ def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
 
 
 def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]:
-    """A weight, or codes with their parametrization."""
+    """Return a weight, or codes with their parametrization."""
     owner, own = block.owners[name], name.rpartition(".")[2]
     stack = quantized_stack(owner, own)
     return (owner.get_parameter(own), None) if stack is None else (codes_of(owner, own), stack)
@@ -270,7 +262,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _as_before(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Bring a weight that was just read to the form that its blank had been brought to since the load."""
+    """Convert a weight that was just read to the current form of its blank."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

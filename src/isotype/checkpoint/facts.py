@@ -1,4 +1,4 @@
-"""What is known about a model before a weight is read: the facts that the precision policy is decided from."""
+"""Facts about a model from before a weight is read, from which the precision policy is decided."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GGUF_MODEL_TYPES = {
 
 
 def is_config(value: object) -> bool:
-    """Whether it is a config of transformers."""
+    """Return True if it is a config of transformers."""
     return hasattr(value, "model_type") and hasattr(value, "to_dict")
 
 
@@ -43,7 +43,7 @@ def is_config(value: object) -> bool:
 
 
 def facts_of_module(model: Any) -> ModelFacts:
-    """From the layers and parameters of a model in memory."""
+    """Return the facts of a model in memory, from its layers and parameters."""
     wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     base = model.get_base_model() if wrapped else model
     config = getattr(base, "config", None)
@@ -81,7 +81,7 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
 
 
 def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | None:
-    """From the bitsandbytes layers themselves, which know better than a config that may be out of date."""
+    """Return the quantization of the bitsandbytes layers; a config may be out of date."""
     quantization = quantization_of(config)
     skip = quantization.skip_modules if quantization else ()
     counts: Counter[QuantizationFacts] = Counter()
@@ -102,7 +102,7 @@ def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | N
 
 @dataclass(frozen=True)
 class _Stored:
-    """One stored tensor: its dtype, or the format it is quantized in; elements as stored, or as if dense."""
+    """One stored tensor: its dtype or quantization format, and its elements as stored, or as if dense."""
 
     name: str
     dtype: torch.dtype | str | None
@@ -111,7 +111,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Every parameter of a model as it is stored, but for those with a part of a name that begins with one of `adapters`."""
+    """Yield every stored parameter, except those with a name part that begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue
@@ -136,10 +136,10 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
 def facts_of_config(
     source: str, config: Any, headers: CheckpointHeaders | None = None, notes: tuple[str, ...] = ()
 ) -> ModelFacts:
-    """From a config and, if there are weights, their headers.
+    """Return the facts of a config and, if there are weights, of their headers.
 
     Raises:
-        CheckpointError: transformers has no class for it, or the weights are not those of that class.
+        CheckpointError: transformers has no class for it, or the weights do not match that class.
     """
     model = build_on_meta(config, source)
     pinned, strict = _pins(model)
@@ -173,7 +173,7 @@ def facts_of_config(
 
 
 def dense_modules(model: Any) -> tuple[str, ...]:
-    """As `ModelFacts.dense`, of a transformers model without adapters."""
+    """Return `ModelFacts.dense` of a transformers model without adapters."""
     outside = tuple(Parts(model).outside_of_language())
     if not outside:
         return ()
@@ -190,7 +190,7 @@ def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def quantization_options(config: Any) -> Mapping[str, Any]:
-    """The quantization_config of a transformers config, or of that of its text model; empty if it has none."""
+    """Return the quantization_config of a transformers config or of its text model; empty if there is none."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None and hasattr(config, "get_text_config"):
         quantization = getattr(config.get_text_config(), "quantization_config", None)
@@ -200,7 +200,7 @@ def quantization_options(config: Any) -> Mapping[str, Any]:
 
 
 def quantization_of(config: Any) -> QuantizationFacts | None:
-    """The quantization that a checkpoint is saved in, by its transformers config; None for none."""
+    """Return the quantization of a saved checkpoint by its transformers config, or None."""
     options = quantization_options(config)
     if not options:
         return None
@@ -236,14 +236,14 @@ def _stored(headers: CheckpointHeaders) -> Iterator[_Stored]:
 
 
 def _with_experts(quantization: QuantizationFacts, stored: Iterable[_Stored]) -> QuantizationFacts:
-    """The facts with the format of experts that tensors show, whatever the config says."""
+    """Return the facts with the experts' format by their tensors, whatever the config has."""
     return replace(quantization, experts=MXFP4 if any(each.dtype == MXFP4 for each in stored) else "")
 
 
 def _weigh(
     stored: Iterable[_Stored], named_dtype: torch.dtype | None
 ) -> tuple[Mapping[torch.dtype | str, int], torch.dtype | None]:
-    """Elements per dtype or format, and the dtype the weights were trained in."""
+    """Return elements per dtype or format, and the dtype the weights were trained in."""
     counts: Counter[torch.dtype | str] = Counter()
     for tensor in stored:
         if isinstance(tensor.dtype, str) or (tensor.dtype is not None and tensor.dtype.is_floating_point):
@@ -255,7 +255,7 @@ def _weigh(
 
 
 def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
-    """From the metadata of a GGUF file."""
+    """Return the facts in the metadata of a GGUF file."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     counts, trained = _weigh(_stored(headers), None)

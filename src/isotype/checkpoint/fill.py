@@ -1,4 +1,4 @@
-"""A model's tensors, filled one at a time from mapped files: converted, dequantized, cast or quantized, and placed."""
+"""Fill a model's tensors one at a time from mapped files: convert, dequantize, cast or quantize, and place."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each tensor of a model goes, and as what.
+    """The device and dtype of each tensor of a model.
 
     Attributes:
-        dtypes: the dtype of every float tensor, by name; of a weight that is stored quantized, the one that it takes before.
-        quantized: the weights that are stored quantized.
-        device: of a tensor, by name.
-        turn: how tensors of a GGUF file are converted.
-        modules: by their names, where the model's own are others by now (wrapped by adapters).
-        stacks: the stacked weights of experts that are stored quantized, each with its format.
-        double_quant: whether constants of `stacks` are quantized, too.
-        moments: of the input channels of layers whose constants are fitted to them, by the names of their weights.
+        dtypes: of every float tensor, by name; for a quantized weight, the dtype before quantization.
+        quantized: weights that are stored quantized.
+        device: returns the device of a tensor, by name.
+        turn: converts tensors of a GGUF file.
+        modules: by name, if the model's own were replaced (wrapped by adapters).
+        stacks: stacked expert weights that are stored quantized, with their formats.
+        double_quant: quantize the constants of `stacks`, too.
+        moments: of the input channels of layers with fitted constants, by weight name.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -63,7 +63,7 @@ class Placement:
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def owner(self, model: nn.Module, name: str) -> nn.Module:
-        """The module of `model` that holds the tensor `name`."""
+        """Return the module of `model` with the tensor `name`."""
         path = name.rpartition(".")[0]
         return self.modules[path] if path in self.modules else model.get_submodule(path)
 
@@ -71,7 +71,7 @@ class Placement:
 def placement_dtypes(
     model: nn.Module, policy: PrecisionPolicy, pinned: Sequence[str]
 ) -> dict[str, torch.dtype]:
-    """`Placement.dtypes` of a model under a policy, which keeps parameters of the `pinned` patterns in float32."""
+    """Return `Placement.dtypes` of a model under a policy; parameters of the `pinned` patterns stay in float32."""
     wanted = dtypes_to_load(model, tuple(places(model)), policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -89,20 +89,19 @@ def fill(
     shown: bool = True,
     staging: int | None = None,
 ) -> tuple[set[str], dict[str, str]]:
-    """Give every tensor of a model that the checkpoint has its values.
+    """Fill the tensors of a model that the checkpoint has.
 
-    Peak memory is the filled model and the largest tensor; of stacked experts that are quantized, one of them. A tensor that is taken as
-    it is stored stays mapped. Where weights go to a GPU a thread reads ahead of them, into two pinned buffers, which come on top.
+    Peak memory is the filled model and the largest tensor (for quantized stacks of experts, one expert). A tensor
+    used as stored stays mapped. For weights on a GPU, a thread reads ahead into two additional pinned buffers.
 
     Args:
         model: on the meta device; its quantized layers are bitsandbytes' already.
-        weights: what each tensor is made of.
-        placement: what becomes of each.
-        shown: whether a progress bar may come.
-        staging: bytes of each buffer that is read into; None: `staged.BUFFER` where a weight goes to a GPU, else none are used.
+        weights: sources of each tensor.
+        shown: allow a progress bar.
+        staging: bytes of each read buffer; None: `staged.BUFFER` if a weight goes to a GPU, else no buffers.
 
     Returns:
-        The names that were filled, and of those whose values are not finite what is wrong.
+        The filled names, and the fault of each that is not finite.
     """
     files = MappedFiles()
     sources = list({id(source): source for source in weights.sources.values()}.values())
@@ -125,7 +124,7 @@ def fill(
 
 
 def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[Source, Tensors], None, None]:
-    """Each source with the mapped files, the system reading ahead of it."""
+    """Yield each source with the mapped files, with read-ahead by the system."""
     for source, after in zip(sources, [*sources[1:], None], strict=True):
         if after is not None:
             files.ahead(_headers(after))
@@ -135,8 +134,8 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Each source with the buffer that its tensors are in; with the mapped files where they fit into none."""
-    # What is saved quantized shares its memory with the weight where it is on its device already: a reused buffer would be overwritten.
+    """Yield each source with the buffer of its tensors, or with the mapped files if they fit into none."""
+    # A tensor saved quantized may share memory with its weight on the same device: a reused buffer would overwrite it.
     work = [
         (source, () if _is_saved(source, placement) and not pinned else tuple(_headers(source)))
         for source in sources
@@ -154,7 +153,7 @@ def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
 
 
 def _is_saved(source: Source, placement: Placement) -> bool:
-    """Whether a weight is saved in the quantized format that its layer takes."""
+    """Return True if a weight is saved in the quantized format of its layer."""
     first, _ = source.tensors[0]
     if first.form == MXFP4:
         return placement.stacks.get(source.target) == MXFP4 and first.problem is None
@@ -168,7 +167,7 @@ def _headers(source: Source) -> Iterator[TensorHeader]:
 
 
 def _place(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> dict[str, torch.Tensor]:
-    """Read, convert and place what a source makes; returns the placed tensors by name."""
+    """Read, convert and place the tensors of a source; return them by name."""
     target = source.target
     first, _ = source.tensors[0]
     if _is_saved(source, placement):
@@ -182,14 +181,14 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
 
 
 def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Make a dense tensor the tensor `name` of a model, cast or quantized; returns it as it is stored."""
+    """Set the tensor `name` of a model to a dense tensor, cast or quantized; return the stored tensor."""
     if name in placement.stacks:
         return _placed_stack(model, name, [value], placement)
     return _put(model, name, _stored(model, name, value, placement), placement)
 
 
 def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> Iterator[torch.Tensor]:
-    """A stacked weight, expert by expert; what an expert is made of leaves memory when the next one is asked for."""
+    """Yield a stacked weight expert by expert; an expert's sources are freed when the next is requested."""
     name = source.target
     shape = shape_of(placement.owner(model, name), name.rpartition(".")[2])
     for part, made in read_parts(model, source, files, placement.dtypes[name], placement.turn, shape):
@@ -201,7 +200,7 @@ def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placemen
 def _placed_stack(
     model: nn.Module, name: str, parts: Iterable[torch.Tensor], placement: Placement
 ) -> torch.Tensor:
-    """Quantize a stacked weight and make it the weight `name` of a model; returns its codes."""
+    """Quantize a stacked weight, set it as the weight `name` of a model, and return its codes."""
     owner, leaf = placement.owner(model, name), name.rpartition(".")[2]
     codes, stack = quantize_parts(
         parts,
@@ -219,7 +218,7 @@ def _placed_stack(
 def _looked_at(
     model: nn.Module, placed: Mapping[str, torch.Tensor], placement: Placement
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters among placed tensors; for codes of a stack, what they are multiplied with."""
+    """Yield the parameters among placed tensors; for codes of a stack, their scales."""
     for name, value in placed.items():
         stack = quantized_stack(placement.owner(model, name), name.rpartition(".")[2])
         if stack is not None:
@@ -229,7 +228,7 @@ def _looked_at(
 
 
 def _put(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Make `value` the parameter, buffer or extra state `name`."""
+    """Set `value` as the parameter, buffer or extra state `name`."""
     leaf = name.rpartition(".")[2]
     module: Any = placement.owner(model, name)
     if leaf == EXTRA_STATE:
@@ -242,7 +241,7 @@ def _put(model: nn.Module, name: str, value: torch.Tensor, placement: Placement)
 
 
 def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """A dense tensor as the model stores it."""
+    """Return a dense tensor as the model stores it."""
     device = placement.device(name)
     if name in placement.quantized:
         dense = value.to(device, placement.dtypes[name])
@@ -254,7 +253,7 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
 
 
 def _quantized(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
-    """The quantized weight of a bitsandbytes layer, as its own parameter class makes it when it is moved to a device."""
+    """Return the quantized weight of a bitsandbytes layer, made by its parameter class as on a move to a device."""
     if holds_turned(layer):
         value = value.T
     old = layer.weight
@@ -280,7 +279,7 @@ def _quantized(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) ->
 def _saved(
     model: nn.Module, name: str, tensor: StoredTensor, files: Tensors, placement: Placement
 ) -> torch.Tensor:
-    """The weight of a bitsandbytes layer that was saved quantized, with its state."""
+    """Return the weight of a bitsandbytes layer that was saved quantized, with its state."""
     layer: Any = placement.owner(model, name)
     device = placement.device(name)
     weight = files.tensor(tensor.weight)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by groups of equal tensors of all layers, read from headers alone."""
+"""The content of a checkpoint, in groups of equal tensors of all layers, read from headers alone."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from isotype.core.names import grouped
 from isotype.precision.policy import PrecisionPolicy
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# What a quantization_config says that is worth a line.
+# Fields of a quantization_config to print.
 _SHOWN = ("bnb_4bit_", "load_in_", "bits", "group_size", "desc_act")
 _SHOWN_8BIT = ("load_in_", "llm_int8_threshold")
 
 
 @dataclass(frozen=True)
 class Mismatched:
-    """A tensor that is stored otherwise than those of its group.
+    """A tensor whose storage differs from its group's.
 
     Attributes:
         name: its full name.
-        dtype: how it is stored.
+        dtype: its stored dtype.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Group:
     """The tensors of one name in all layers and experts.
 
     Attributes:
-        name: the tensors' name, layer and expert numbers written as `*`.
-        count: how many tensors.
-        dtype: how most of them are stored: a dtype's name, or a quantization format (`nf4`, `Q4_K`).
-        shapes: every shape as stored, most frequent first; packed weights have a packed shape.
-        values: numbers of weights in them; of packed formats the numbers packed, not the bytes.
+        name: tensor name with layer and expert numbers as `*`.
+        count: number of tensors.
+        dtype: of most of them: a dtype's name, or a quantization format (`nf4`, `Q4_K`).
+        shapes: as stored, most frequent first; packed weights have a packed shape.
+        values: number of weights; for packed formats, the unpacked ones.
         bytes: in the file, with their quantization constants.
-        mismatched: those stored otherwise.
-        unlike: the dtype of most of the checkpoint, where this group's float dtype differs; else None.
+        mismatched: tensors stored differently.
+        unlike: the checkpoint's main dtype if this group's float dtype differs; else None.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Total:
-    """All tensors that are stored in one dtype or format."""
+    """All tensors stored in one dtype or format."""
 
     dtype: str
     tensors: int
@@ -78,7 +78,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one checkpoint holds.
+    """The content of one checkpoint.
 
     Attributes:
         path: what was read.
@@ -86,9 +86,9 @@ class Inspection:
         kind: `"model"` or `"adapter"`.
         groups: in the order of the layers' numbers and names.
         totals: by dtype or format, most bytes first.
-        quantization: what config.json, or the tensors themselves, say about it; "" for plain float weights.
-        config_dtype: the dtype that config.json names, or None.
-        notes: where the file and its config disagree.
+        quantization: of config.json, or of the tensors themselves; "" for plain float weights.
+        config_dtype: the dtype in config.json, or None.
+        notes: contradictions between file and config.
     """
 
     path: str
@@ -107,7 +107,7 @@ class Inspection:
 
     @property
     def tensors(self) -> int:
-        """Number of tensors, quantization constants counted with their weight."""
+        """Number of tensors; quantization constants count with their weight."""
         return sum(total.tensors for total in self.totals)
 
     @property
@@ -154,7 +154,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
 
 
 def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
-    """The headers of a model on the hub, from the local cache where it has them.
+    """Return the headers of a model on the hub, from the local cache if it has them.
 
     Raises:
         CheckpointError: the hub does not have it, or cannot be reached.
@@ -199,7 +199,7 @@ def _quantization(config: Mapping[str, Any], stored: Sequence[StoredTensor]) -> 
 
 
 def folded_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `model.layers.*.mlp.up_proj.weight`."""
+    """Return `model.layers.*.mlp.up_proj.weight` for `model.layers.3.mlp.up_proj.weight`."""
     return _LAYER_NUMBER.sub("*", name)
 
 
@@ -224,7 +224,7 @@ def _group(name: str, tensors: Sequence[StoredTensor], main: str | None) -> Grou
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts `layers.9` before `layers.10`."""
+    """Return a sort key by which `layers.9` is before `layers.10`."""
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part
     ]
@@ -235,15 +235,15 @@ class PlanGroup:
     """Tensors of one name in all layers that are stored and converted alike.
 
     Attributes:
-        name: the tensors' name in the model, layer and expert numbers written as `*`.
-        count: how many tensors.
-        stored: how the files hold them: a dtype's name or a quantization format.
-        storage: how the loaded model holds them.
-        how: what is done to them on the way, in words.
-        pinned: whether the model's author keeps them in float32.
-        shapes: every shape in the model, most frequent first.
-        sources: how many tensors of the files they are made of.
-        bytes: what is read from the files.
+        name: tensor name in the model with layer and expert numbers as `*`.
+        count: number of tensors.
+        stored: in the files: a dtype's name or a quantization format.
+        storage: in the loaded model.
+        how: the conversion in words.
+        pinned: the model's author keeps them in float32.
+        shapes: in the model, most frequent first.
+        sources: number of source tensors in the files.
+        bytes: read from the files.
     """
 
     name: str
@@ -259,15 +259,15 @@ class PlanGroup:
 
 @dataclass(frozen=True)
 class PlanInspection:
-    """What loading a checkpoint would do.
+    """The plan of loading a checkpoint.
 
     Attributes:
         path: what was read.
-        model: the class that would be loaded.
-        policy: the policy it would be loaded under.
+        model: the class to load.
+        policy: the policy to load it under.
         plan: every tensor.
         groups: the plan's tensors in the model's order, those treated alike together.
-        loaded_bytes: what the loaded parameters take.
+        loaded_bytes: of the loaded parameters.
     """
 
     path: str
@@ -279,7 +279,7 @@ class PlanInspection:
 
     @property
     def file_bytes(self) -> int:
-        """What is read from the files; a tensor that two of the model's share is read once."""
+        """Bytes to read from the files; a tensor shared by two of the model's is read once."""
         return sum({(s.file, s.name): s.bytes for t in self.plan.tensors for s in t.sources}.values())
 
 
@@ -297,10 +297,10 @@ def inspect_plan(
 
     Args:
         path: a directory, a .gguf file, `embedded:NAME` or a hub id.
-        dtype, quantization, device, trainable, revision, base_memory: as of `isotype.resolve_precision`.
+        dtype, quantization, device, trainable, revision, base_memory: as for `isotype.resolve_precision`.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it is not complete; names every problem.
+        CheckpointError: there is no checkpoint, or it is damaged or incomplete; names every problem.
         PrecisionError: a policy that cannot be.
     """
     checkpoint = open_checkpoint(path, revision)

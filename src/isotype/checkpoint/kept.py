@@ -1,4 +1,4 @@
-"""Measurements of value ranges and of damages that are kept: in the user's cache folder, found again by what the checkpoint holds."""
+"""Cache of measured value ranges and damages in the user's cache folder, by the content of the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
 def kept(kind: type[Measurement], key: str) -> Measurement | None:
-    """The measurement of a checkpoint that was kept, on whatever path the same checkpoint lay then.
+    """Return the cached measurement of a checkpoint, wherever the checkpoint is; None if damaged or of another
+    layout.
 
-    How old it is, its `when` says. One that is damaged or of another layout counts as none.
-
-    Args:
-        kind: `Ranges` or `Damages`.
-        key: `fingerprint` of the checkpoint, see `isotype.checkpoint.opened.Checkpoint`.
+    `kind` is `Ranges` or `Damages`, `key` the fingerprint of `isotype.checkpoint.opened.Checkpoint`.
     """
     path = _path(kind, key)
     if not path.is_file():
@@ -34,7 +31,7 @@ def kept(kind: type[Measurement], key: str) -> Measurement | None:
 
 
 def keep(measurement: Ranges | Damages) -> Path:
-    """Keep a measurement of a checkpoint for `kept`; its `key` says of which.
+    """Cache a measurement of a checkpoint by its `key`.
 
     Raises:
         ValueError: it is of a model in memory.
@@ -53,7 +50,7 @@ def keep(measurement: Ranges | Damages) -> Path:
 
 
 def kept_or_noted(measurement: Measurement) -> Measurement:
-    """The measurement, which is in the cache now, or says why it is not."""
+    """Cache a measurement and return it, with a note if that failed."""
     try:
         keep(measurement)
     except SaveError as error:

@@ -1,6 +1,6 @@
-"""Load a checkpoint so that every weight is stored as the policy says.
+"""Load a checkpoint so that every weight is stored by the policy.
 
-transformers' `from_pretrained` builds the model; its weights are streamed in between from the files.
+transformers' `from_pretrained` builds the model; its weights are streamed from the files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from isotype.model.quantized import holds_turned
 from isotype.precision.policy import PrecisionPolicy
 
 _CHOICES = frozenset({"attn_implementation", "experts_implementation"})
-"""Arguments of `from_pretrained` that it does not take for fields of the config."""
+"""Arguments of `from_pretrained` that it does not treat as fields of the config."""
 
 
 def load(
@@ -78,11 +78,9 @@ def load(
     deferred: DeferredBlocks | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model as `isotype.load` does, whose arguments and errors these are.
+    """Load a model as `isotype.load`, with the same arguments and errors, also from an open checkpoint.
 
-    Args:
-        path: or a checkpoint that is open.
-        deferred: takes the weights of blocks that are to be read when their block is needed; none by default.
+    `deferred` takes the weights of blocks that are read when needed; default: none.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts
@@ -100,7 +98,7 @@ def load(
         keywords = {key: value for key, value in kwargs.items() if key not in fields_set}
         keywords["config"] = config
     if headers is not None:
-        name, keywords["state_dict"] = None, {}  # weights "in memory": transformers looks for no file
+        name, keywords["state_dict"] = None, {}  # weights "in memory": transformers searches no file
     if isinstance(source, str) and checkpoint.revision is not None:
         keywords["revision"] = checkpoint.revision
     keywords.setdefault("quantization_config", wanted_quantization(policy, facts.saved_format))
@@ -141,7 +139,7 @@ def load(
 
 
 def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
-    """The directory or hub id from which transformers loads the tokenizer and the config of a model.
+    """Return the directory or hub id from which transformers loads a model's tokenizer and config.
 
     Those of a GGUF file are written into a cache first.
     """
@@ -161,9 +159,9 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """`cls` for one load, its weights streamed: from `headers`, else from the files that transformers finds.
+    """Return `cls` for one load, its weights streamed: from `headers`, else from the files that transformers finds.
 
-    `broken` takes the names of parameters that are not finite, `lacking` those that no file holds.
+    `broken` collects the names of parameters that are not finite, `lacking` those in no file.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
@@ -184,7 +182,7 @@ def _class(
 
 
 def _quantized(source: object, files: Sequence[str] | None) -> bool:
-    """True if the values of weights have to be computed, which transformers is not asked to do."""
+    """Return True if the values of weights have to be computed, which is not left to transformers."""
     held = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
     headers = _headers_of(source, held) if held else None
     stored = stored_tensors(headers.tensors, headers.quantization) if headers else ()
@@ -206,12 +204,9 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
 
 
 def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -> bool:
-    """Whether what `from_pretrained` is about to load is streamed; else it loads on its own.
+    """Return True if the weights of `from_pretrained` can be streamed; else it loads by itself.
 
-    Args:
-        state_dict: weights that were given in memory.
-        files: the files of weights.
-        settings: transformers' `LoadStateDictConfig`.
+    `state_dict`: weights given in memory; `settings`: transformers' `LoadStateDictConfig`.
     """
     from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
@@ -227,7 +222,7 @@ def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -
 
 
 def _headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
-    """The headers of the files that `from_pretrained` has found for `source`."""
+    """Return the headers of the files that `from_pretrained` has found for `source`."""
     tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
     form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
     return CheckpointHeaders(
@@ -245,17 +240,15 @@ def stream(
     """Fill `model` from a checkpoint's files.
 
     Args:
-        model: of transformers, on the meta device, with bitsandbytes' layers where it is quantized.
-        headers: of the checkpoint.
+        model: of transformers, on the meta device, with bitsandbytes' layers if it is quantized.
         settings: transformers' `LoadStateDictConfig`.
-        policy: decides the dtypes.
-        deferred: takes what is to be read block by block.
+        deferred: takes what is read block by block.
 
     Returns:
-        transformers' `LoadStateDictInfo`, and the names of parameters that are not finite with what is wrong.
+        transformers' `LoadStateDictInfo`, and the fault of each parameter that is not finite.
 
     Raises:
-        CheckpointError: tensors are missing, of another shape than the model's or there twice, or a file is damaged.
+        CheckpointError: tensors are missing, of another shape than the model's or duplicate, or a file is damaged.
     """
     store_layers(model, policy)
     matched = match(model, headers)
@@ -302,7 +295,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
 
 
 def _save_stacks_whole(model: Any) -> None:
-    """Saving reverses what loading does to tensors: it would split the codes of a quantized stack into experts' layers."""
+    """Skip the reversal of loading on saving, which would split the codes of a quantized stack into experts' layers."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -327,7 +320,7 @@ def _is_bnb(quantizer: Any) -> bool:
 
 
 def _is_turned(model: Any, wrong: Any) -> bool:
-    """Whether a tensor fits once it is turned: those of GPT-2's layers, where bitsandbytes' take their place."""
+    """Return True if a tensor's transpose fits, as for GPT-2's layers replaced by bitsandbytes'."""
     layer = model.get_submodule(wrong.name.rpartition(".")[0])
     return holds_turned(layer) and wrong.found == wrong.wanted[::-1]
 

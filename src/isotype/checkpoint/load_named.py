@@ -1,4 +1,4 @@
-"""A model, or a saved adapter on its base, by whatever names it: `isotype.load`, and as a chat wants it."""
+"""`isotype.load`: load a model, or a saved adapter on its base, from any name; and for a chat."""
 
 from __future__ import annotations
 
@@ -33,30 +33,28 @@ def load(
     device_map: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Load the model at `path` under `policy`; of an adapter's folder a PEFT model, the adapter on its base.
+    """Load the model at `path` under `policy`; an adapter's folder becomes a PEFT model, the adapter on its base.
 
-    Quantized, pinned and plain weights take the dtypes the policy names; a checkpoint that is saved quantized
-    has its quantization states, constants and compute dtype brought along. The policy is left on the model as
-    the attribute `precision_policy`.
+    Quantized, pinned and plain weights take the policy's dtypes; a checkpoint saved quantized keeps its quantization
+    states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    An adapter (`runs/sft`, one of its checkpoint folders, or any that PEFT has saved) is put on the base that its
-    adapter_config.json names, at the commit that it names. Its trained values keep every digit of their file and can be trained
-    further; `enforce`, `fuse` and PEFT's own methods take the model as they take one of `add_lora`. It is in evaluation mode, as is
-    any model that was loaded.
+    An adapter (`runs/sft`, one of its checkpoint folders, or any saved by PEFT) is put on the base, at the commit,
+    that its adapter_config.json names. Its trained values are not rounded and can be trained further; `enforce`,
+    `fuse` and PEFT's own methods work as after `add_lora`. Like any loaded model it is in evaluation mode.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
-        policy: from `isotype.resolve_precision`, for an adapter that of its base. By default the one in the directory's
-            precision_policy.json, brought to this machine; without such a file `resolve_precision`'s own choice.
-        model_class: a transformers model class or auto class; by default the class that the config names, or the head that
-            the adapter was trained with.
-        device_map: as in `from_pretrained`; by default the policy's device when it is here.
-        **kwargs: passed on to `from_pretrained` (`revision`, `attn_implementation`, …; not `trust_remote_code`), for an adapter
-            that of its base.
+        policy: from `isotype.resolve_precision`, for an adapter of its base. Default: the directory's
+            precision_policy.json, adapted to this machine, else `resolve_precision`'s choice.
+        model_class: a transformers model class or auto class; default: the class that the config names, or the head
+            that the adapter was trained with.
+        device_map: as in `from_pretrained`; default: the policy's device if it is present.
+        **kwargs: passed to `from_pretrained` (`revision`, `attn_implementation`, …; not `trust_remote_code`), of the
+            base for an adapter.
 
     Raises:
-        CheckpointError: `path` is no checkpoint, holds a format that cannot be loaded as asked, tensors of other
-            shapes than its config says, or values that are not finite; an adapter whose base is not there or does not fit.
+        CheckpointError: `path` is no checkpoint, or has an unsupported format, shapes that differ from its config's,
+            or values that are not finite; an adapter's base does not exist or does not fit.
         PrecisionError: the checkpoint is saved quantized in another format than the policy's storage.
     """
     revision = kwargs.pop("revision", None)
@@ -68,7 +66,7 @@ def load(
         return load_model(path, policy, device_map=device_map, revision=revision, **more)
     adapter = read_adapter(path)
     revision = revision or adapter.revision
-    # Without a policy this also says, with a file to correct, that the config names no base.
+    # Without a policy this also reports, with a file to correct, a config without a base.
     policy = policy if policy and adapter.base else base_policy(adapter, "auto", None, "auto", revision)
     base = load_base(adapter, str(adapter.base), policy, device_map, revision, **more)
     return attach(base, adapter).eval()
@@ -81,22 +79,22 @@ def load_for_inference(
     device: str = "auto",
     revision: str | None = None,
 ) -> tuple[Any, Any, PrecisionPolicy]:
-    """A model or an adapter on its base, ready to be called without autocast, in evaluation mode.
+    """Load a model or an adapter on its base, ready to be called without autocast, in evaluation mode.
 
     Args:
         path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
-        dtype: compute dtype; `"auto"`: the one it was trained in.
-        quantization: storage of the base weights; None: as it was trained, `"none"`: not quantized.
+        dtype: compute dtype; `"auto"`: as trained.
+        quantization: storage of the base weights; None: as trained, `"none"`: not quantized.
         device: a device of this machine.
-        revision: branch, tag or commit of a hub id: of `path`, or of the base that the adapter names, instead of the
-            one it was trained on.
+        revision: branch, tag or commit of a hub id: of `path`, or of an adapter's base instead of the one it was
+            trained on.
 
     Returns:
-        (model, tokenizer, policy); tokenizer is None where neither adapter nor base has one.
+        (model, tokenizer, policy); tokenizer is None if neither adapter nor base has one.
 
     Raises:
         CheckpointError: there is no model, or adapter and base do not fit.
-        PrecisionError: the device or the libraries cannot run it as asked.
+        PrecisionError: the device or the libraries cannot run it as requested.
         UsageError: the device is not in this machine.
     """
     profile = device_profile(device)

@@ -1,4 +1,4 @@
-"""What loading a checkpoint under a policy will do to each tensor, decided from headers before a weight is read."""
+"""Plan of loading a checkpoint under a policy, tensor by tensor, decided from headers before a weight is read."""
 
 from __future__ import annotations
 
@@ -40,17 +40,16 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the model: what it is made of and how it will be stored.
+    """One tensor of the model: its sources and its storage.
 
     Attributes:
         name: fully qualified name in the model.
         shape: sizes in the model.
-        sources: the tensors of the files that it is made of (name, dtype, file, first byte, bytes), quantization
-            constants included.
-        stored: how the files hold it: a dtype's name or a quantization format.
-        storage: how the loaded model holds it: a dtype's name or a quantization format.
-        conversion: what is done to it on the way, in order; nothing where it is taken as stored.
-        pinned: whether the model's author keeps it in float32.
+        sources: its tensors in the files (name, dtype, file, first byte, bytes), quantization constants included.
+        stored: in the files: a dtype's name or a quantization format.
+        storage: in the loaded model: a dtype's name or a quantization format.
+        conversion: steps in order; empty if it is used as stored.
+        pinned: the model's author keeps it in float32.
     """
 
     name: str
@@ -68,22 +67,22 @@ class PlannedTensor:
 
     @property
     def bytes(self) -> int:
-        """What is read from the files for it."""
+        """Bytes to read from the files."""
         return sum(source.bytes for source in self.sources)
 
     @property
     def values(self) -> int:
-        """Number of its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What loading will do to every tensor of a model, and what is missing or left over.
+    """The loading of every tensor of a model, with missing and surplus ones.
 
     Attributes:
         tensors: in the model's order.
-        match: the comparison of the model with the checkpoint; its `weights` say how each tensor is made.
+        match: the comparison of the model with the checkpoint; its `weights` are the sources of each tensor.
     """
 
     tensors: tuple[PlannedTensor, ...]
@@ -135,7 +134,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    """How the policy stores each tensor of a dense model: the float parameters, and the buffers that are pinned."""
+    """Return the policy's storage of each tensor of a dense model: float parameters, and pinned buffers."""
     dtypes = dtypes_to_load(model, tuple(places(model)), policy)
     quantized = quantized_weights(model, policy.dense) if policy.quantized else frozenset()
     storage = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
@@ -152,13 +151,9 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
 
 
 def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
-    """The weights that transformers hands to bitsandbytes when a dense model is quantized while it is loaded.
+    """Return the weights that transformers passes to bitsandbytes when it quantizes a dense model while loading.
 
-    Of any other module, the weights of all linear layers.
-
-    Args:
-        model: dense.
-        dense: modules that are left out, as of a policy.
+    For any other module, the weights of all linear layers. `dense`: excluded modules, as of a policy.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -173,7 +168,7 @@ def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
 
 
 def _skipped(model: Any, dense: Sequence[str]) -> Sequence[str]:
-    """The modules that transformers quantizes in no model of this class, or those of a policy in their place."""
+    """Return the modules that transformers never quantizes in this class, or those of a policy instead."""
     from transformers.quantizers.base import HfQuantizer
 
     if not hasattr(model, "all_tied_weights_keys"):

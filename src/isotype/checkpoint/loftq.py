@@ -1,11 +1,12 @@
-"""Adapters that begin from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659), the base left as it is.
+"""Adapters initialised from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659); the
+base is unchanged.
 
-LoftQ takes turns between quantizing W - BA and decomposing what is left of W. Here it is one turn, of a base that is quantized: with the error
-D = W - Q(W) and the scale s = alpha / r, s B A is the matrix of rank r that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21)
-sets B A to it, without the scale.
+LoftQ alternates between quantizing W - BA and decomposing the rest of W. Here it is one iteration, for a quantized
+base: with the error D = W - Q(W) and the scale s = alpha / r, s B A is the matrix of rank r nearest to D. PEFT's
+`replace_lora_weights_loftq` (0.21) sets B A to it, without the scale.
 
-Inputs whose channels have the moments m make an output error of Σ m d² (`isotype.model.fitted`). With U the first r left singular vectors of
-D diag(√m), U Uᵀ D is the nearest in that norm.
+For inputs with channel moments m, the output error is Σ m d² (`isotype.model.fitted`). With U the first r left
+singular vectors of D diag(√m), U Uᵀ D is the nearest in that norm.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from isotype.model.walk import is_tuner_layer, kind_of, places
 _ADAPTER = "default"
 """PEFT's name of the adapter that a training adds."""
 _TURNS = 4
-"""Products with D and Dᵀ that sharpen the singular vectors; with fewer the last of r are off by some percent."""
+"""Products with D and Dᵀ that refine the singular vectors; with fewer, the last of r are off by some percent."""
 
 
 @torch.no_grad()
 def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor]) -> int:
-    """Set the adapters of layers in 4 bits to the nearest matrices to their quantization errors; returns how many layers these are.
+    """Set the adapters of 4-bit layers to the nearest matrices to their quantization errors; return their number.
 
-    int8's errors are a hundredth of these: its layers keep their adapters, as those without quantization do.
+    int8's errors are a hundredth of these: its layers keep their adapters, like unquantized ones.
 
     Args:
         model: PEFT's, with LoRA layers on a base that was loaded from the checkpoint.
-        checkpoint: with the weights as they were before.
-        moments: by the layer's name in the base model, `[in]` second moments of its input channels relative to each other; a layer
-            without them has inputs that are alike.
+        checkpoint: with the original weights.
+        moments: layer name in the base model -> relative second moments `[in]` of its input channels; equal if
+            missing.
 
     Raises:
-        PrecisionError: the checkpoint is saved quantized, so that nobody knows the errors.
+        PrecisionError: the checkpoint is saved quantized, so the errors are unknown.
     """
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.name}, saved in {saved}"
@@ -72,7 +73,7 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
 
 
 def _take_in(layer: Any, error: torch.Tensor, moments: torch.Tensor | None) -> None:
-    """Let s B A be the matrix of rank r at most that is nearest to the error `[out, in]`."""
+    """Set s B A to the matrix of rank at most r that is nearest to the error `[out, in]`."""
     down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     error = error.to(down.device)
     weighed = error if moments is None else error * moments.to(down.device, torch.float32).sqrt()

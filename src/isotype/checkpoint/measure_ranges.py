@@ -1,4 +1,4 @@
-"""measure_ranges: the largest values of a model in memory, or of a checkpoint whose weights stay on disk until a module asks for them."""
+"""measure_ranges: the largest values of a model in memory, or of a checkpoint read module by module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from isotype.ranges.measure import Measured, base_of, measure, of_module
 from isotype.ranges.weights import Weight
 
 TOKENS = 256
-"""Tokens that are run where nobody gives a batch."""
+"""Default number of tokens."""
 
 
 def measure_ranges(
@@ -39,31 +39,30 @@ def measure_ranges(
     progress: bool = True,
     revision: str | None = None,
 ) -> Ranges:
-    """Run a forward and a backward of the mean loss and write down the largest magnitude of every value.
+    """Run a forward and a backward of the mean loss and record the largest magnitude of every value.
 
-    It is computed in float32 from the weights as they are, in evaluation mode, without autocast and without a policy's
-    boundaries. Of a checkpoint, and of a model in memory, one block at a time is there in float32: blocks are computed
-    again in the backward. A model in memory is not changed, nor its gradients, hooks, modes or random states. What is
-    measured of a checkpoint on text of this package, no less than by default, is kept for
-    `isotype.checkpoint.kept.kept`.
+    Computed in float32 from the stored weights, in evaluation mode, without autocast and without a policy's
+    boundaries. One block at a time is in float32; blocks are recomputed in the backward. A model in memory is not
+    changed, nor its gradients, hooks, modes or random states. Results of a checkpoint on the package's texts, with at
+    least the default number of tokens, are cached.
 
     Args:
-        model: a module (with PEFT adapters, quantized layers, boundaries or not), or a checkpoint: a directory, a
+        model: a module (with or without PEFT adapters, quantized layers, boundaries), or a checkpoint: a directory, a
             GGUF file, `embedded:NAME` or a hub id.
-        batch: what the model is called with, a dict of tensors, labels included, or a list of such dicts; by default
-            short texts that come with isotype.
-        tokens: how many tokens of these texts.
-        device: where it is computed; by default where the model is, of a checkpoint the CPU.
-        dtype: dtype that it is computed in; by default float32, bfloat16 where that does not fit into free memory.
-        progress: whether a bar is shown on a terminal when it takes longer than three seconds.
+        batch: inputs of the model, a dict of tensors, labels included, or a list of such dicts; default: short texts
+            of the package.
+        tokens: number of tokens of these texts.
+        device: default: the model's; the CPU for a checkpoint.
+        dtype: compute dtype; default: float32, bfloat16 if that does not fit into free memory.
+        progress: show a bar on a terminal if it takes longer than three seconds.
         revision: branch, tag or commit of a hub id.
 
     Returns:
-        The measurement. Where even float32 overflows it holds infinity or NaN, and a note names the first operator.
+        The measurement. If even float32 overflows, it has infinity or NaN, and a note names the first operator.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be loaded.
-        UsageError: no batch can be made up for the model, or the one given is none; a model in memory without values.
+        UsageError: no batch can be made for the model, or `batch` is none; a model in memory without values.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
     return measure_checkpoint(source, batch, tokens=tokens, device=device, dtype=dtype, progress=progress)
@@ -72,7 +71,7 @@ def measure_ranges(
 def measure_checkpoint(
     source: Checkpoint | nn.Module, batch: Any = None, *, tokens: int = TOKENS, **options: Any
 ) -> Ranges:
-    """`measure_ranges` of a checkpoint that is open, or of a model in memory."""
+    """Measure ranges (see `measure_ranges`) of an open checkpoint, or of a model in memory."""
     return measured_and_kept(measure, source, batch, tokens, **options)
 
 
@@ -83,7 +82,7 @@ def measured_and_kept(
     tokens: int,
     **options: Any,
 ) -> Measurement:
-    """A measurement of a model; of a checkpoint on text of this package, no less than by default, it is kept."""
+    """Measure a model; cache it for a checkpoint on the package's texts with at least the default number of tokens."""
     if isinstance(source, nn.Module):
         return measure(*to_measure(source, batch, tokens), **options)
     source = downloaded(source)
@@ -93,7 +92,7 @@ def measured_and_kept(
 
 
 def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
-    """(a model in memory, or of a checkpoint on this machine; the batch, or as many tokens of the texts that come with isotype)."""
+    """Return a model in memory, or of a local checkpoint, and its batch, by default the package's texts."""
     measured = of_module(source) if isinstance(source, nn.Module) else of_checkpoint(source)
     if batch is not None:
         return measured, require_positions(measured.model, given_batches(batch))
@@ -103,17 +102,17 @@ def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple
 
 
 def _tokenizer_of_module(model: nn.Module) -> Any:
-    """The tokenizer of what a model in memory says it was loaded from; None where that cannot be reached."""
+    """Return the tokenizer of the checkpoint that a model in memory was loaded from; None if not available."""
     name = str(getattr(base_of(model), "name_or_path", "") or "")
     try:
         files = (local_path(name) or local_snapshot(name)) if name else None
         return None if files is None else tokenizer_of(tokenizer_source(open_checkpoint(files)))
     except CheckpointError:
-        return None  # it has been moved since, or lies on a hub that nobody can reach
+        return None  # it has been moved since, or its hub cannot be reached
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Measured:
-    """A checkpoint, its weights left on disk where transformers' own conversions allow to read them one by one."""
+    """Return a checkpoint to measure; weights stay on disk if their conversions allow reading them one by one."""
     if saved := checkpoint.facts.saved_format:
         return _loaded(checkpoint, f"its weights are stored in {saved}")
     model = blank_model(config_of(checkpoint))

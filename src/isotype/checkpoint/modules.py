@@ -1,4 +1,4 @@
-"""Loading into any `nn.Module`: by its own names, or through an adapter that its author gives."""
+"""Load a checkpoint into any `nn.Module`, by its own names or through an adapter of its author."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
 class StateDictAdapter(Protocol):
-    """From the tensors of a checkpoint to those of a module, and back.
+    """Conversion of a checkpoint's tensors into those of a module, and back.
 
-    `to_hf(from_hf(state))` has to equal `state`. Renaming, splitting, joining, stacking and turning are all fine.
+    `to_hf(from_hf(state))` must equal `state`. Renaming, splitting, joining, stacking and transposing are allowed.
     """
 
     def from_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The module's tensors by name, of those of the checkpoint, which are mapped; also asked with meta tensors."""
+        """Return the module's tensors by name from the checkpoint's mapped ones; also called with meta tensors."""
 
     def to_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The checkpoint's tensors by name, of those of the module."""
+        """Return the checkpoint's tensors by name from those of the module."""
 
 
 def load_module(
@@ -52,18 +52,18 @@ def load_module(
 ) -> None:
     """Fill `model` from the checkpoint at `path` in place, and bring it under the policy.
 
-    Its linear layers become bitsandbytes' where the policy is quantized. The values that its tensors had are dropped, so
-    parameters may lie on the meta device; buffers that no file has may not.
+    Its linear layers become bitsandbytes' if the policy is quantized. The tensors' previous values are dropped, so
+    parameters may be on the meta device; buffers that no file has may not.
 
     Args:
         model: any module.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
         adapter: for names and shapes that differ from the checkpoint's.
-        device: where the tensors go.
+        device: of the tensors.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape than the module's, there twice, or not finite; a buffer
+        CheckpointError: a tensor is missing, of another shape than the module's, duplicate, or not finite; a buffer
             without values is in no file.
     """
     headers = read_headers(path)
@@ -113,7 +113,7 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Headers of what the adapter makes of the checkpoint's tensors, learned on the meta device."""
+    """Return the headers of the adapter's results for the checkpoint's tensors, found on the meta device."""
     blank = {
         tensor.name: torch.empty(dense_shape(tensor) or (), dtype=dense_dtype(tensor), device="meta")
         for tensor in stored_tensors(headers.tensors, headers.quantization)

@@ -1,4 +1,4 @@
-"""A checkpoint, opened once and passed on as one value: what its name stands for, and what its config and headers say."""
+"""A checkpoint, opened once and passed as one value: its files, config and headers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, Problem, SaveEr
 from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
-"""Bytes of each tensor that a fingerprint takes: two checkpoints of one architecture have the same headers."""
+"""Bytes of each tensor in a fingerprint: two checkpoints of one architecture have the same headers."""
 _SHOWN = 12  # problems in one error
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
 
@@ -41,15 +41,15 @@ _ARCHIVES = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose config and headers were read; no weight was.
+    """A checkpoint whose config and headers were read, without a weight.
 
     Attributes:
         name: as it was given: a path, `embedded:NAME` or a hub id.
-        source: what `from_pretrained` takes: the directory, the GGUF file or the hub id.
-        files: the directory or GGUF file on this machine that holds the weights; None where none does.
+        source: argument of `from_pretrained`: the directory, the GGUF file or the hub id.
+        files: the local directory or GGUF file with the weights; None if there is none.
         config: of transformers; None for a GGUF file, see `config_of`.
-        headers: of the weights; None where there are none, or the hub does not say.
-        facts: what a policy is decided from.
+        headers: of the weights; None if there are none, or the hub does not provide them.
+        facts: the basis of a policy.
         revision: branch, tag or commit of a hub id.
     """
 
@@ -63,19 +63,19 @@ class Checkpoint:
 
     @property
     def on_hub(self) -> bool:
-        """Whether `source` is a hub id."""
+        """True if `source` is a hub id."""
         return isinstance(self.source, str)
 
     @property
     def gguf(self) -> bool:
-        """Whether it is a GGUF file, whose config is in its metadata."""
+        """True if it is a GGUF file, whose config is in its metadata."""
         return self.files is not None and self.files.suffix == ".gguf"
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of what it holds: names, dtypes, shapes, file sizes, config.json, and a few bytes of every tensor.
+        """Hash of its content: names, dtypes, shapes, file sizes, config.json, and a few bytes of every tensor.
 
-        None where there are no weights, or none on this machine. The same on every path and at any time.
+        None without local weights. The same on every path and at any time.
         """
         if self.files is None or self.headers is None:
             return None
@@ -99,7 +99,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
     """Read the config and the headers of a checkpoint.
 
     Args:
-        name: a directory, a GGUF file, `embedded:NAME` or a hub id; one that is open stays as it is.
+        name: a directory, a GGUF file, `embedded:NAME` or a hub id; an open checkpoint is returned unchanged.
         revision: branch, tag or commit of a hub id.
 
     Raises:
@@ -140,7 +140,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
 
 
 def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
-    """`open_checkpoint`, or, of a config.json, the model that it describes, without weights."""
+    """Open a checkpoint, or the model that a config.json describes, without weights."""
     path = Path(name)
     if path.name != "config.json" or not path.is_file():
         return open_checkpoint(name, revision)
@@ -149,7 +149,7 @@ def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
 
 
 def downloaded(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with its weights on this machine, which are downloaded where they are not.
+    """Return the checkpoint with local weights, downloaded if needed.
 
     Raises:
         CheckpointError: it has no weights, or the hub cannot be reached.
@@ -164,17 +164,17 @@ def downloaded(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def require_weights(checkpoint: Checkpoint) -> None:
-    """Whether a checkpoint on this machine has weights; one on the hub is taken to have some.
+    """Check that a local checkpoint has weights; one on the hub is assumed to.
 
     Raises:
-        CheckpointError: there is a config and nothing else.
+        CheckpointError: there is only a config.
     """
     if checkpoint.files is None and not checkpoint.on_hub:
         raise _without_weights(checkpoint)
 
 
 def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
-    """The headers of a checkpoint's weights.
+    """Return the headers of a checkpoint's weights.
 
     Raises:
         CheckpointError: it has none.
@@ -185,10 +185,10 @@ def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
-    """The transformers config of a checkpoint; that of a GGUF file is made from its metadata.
+    """Return the transformers config of a checkpoint; for a GGUF file, made from its metadata.
 
     Raises:
-        CheckpointError: the file is of an architecture that transformers does not read from GGUF.
+        CheckpointError: transformers does not read the architecture from GGUF.
     """
     if checkpoint.config is not None:
         return checkpoint.config
@@ -196,10 +196,10 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 
 def require_complete_gguf(checkpoint: Checkpoint) -> None:
-    """Compare a GGUF file with the model that its metadata describe; of anything else opening it did so.
+    """Compare a GGUF file with the model of its metadata; for other formats, opening has done so.
 
     Raises:
-        CheckpointError: tensors are missing, of another size than the model's or there twice.
+        CheckpointError: tensors are missing, of another size than the model's or duplicate.
     """
     if checkpoint.gguf and checkpoint.headers is not None:
         model = build_on_meta(config_of(checkpoint), checkpoint.name)
@@ -207,9 +207,9 @@ def require_complete_gguf(checkpoint: Checkpoint) -> None:
 
 
 def require_loadable(name: str | Path, revision: str | None = None) -> None:
-    """Compare a checkpoint with its model and its config, as loading it does.
+    """Compare a checkpoint with its model and its config, as loading does.
 
-    Of a file alone, an adapter, and a model that transformers does not know only the quantization is looked at.
+    For a single file, an adapter, and a model unknown to transformers, only the quantization is checked.
 
     Raises:
         CheckpointError: `load` would refuse it; names every problem.
@@ -234,10 +234,10 @@ def require_loadable(name: str | Path, revision: str | None = None) -> None:
 
 
 def require_readable(directory: Path) -> None:
-    """Read back what was written: refuse a file of safetensors, GGUF or `torch.save` below `directory` that is not whole.
+    """Read back written files: refuse incomplete safetensors, GGUF and `torch.save` files below `directory`.
 
     Raises:
-        SaveError: one is not; each is named.
+        SaveError: some are incomplete; each is named.
     """
     wrong = []
     for path in sorted(directory.rglob("*")):
@@ -255,14 +255,15 @@ def require_readable(directory: Path) -> None:
 
 
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
-    """The facts about a model, without reading or allocating a weight.
+    """Return the facts about a model, without reading or allocating a weight.
 
     Args:
-        model: an `nn.Module`, a transformers config, or what names a checkpoint: a directory, a GGUF file, `embedded:NAME` or a hub id.
-        revision: branch, tag or commit of a hub id; of no meaning for anything else.
+        model: an `nn.Module`, a transformers config, or the name of a checkpoint: a directory, a GGUF file,
+            `embedded:NAME` or a hub id.
+        revision: branch, tag or commit of a hub id, ignored for anything else.
 
     Raises:
-        CheckpointError: there is no model there, or it is damaged or incomplete.
+        CheckpointError: there is no model, or it is damaged or incomplete.
         PrecisionError: `model` is none of the above.
     """
     if isinstance(model, nn.Module):
@@ -298,7 +299,7 @@ def _require_gguf(file: Path) -> None:
 
 
 def _require_model(directory: Path, no_weights: bool) -> None:
-    """Whether a directory holds a model's config, and not an adapter alone."""
+    """Check that a directory has a model's config, and not only an adapter."""
     adapter = directory / "adapter_config.json"
     held = f"the directory {directory} holds {contents(directory)}"
     if adapter.is_file() and no_weights:

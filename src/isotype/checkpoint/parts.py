@@ -1,4 +1,4 @@
-"""Some rows of a model's tensor, along its first dimension, made of no more of a checkpoint than they need: experts of a stack."""
+"""Read some rows of a model's tensor (experts of a stack) from only the parts of a checkpoint that they need."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from isotype.core.names import grouped
 
 
 class Tensors(Protocol):
-    """Where the tensors of files are read."""
+    """Reader of the tensors of files."""
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """A tensor as it is stored."""
+        """Return a tensor as stored."""
 
 
 def read_source(
     model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None
 ) -> dict[str, torch.Tensor]:
-    """The dense tensors of a model that a source makes.
+    """Return the dense tensors of a model that a source makes.
 
     Args:
-        model: the owner of the names and shapes; meta tensors are enough.
+        model: has the names and shapes; may be on the meta device.
         source: of its `weight_map`.
-        files: where the source's tensors are.
-        dtype: what dequantized values are rounded to; values that are stored plainly keep their dtype.
-        turn: how tensors of a GGUF file are converted.
+        dtype: of dequantized values; plainly stored values keep their dtype.
+        turn: converts tensors of a GGUF file.
     """
     values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
     if source.conversion is not TURNED:
@@ -44,7 +43,7 @@ def read_source(
 def read_parts(
     model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None, shape: torch.Size
 ) -> Iterator[tuple[torch.Tensor, Source]]:
-    """The tensor `source.target` of this shape in parts, one row at a time where a row can be made alone; each with what it was made of.
+    """Yield the tensor `source.target` of this shape in parts, row by row if possible, each with its source.
 
     The arguments are those of `read_source`.
     """
@@ -60,9 +59,9 @@ def read_parts(
 def rows_of(
     model: Any, source: Source, files: Tensors, name: str, shape: torch.Size, start: int, stop: int
 ) -> tuple[Source, Tensors] | None:
-    """The part of a source that makes rows `start` to `stop` of the tensor `name` of this shape, and where it is read.
+    """Return the part of a source that makes rows `start` to `stop` of the tensor `name`, and its reader.
 
-    A row comes of one of the source's tensors (of each pattern), or of one row of each of them; None if it comes of more.
+    A row comes from one of the source's tensors (per pattern), or from one row of each; None if it comes from more.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda each: each[1]).values()
@@ -110,7 +109,7 @@ class _Rows:
 def _sliced(
     source: Source, files: Tensors, rows: int, start: int, stop: int
 ) -> tuple[Source, Tensors] | None:
-    """The source, cut to these rows of each of its tensors; None if one of them has another number of rows."""
+    """Return the source, cut to these rows of each tensor; None if one has another number of rows."""
     whole: dict[TensorHeader, TensorHeader] = {}
 
     def some(header: TensorHeader) -> TensorHeader:

@@ -1,4 +1,4 @@
-"""resolve_precision: gather the facts, then decide. The one place where checkpoint, device and versions meet."""
+"""resolve_precision: gather the facts of checkpoint, device and versions, then decide."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isotype.precision.versions import incompatible_here, installed
 
 
 class StorageOptions(TypedDict, total=False):
-    """What is asked for rarely: the rest of a `PrecisionRequest`."""
+    """Rarely used options of a `PrecisionRequest`."""
 
     master: str | torch.dtype | None
     double_quant: bool | None
@@ -46,35 +46,35 @@ def resolve_precision(
     damages: Damages | None = None,
     **storage: Unpack[StorageOptions],
 ) -> PrecisionPolicy:
-    """Decide the dtype of every role of a training run, once, with the reason for each.
+    """Decide the dtype of every role of a training run, with the reason for each.
 
     Args:
         model: an `nn.Module`, a transformers config, a checkpoint directory, a GGUF file or a hub id.
-        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`: the dtype the checkpoint
-            was trained in where the device runs it natively, else the best the device has.
-        quantization: `"nf4"`, `"fp4"`, `"int8"`, None for weights in the compute dtype; or `"mixed"`: each linear layer in nf4, int8 or
-            16 bits, chosen by what that does to the model's output.
-        device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for
-            the best one here.
+        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`: the dtype the checkpoint was
+            trained in if native on the device, else the device's best.
+        quantization: `"nf4"`, `"fp4"`, `"int8"`, None for weights in the compute dtype; or `"mixed"`: each linear
+            layer in nf4, int8 or 16 bits, chosen by its damage to the model's output.
+        device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for the
+            best one here.
         trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
-        revision: branch, tag or commit of a hub id; of no meaning for anything else.
+        revision: branch, tag or commit of a hub id, ignored for anything else.
         ranges: from `isotype.measure_ranges`: for float16 they decide the residual stream's dtype, exceptions and the
-            first loss scale. Without them, an earlier measurement of the same checkpoint does, else what is publicly
-            known of the model's family, else the dtype it was trained in.
-        damages: from `isotype.measure_quality`, for `"mixed"`; without them an earlier measurement of the same checkpoint is taken.
+            first loss scale. Default: a cached measurement of the same checkpoint, else published facts about the
+            model's family, else the dtype it was trained in.
+        damages: from `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
         **storage: by keyword, see `StorageOptions`:
 
-            - `master`: dtype of trainable parameters; float32 unless asked.
-            - `double_quant`: quantize the quantization constants too (nf4, fp4).
-            - `quant_storage`: dtype of the packed 4-bit bytes; uint8 unless asked.
-            - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); the compute
-              dtype unless asked. Another one relies on autocast, which casts the weights in every step.
-            - `base_memory`: bytes that the base's weights take at most (`quantization="mixed"`); unless asked, a tenth more for
-              the linear layers than nf4 takes.
-            - `quantized_parts`: `"language"`, or `"all"`: towers of pictures and sound and their projectors are quantized, too.
+            - `master`: dtype of trainable parameters; default float32.
+            - `double_quant`: quantize the quantization constants, too (nf4, fp4).
+            - `quant_storage`: dtype of the packed 4-bit bytes; default uint8.
+            - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); default: the compute
+              dtype. Another one relies on autocast, which casts the weights in every step.
+            - `base_memory`: maximum bytes of the base's weights (`quantization="mixed"`); default: a tenth more for the
+              linear layers than in nf4.
+            - `quantized_parts`: `"language"`, or `"all"`: also quantize towers of pictures and sound and their projectors.
 
     Returns:
-        The policy: every role's dtype, each with its reason, and warnings of what the choice costs.
+        The policy: every role's dtype, each with its reason, and warnings about the costs.
 
     Raises:
         PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
@@ -98,22 +98,17 @@ def resolve_request(
     damages: Damages | None = None,
     measure_damages: Callable[[], Damages] | None = None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """`resolve_precision` of what was asked as one value, with the measurement that it was decided by.
+    """Resolve a `PrecisionRequest`; return the policy and the measurement behind it (None if there is none or none is
+    needed).
 
     Args:
-        facts: about the model.
-        request: what was asked.
-        device, ranges, damages: as of `resolve_precision`.
-        checkpoint: whose earlier measurements are taken; None for a model that is in memory, or that is a config alone.
-        measure: measures the checkpoint; called where float16 needs a measurement, the weights are on this machine, and
-            none was kept.
-        measure_damages: as `measure`, of what quantization does, where storage is to be mixed.
-
-    Returns:
-        The policy and the measurement; None where there is none or none is needed.
+        device, ranges, damages: as for `resolve_precision`.
+        checkpoint: its cached measurements are used; None for a model in memory, or a config.
+        measure: measures the checkpoint; called if float16 needs it, the weights are local, and none is cached.
+        measure_damages: as `measure`, for mixed storage.
 
     Raises:
-        PrecisionError, CheckpointError: as `resolve_precision`, and what `measure` raises.
+        PrecisionError, CheckpointError: as `resolve_precision`, and errors of `measure`.
     """
     profile = device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
@@ -137,14 +132,14 @@ def resolve_request(
 
 
 def with_storage_reason(policy: PrecisionPolicy, reason: str) -> PrecisionPolicy:
-    """The policy with another reason for the storage."""
+    """Return the policy with another reason for the storage."""
     return replace(policy, reasons={**policy.reasons, "storage": reason})
 
 
 def _kept_or_measured(
     kind: type[Measurement], checkpoint: Checkpoint, measure: Callable[[], Measurement] | None
 ) -> Measurement | None:
-    """An earlier measurement of a checkpoint, else one now; None if its weights are not on this machine."""
+    """Return a cached measurement of a checkpoint, else a new one; None if its weights are not local."""
     if checkpoint.fingerprint is None:
         return None
     earlier = kept(kind, checkpoint.fingerprint)
@@ -152,7 +147,7 @@ def _kept_or_measured(
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
-    """Library versions that make the run impossible here; for a device that is elsewhere they say nothing."""
+    """Return problems of library versions that make the run impossible here; none for another machine's device."""
     if not profile.present:
         return []
     problems = [

@@ -1,4 +1,4 @@
-"""Load a checkpoint over several processes: each reads and keeps its rows of every tensor, and no process holds the whole."""
+"""Load a checkpoint over several processes: each reads and keeps only its rows of every tensor."""
 
 from __future__ import annotations
 
@@ -48,23 +48,26 @@ def load_sharded(
 ) -> Any:
     """Load the model at `path` under `policy`, sharded by FSDP2 over the processes of `mesh`.
 
-    The model is built without weights, gets its adapters, is sharded, and is filled then: of every tensor each process reads, quantizes
-    and keeps its own rows. Quantized weights come out as those of `isotype.load`, bit by bit. All processes have to call this together.
+    The model is built without weights, gets its adapters, is sharded, and is then filled: each process reads,
+    quantizes and keeps its own rows of every tensor. Quantized weights are bitwise those of `isotype.load`. All
+    processes must call this.
 
     Args:
-        path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or a checkpoint that is open.
+        path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or an open checkpoint.
         policy: from `isotype.resolve_precision`.
-        adapt: adds the adapters, as in `lambda model: isotype.add_lora(model, policy, r=16)`; the model that it is given has no values.
-            Adapters are drawn as in one process: with the same seed, in the same order.
-        mesh: a `DeviceMesh` of one dimension; by default all processes.
-        reshard: free a block's gathered weights after its forward and gather them again for its backward; False keeps them.
+        adapt: adds the adapters, as in `lambda model: isotype.add_lora(model, policy, r=16)`; its model has no
+            values. Adapters are initialised as in one process: same seed, same order.
+        mesh: a `DeviceMesh` of one dimension; default: all processes.
+        reshard: free a block's gathered weights after its forward and gather them again for its backward; False keeps
+            them.
         revision: branch, tag or commit of a hub id.
-        **settings: `model_class` (a transformers model class or auto class; by default the class that the config names),
-            `attn_implementation` as in `from_pretrained`, and fields of the config to set, such as `num_labels`.
+        **settings: `model_class` (a transformers model class or auto class; default: the class that the config
+            names), `attn_implementation` as in `from_pretrained`, and fields of the config to set, such as
+            `num_labels`.
 
     Returns:
-        The model (or what `adapt` returned), its class one of FSDP's. `precision_policy` is the policy, `bytes_read` the bytes that this
-        process has read of the files.
+        The model (or the result of `adapt`), of an FSDP class. `precision_policy` is the policy, `bytes_read` the
+            bytes of the files that this process has read.
 
     Raises:
         CheckpointError: `path` is no checkpoint or lacks tensors that the model needs, or values are not finite.
@@ -115,13 +118,13 @@ def _check_dense(checkpoint: Checkpoint, mesh: Any) -> None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Reads the rows of this process.
+    """Reader of this process's rows.
 
     Attributes:
         stored: the files, by the model's names.
-        policy: what the rows are converted for.
+        policy: for the conversion.
         mesh: the processes.
-        device: where the rows go.
+        device: of the rows.
         source: the checkpoint, for messages.
     """
 
@@ -132,11 +135,11 @@ class _Rows:
     source: str
 
     def plain(self, name: str, parameter: Any) -> torch.Tensor:
-        """The rows of `parameter` that are this process's, in its dtype."""
+        """Return this process's rows of `parameter`, in its dtype."""
         return self._read(name, *self._own(parameter.shape[0]), parameter.dtype)
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """int8 rows; the scales of all rows go beside the layer."""
+        """Return int8 rows; the scales of all rows are stored in the layer."""
         rows = parameter.shape[0]
         start, stop = self._own(rows)
         scales = torch.zeros(rows, device=self.device)
@@ -148,7 +151,7 @@ class _Rows:
         return codes
 
     def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Packed codes `[bytes of this process / size of the storage dtype, 1]`; the constants of all blocks go beside the layer."""
+        """Return packed codes `[bytes of this process / size of the storage dtype, 1]`; the layer gets all constants."""
         state = quantization_state(layer)
         width, size = state.shape[1], state.blocksize
         packed = 2 * parameter.dtype.itemsize  # elements in one of the storage dtype
@@ -156,7 +159,7 @@ class _Rows:
         absmax = torch.zeros(math.ceil(state.shape.numel() / size), device=self.device)
         codes = torch.empty(0, 1, dtype=torch.uint8, device=self.device)
         if stop > start:
-            # Whole blocks around the own elements, out of the rows that they lie in.
+            # Whole blocks around this process's elements, from their rows.
             first, last = start // size * size, min(math.ceil(stop / size) * size, state.shape.numel())
             top, bottom = first // width, math.ceil(last / width)
             dense = self._read(name, top, bottom, self.policy.plain, holds_turned(layer)).flatten()
@@ -174,7 +177,7 @@ class _Rows:
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
-        """Codes of the experts that are this process's; the constants of all experts go beside the codes, whole in every process."""
+        """Return codes of this process's experts; the constants of all experts are stored in every process."""
         experts = blank.shape[0]
         # Experts that pass the compute dtype's range are quantized as they are computed.
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
@@ -201,7 +204,7 @@ class _Rows:
         return codes
 
     def _own(self, rows: int) -> tuple[int, int]:
-        """FSDP2's rows of this process: as `torch.chunk` cuts them."""
+        """Return FSDP2's rows of this process, cut like `torch.chunk`."""
         each = math.ceil(rows / self.mesh.size())
         start = min(each * self.mesh.get_local_rank(), rows)
         return start, min(start + each, rows)
@@ -214,13 +217,13 @@ class _Rows:
         return (rows.T if turned else rows).to(device=self.device, dtype=dtype).contiguous()
 
     def _from_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Every process's entries, where each has filled in its own among zeros."""
+        """Combine every process's entries, filled in among zeros."""
         torch.distributed.all_reduce(part, group=self.mesh.get_group())
         return part
 
 
 def _fill(model: nn.Module, rows: _Rows) -> None:
-    """Give every parameter on the meta device its rows."""
+    """Read this process's rows of every parameter on the meta device."""
     from torch.distributed.tensor import DTensor, Shard
 
     owners: dict[Any, list[tuple[str, Place, str]]] = {}  # names in the checkpoint, places, names there
@@ -254,4 +257,4 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
         replacement = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
         for _, holder, other in owners[parameter]:
             own_parameters(holder.module)[other] = replacement
-    model.load_state_dict({}, strict=False)  # FSDP2 looks for new parameters after a load
+    model.load_state_dict({}, strict=False)  # FSDP2 registers new parameters after a load

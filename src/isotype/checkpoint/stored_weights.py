@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by the names that the model has for them, read one at a time."""
+"""The weights of a checkpoint by the model's names, read one at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from isotype.core.formats import MXFP4
 
 
 class StoredWeights:
-    """The tensors of a checkpoint by the names that `model` has for them.
+    """The tensors of a checkpoint by the names of `model`.
 
-    transformers renames, splits, stacks and turns tensors while it loads them; the steps are its own
-    (`transformers.core_model_loading`), for one tensor of the model at a time. What is stored in blocks (GGUF, mxfp4, FP8) is unpacked.
+    transformers renames, splits, stacks and transposes tensors on loading; its own steps
+    (`transformers.core_model_loading`) are run for one tensor at a time. Blocks (GGUF, mxfp4, FP8) are dequantized.
 
     Attributes:
         shapes: shape of every tensor of the model that the checkpoint has.
@@ -29,7 +29,7 @@ class StoredWeights:
     """
 
     def __init__(self, model: Any, headers: CheckpointHeaders, weights: WeightMap | None = None) -> None:
-        """`weights`: the `weight_map` of the two, where it is known."""
+        """`weights`: the `weight_map` of the two, if known."""
         self._model = model
         self.bytes_read = 0
         self._sources = (weights or weight_map(model, headers)).sources
@@ -37,19 +37,20 @@ class StoredWeights:
         own = model.state_dict(keep_vars=True)
         self.shapes: dict[str, torch.Size] = {}
         for name, source in self._sources.items():
-            # A GGUF file does not say what its tensors are turned into: they are read for the model's own shape.
+            # A GGUF file lacks its tensors' converted shapes: they are read for the model's own.
             shape = own[name].shape if source.conversion is TURNED else source.shapes.get(name)
             if shape is not None:
                 self.shapes[name] = torch.Size(shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor that the model calls `name`, in the dtype it is stored in, dequantized ones in float32; memory-mapped where it is stored so."""
+        """Return the model's tensor `name` in its stored dtype (memory-mapped), dequantized ones in float32."""
         return self._made(self._sources[name])[name]
 
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
-        """Rows `start` to `stop` (columns, with `dim` 1) of what `read` gives, and no more of the file than they take.
+        """Return rows `start` to `stop` (columns, with `dim` 1) of `read(name)`, reading no more of the file than
+        needed.
 
-        Where those are a part of the conversion's tensors, or rows of each (experts), only they are read; else all of them are.
+        If they are a part of the conversion's tensors, or rows of each (experts), only these are read; else all.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)
@@ -58,7 +59,7 @@ class StoredWeights:
             none[dim] = 0
             return torch.empty(none)
         if source.conversion is None and not source.tensors[0][0].quantized:
-            # Only the pages that the rows lie in are read from the disk.
+            # Only the pages of the rows are read from the disk.
             plain = MappedFiles().tensor(source.tensors[0][0].weight)[where].clone()
             self.bytes_read += plain.nbytes
             return plain
@@ -73,10 +74,10 @@ class StoredWeights:
         return rows if part else rows[where].clone()
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts `start` to `stop` of a stack that the checkpoint stores in mxfp4: blocks and exponents, as they are stored.
+        """Return blocks and exponents of experts `start` to `stop` of an mxfp4 stack, as stored.
 
         Raises:
-            CheckpointError: it is stored otherwise.
+            CheckpointError: it is stored in another format.
         """
         tensor, _ = self._sources[name].tensors[0]
         if tensor.form != MXFP4 or tensor.problem is not None:
@@ -94,16 +95,16 @@ class StoredWeights:
 
 
 def blank_model(config: Any) -> Any:
-    """The model of a config with parameters on the meta device and real buffers, float32, in evaluation mode.
+    """Return the model of a config with parameters on the meta device and real buffers, float32, in evaluation mode.
 
     Raises:
-        CheckpointError: the config names no class that transformers has, or one that it does not fit.
+        CheckpointError: the config names no class of transformers, or an incompatible one.
     """
     return skeleton(config, torch.float32, buffers=True).eval()
 
 
 def fill_buffers(model: nn.Module, stored: StoredWeights) -> None:
-    """Give a model's buffers the values that the checkpoint has for them."""
+    """Fill a model's buffers from the checkpoint."""
     for name, buffer in model.named_buffers():
         if name in stored.shapes:
             buffer.copy_(stored.read(name))

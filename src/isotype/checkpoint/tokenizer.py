@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, or its processor where it takes images: its files checked, and read without running code of theirs."""
+"""The tokenizer or image processor of a checkpoint; its files are checked, and their code is not run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ENTRIES = (
 
 
 def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
-    """The tokenizer or processor of a directory or hub id; None if it has none and none is required.
+    """Return the tokenizer or processor of a directory or hub id; None if it has none and none is required.
 
     Raises:
-        CheckpointError: its files are damaged, or only code of the checkpoint could read them; with `required`, there is none.
+        CheckpointError: its files are damaged, or need code of the checkpoint; with `required`, there is none.
     """
     import transformers
 
@@ -69,7 +69,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
 
 
 def _lacking(message: str) -> Problem | None:
-    """The package that a processor of pictures asks for and that is not here; None if it is something else."""
+    """Return the problem of a missing package for a picture processor; None for other errors."""
     if find_spec("PIL") is None and re.search(r"image processor|\bPIL\b|[Pp]illow", message):
         return Problem(
             "its processor of pictures needs pillow", "the package pillow", "pip install 'isotype[vision]'"
@@ -91,7 +91,7 @@ def _none(source: str | Path, reason: str) -> CheckpointError:
 
 
 def _check_files(directory: Path) -> None:
-    """Refuse files that are no objects, or whose entries are not of the types that transformers takes them for."""
+    """Refuse files that are no objects, or whose entries have types that transformers does not take."""
     problems: list[Problem] = []
     for file in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", *TOKENIZER_FILES):
         path = directory / file
@@ -112,11 +112,11 @@ def _check_files(directory: Path) -> None:
 
 
 def _reason(source: Path) -> str:
-    """Why transformers takes the files for no tokenizer: its door for tokenizers and processors keeps that to itself."""
+    """Return why transformers refuses the files, which its factory of tokenizers and processors hides."""
     from transformers import AutoTokenizer
 
     try:
         pretrained(AutoTokenizer, source)
-    except Exception as error:  # noqa: BLE001 - tokenizers raises no other class; what it says is passed on
+    except Exception as error:  # noqa: BLE001 - tokenizers raises no other class; its message is passed on
         return f"{type(error).__name__}: {first_line(error)}"
     return ""

@@ -1,8 +1,8 @@
-"""The model that `isotype.load` would give, without a byte of weights: every tensor on the meta device.
+"""The model of `isotype.load` without weights: every tensor on the meta device.
 
-The steps are transformers' own (its initialisation context, its quantizer's choice of layers) and bitsandbytes'
-own (its operators shape packed weights and quantization states on the meta device too), so that names, classes,
-shapes and dtypes follow the installed versions.
+The steps are transformers' (its initialisation context, its quantizer's choice of layers) and bitsandbytes' (its
+operators also shape packed weights and quantization states on the meta device), so that names, classes, shapes and
+dtypes follow the installed versions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """The model class for `config`: the auto class's choice, or the one that the config itself names.
+    """Return the model class for `config`: the auto class's choice, or the one that the config names.
 
     Raises:
-        CheckpointError: the config names no class that transformers has.
+        CheckpointError: the config names no class of transformers.
     """
     if model_class is not None and not is_auto_class(model_class):
         return model_class
@@ -53,18 +53,18 @@ def skeleton(
     buffers: bool = False,
     **settings: Any,
 ) -> Any:
-    """The dense model on the meta device, its float tensors in the policy's plain dtype.
+    """Return the dense model on the meta device, its float tensors in the policy's plain dtype.
 
     Args:
         config: a transformers config; it is copied.
         policy: from `isotype.resolve_precision`; or a dtype.
-        model_class: a transformers model class or auto class; by default the class that the config names.
+        model_class: a transformers model class or auto class; default: the class that the config names.
         attn_implementation: as in `from_pretrained`.
-        buffers: whether buffers, which most checkpoints do not hold, get their values.
+        buffers: compute the values of buffers, which most checkpoints lack.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
-        CheckpointError: the config names no class that transformers has, or one that it does not fit.
+        CheckpointError: the config names no class of transformers, or an incompatible one.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
@@ -93,10 +93,10 @@ def skeleton(
 
 
 def store(model: Any, policy: PrecisionPolicy) -> Any:
-    """Bring a model from `skeleton` into the storage that the policy names, in place, and put it under the policy.
+    """Convert a model from `skeleton` to the policy's storage, in place, and put it under the policy.
 
-    4-bit weights become `[packed, 1]` with their quantization state; int8 ones `[out, in]` with row scales; stacked experts as
-    `isotype.model.experts.stack` has them.
+    4-bit weights become `[packed, 1]` with their quantization state; int8 ones `[out, in]` with row scales; stacked
+    experts as in `isotype.model.experts.stack`.
     """
     quantization = quantization_of(model.config)
     if quantization is not None and quantization.dequantized:
@@ -115,7 +115,7 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
 
 
 def skipped_modules(config: Any) -> tuple[str, ...]:
-    """The modules that a checkpoint which is saved quantized leaves dense."""
+    """Return the modules that a checkpoint saved quantized leaves dense."""
     return tuple(quantization_options(config).get("llm_int8_skip_modules") or ())
 
 
@@ -140,13 +140,13 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
 
 
 def forget_quantization(config: Any) -> None:
-    """Take out of a config (and those inside of it) how the checkpoint was quantized: the model is dense."""
+    """Remove the checkpoint's quantization from a config (and nested ones): the model is dense."""
     for each in (config, config.get_text_config()):
         vars(each).pop("quantization_config", None)
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """transformers' quantization config for `policy`; `saved`: the format that the checkpoint comes in, or None."""
+    """Return transformers' quantization config for `policy`; `saved`: format of the checkpoint, or None."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig
@@ -165,7 +165,7 @@ def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
 
 
 def note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """The config that is saved with the model says the compute dtype that is really in force."""
+    """Set the model's actual compute dtype in the config that is saved with it."""
     config = getattr(model.config, "quantization_config", None)
     if config is not None and hasattr(config, "bnb_4bit_compute_dtype"):
         config.bnb_4bit_compute_dtype = policy.compute

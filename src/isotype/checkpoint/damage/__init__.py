@@ -1,1 +1,1 @@
-"""What storing linear layers in fewer bits does to a model's output, block by block."""
+"""Damage to a model's output from storing linear layers in fewer bits, block by block."""

@@ -1,4 +1,4 @@
-"""The linear layers of a twin: what the error of each one's weight does to the loss, and a forward with weights as a format stores them."""
+"""Linear layers of a twin: the effect of each weight's error on the loss, and a forward with stored weights."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _BLOCKS = 64  # rows in whole blocks of 4 bits, however wide a row is
 
 
 class PlainWeights(Weights):
-    """Weights that are made and not looked at."""
+    """Weights without a measurement."""
 
     def _made(self, weight: Weight) -> torch.Tensor:
         with torch.no_grad():
             return weight.read().detach().to(self.device, self.dtype)
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of `weight` that `indices` name, each once, and the indices into them."""
+        """Return the unique rows of `weight` that `indices` name, and the indices into them."""
         with torch.no_grad():
             stored = weight.read().detach()
             wanted, inverse = torch.unique(indices, return_inverse=True)
@@ -42,7 +42,7 @@ class PlainWeights(Weights):
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Of the embeddings' weights, only the rows that are looked up are made."""
+    """Weights of which embeddings materialize only the rows that are looked up."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
@@ -54,10 +54,10 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """What is summed up of one layer.
+    """Sums over one layer: nats of all tokens and squared error of the weight by format, squares of its inputs.
 
-    Nats of all tokens and squared error of the weight, by format; squares of its inputs,
-    each of the `tokens` times the squared norm of its gradient: the columns' sums of the Fisher information.
+    Each of the `tokens` input squares is weighted by its squared gradient norm: column sums of the Fisher
+    information.
     """
 
     rows: int = 0
@@ -69,24 +69,24 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """Of the input channels, as policies have them."""
+        """Moments of the input channels, in the form of policies."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
 @dataclass
 class Layers:
-    """Takes the place of a recorder in `isotype.ranges.twin.twin_of`.
+    """Measurement of linear layers, in place of a recorder in `isotype.ranges.twin.twin_of`.
 
-    With f = ln p(y | x) of a y that is drawn from the model's own distribution, the divergence of the model with weights W + D is
-    ½ E[<D, df/dW>²] to second order (the Fisher information); `isotype.checkpoint.damage.measure` puts another gradient of the same
-    second moments in the place of df. Its diagonal is taken, token by token of the layer: for the gradient g
-    of its output and its input x, ½ Σ (g² xᵀ²) D². Errors of different weights are as good as independent; the square of a sum over
-    tokens would want hundreds of draws.
+    With f = ln p(y | x) for y sampled from the model, the divergence of the model with weights W + D is ½ E[<D,
+    df/dW>²] to second order (the Fisher information); `isotype.checkpoint.damage.measure` replaces df by another
+    gradient with the same second moments. Its diagonal is used, per token: ½ Σ (g² xᵀ²) D² for the gradient g of the
+    output and the input x. Errors of different weights are nearly independent; the square of a sum over tokens would
+    need hundreds of samples.
 
     Attributes:
-        wanted: names of the layers that are measured.
-        form: what each layer's weight is rounded to in a forward without gradients; None: nothing is.
-        sums: of each layer that a backward has come to.
+        wanted: names of the measured layers.
+        form: format to which weights are rounded in a forward without gradients; None: no rounding.
+        sums: of each layer that the backward has reached.
     """
 
     wanted: Collection[str]
@@ -94,11 +94,11 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Around each run of a block: nothing."""
+        """Return a context without effect around each run of a block."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
-        """Put this measurement's forward into the wanted layers, and give embeddings a gradient."""
+        """Install this measurement's forward in the wanted layers, and make embeddings require gradients."""
         for module in model.modules():
             if names[id(module)] in self.wanted:
                 vars(module)["forward"] = self._forward(module, names[id(module)])
@@ -125,14 +125,7 @@ class Layers:
         return forward
 
     def add(self, name: str, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add up what one call of a layer tells.
-
-        Args:
-            name: of the layer.
-            x: its input `[…, in]`.
-            weight: `[out, in]`, float32.
-            gradient: of its output `[…, out]`.
-        """
+        """Add one call of a layer: `x` `[…, in]`, `weight` `[out, in]` float32, `gradient` of the output `[…, out]`."""
         sums = self.sums.setdefault(name, Sums(*weight.shape))
         squares = x.reshape(-1, x.shape[-1]).square()
         above = gradient.reshape(-1, gradient.shape[-1]).square()
@@ -155,7 +148,7 @@ class Layers:
 
     @contextmanager
     def rounding(self, form: str) -> Iterator[None]:
-        """Within it, layers compute with their weights as this format stores them."""
+        """Compute with weights as this format stores them."""
         self.form = form
         try:
             yield
@@ -169,7 +162,7 @@ def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 class _Product(torch.autograd.Function):
-    """X Wᵀ; its backward tells the measurement what it sees. Only gradients of X are wanted."""
+    """X Wᵀ, whose backward feeds the measurement and returns only the gradient of X."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layers: Layers, name: str) -> torch.Tensor:
@@ -189,16 +182,15 @@ class _Product(torch.autograd.Function):
 def rounded(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None = None, *, exact: bool = True
 ) -> torch.Tensor:
-    """The values `[rows, columns]` in float32 that a float32 weight, or whole blocks of its rows, has in a format.
+    """Return a float32 weight, or whole blocks of its rows, rounded to a format: float32 `[rows, columns]`.
 
     Args:
-        weight: `[rows, columns]`.
         form: one of `isotype.precision.damages.MEASURED`.
-        moments: `[columns]`, of the layer's input channels; what constants are fitted to in a format that says so.
-        exact: bitsandbytes' values to the bit; else see `isotype.model.fitted.nearest_values`, in half the time.
+        moments: `[columns]`, of the layer's input channels, for formats with fitted constants.
+        exact: bitsandbytes' values to the bit; else `isotype.model.fitted.nearest_values`, in half the time.
 
     Raises:
-        ValueError: a format that is fitted, without moments.
+        ValueError: a fitted format without moments.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -216,7 +208,7 @@ def rounded(
 
 
 def pieces(rows: int, columns: int) -> Iterator[slice]:
-    """Rows of a weight that are in work at a time: some megabytes, in whole blocks of 4 bits."""
+    """Yield slices of a weight's rows: some megabytes each, in whole blocks of 4 bits."""
     step = max(_BLOCKS, _PIECE // max(1, columns) // _BLOCKS * _BLOCKS)
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))

@@ -1,4 +1,4 @@
-"""measure_quality: what storing each linear layer in fewer bits does to the distribution of the next token."""
+"""measure_quality: the effect of storing each linear layer in fewer bits on the next-token distribution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.ranges.twin import Twin, twin_of
 
 _SEED = 0
 _CHUNK = 64
-"""Rows of logits of which the divergence is computed at a time."""
+"""Rows of logits per computation of the divergence."""
 
 
 def measure_quality(
@@ -41,25 +41,25 @@ def measure_quality(
     progress: bool = True,
     revision: str | None = None,
 ) -> Damages:
-    """Measure, for each linear layer and format, what storing the layer so does to the distribution of the next token.
+    """Measure, for each linear layer and format, the effect of storing the layer so on the next-token distribution.
 
-    A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.layers.Layers`); for each format in
-    `exact`, a forward with all layers in it gives the divergence itself. A checkpoint is read block by block, each time; a model in memory
-    is not changed. What is measured of a checkpoint on the text of this package is kept for `isotype.checkpoint.kept.kept`.
+    A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.layers.Layers`);
+    for each format in `exact`, a forward with all layers in it measures the divergence. A checkpoint is read block by
+    block each time; a model in memory is not changed. The result for a checkpoint on the package's texts is cached.
 
     Args:
         model: a module, or a checkpoint: a directory, a GGUF file, `embedded:NAME` or a hub id; it returns logits.
-        data: what the model is called with, a dict of tensors or a list of such; by default short texts that come with isotype.
-            Tokens whose `attention_mask` is 0, or whose label is -100, do not count.
-        tokens: how many tokens of these texts.
-        exact: formats that are measured for all layers together, each for a forward more.
-        device: where it is computed; by default where the model is, of a checkpoint the CPU.
-        progress: whether a bar is shown on a terminal when it takes longer than three seconds.
+        data: inputs of the model, a dict of tensors or a list of such; default: short texts of the package. Tokens
+            whose `attention_mask` is 0, or whose label is -100, do not count.
+        tokens: number of tokens of these texts.
+        exact: formats measured for all layers together, one forward per format.
+        device: default: the model's; the CPU for a checkpoint.
+        progress: show a bar on a terminal if it takes longer than three seconds.
         revision: branch, tag or commit of a hub id.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be loaded.
-        UsageError: no batch can be made up for the model, or the one given is none; the model returns no logits.
+        UsageError: no batch can be made for the model, or `data` is none; the model returns no logits.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
     return measure_damages(source, data, tokens=tokens, exact=exact, device=device, progress=progress)
@@ -68,7 +68,7 @@ def measure_quality(
 def measure_damages(
     source: Checkpoint | nn.Module, data: Any = None, *, tokens: int = TOKENS, **options: Any
 ) -> Damages:
-    """`measure_quality` of a checkpoint that is open, or of a model in memory."""
+    """Measure quality (see `measure_quality`) of an open checkpoint or a model in memory."""
     return measured_and_kept(_measured, source, data, tokens, **options)
 
 
@@ -113,14 +113,11 @@ class Session:
     """A model that is run several times.
 
     Attributes:
-        measured: what it is.
-        run: what it is called with.
-        layers: those that are measured.
-        twin: the model whose layers they are.
-        device: where it runs.
-        bar: how far it is.
+        run: its inputs.
+        layers: the measured layers.
+        twin: the model with these layers.
         known: log probabilities `[tokens, vocabulary]` of each batch in float32.
-        rows: of embeddings, what is looked up is made.
+        rows: materializes the embedding rows that are looked up.
     """
 
     measured: Measured
@@ -133,7 +130,7 @@ class Session:
     rows: EmbeddedRows
 
     def backward(self) -> int:
-        """Forward and backward of every batch, for the layers' sums; returns how many tokens count."""
+        """Run forward and backward of every batch for the layers' sums; return the number of counted tokens."""
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
         with undisturbed(self.device), self.rows:
             for batch in self.run.batches:
@@ -148,13 +145,13 @@ class Session:
         return sum(each.shape[0] for each in self.known)
 
     def divergence(self, form: str) -> float:
-        """Nats a token from the distributions that are known, with all layers in this format."""
+        """Return the divergence from the known distributions in nats per token, with all layers in this format."""
         with self.layers.rounding(form):
             pairs = list(zip(self.known, self.distributions(), strict=True))
         return sum(_divergence(p, q) for p, q in pairs) / max(1, sum(p.shape[0] for p, _ in pairs))
 
     def distributions(self) -> Iterator[torch.Tensor]:
-        """Log probabilities `[tokens, vocabulary]` of each batch, by a forward."""
+        """Yield the log probabilities `[tokens, vocabulary]` of each batch, by a forward."""
         for batch in self.run.batches:
             with undisturbed(self.device), torch.no_grad(), self.rows:
                 logits = self._logits(on_device(_without_labels(batch), self.device, torch.float32))
@@ -175,7 +172,7 @@ class Session:
 def session_of(
     measured: Measured, run: Batches, device: str | torch.device | None, passes: int, progress: bool
 ) -> Session:
-    """A model, what it is called with and where, ready to run so many times."""
+    """Return a session that is ready for `passes` runs."""
     where = real_device(device) if device is not None else measured.device
     base: Any = measured.model
     base = base.get_base_model() if hasattr(base, "peft_config") else base
@@ -195,7 +192,7 @@ def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Which of the logits' rows count, `[batch, tokens]`."""
+    """Return a mask of the logits' rows that count, `[batch, tokens]`."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:
@@ -210,17 +207,18 @@ def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
 def _of_signs(
     rows: torch.Tensor, counted: torch.Tensor, logits: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """A gradient u of the logits, of which E[u uᵀ] is the Fisher information of the distribution of the next token, token by token.
+    """Return a gradient u of the logits such that E[u uᵀ] is the Fisher information of each next-token distribution.
 
-    For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1,
-    E[u uᵀ] = (diag r - p rᵀ)(diag r - r pᵀ) = diag p - p pᵀ, as of the gradient (one-hot of y) - p of ln p(y) for a y that is drawn
-    from p. Where a model is sure of its words, as trained ones are, that one is mostly near 0 and seldom large; signs vary less.
-    Curvature from random signs through one backward: Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
+    For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1, E[u uᵀ] = (diag r - p rᵀ)(diag r
+    - r pᵀ) = diag p - p pᵀ, as for the gradient (one-hot of y) - p of ln p(y) with y sampled from p. If a model is
+    certain, as trained ones are, the latter is mostly near 0 and rarely large; signs vary less. Curvature from random
+    signs through one backward: Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
-        counted: which of the logits' rows they are, `[batch, tokens]`.
-        logits: `[batch, tokens, vocabulary]`, whose shape, dtype and device the gradient has; 0 for tokens that do not count.
+        counted: mask of these rows in the logits, `[batch, tokens]`.
+        logits: `[batch, tokens, vocabulary]`; the gradient has its shape, dtype and device, 0 for tokens that do not
+            count.
         generator: of the signs, on the CPU.
     """
     signs = torch.empty(rows.shape, dtype=torch.int8).random_(2, generator=generator).mul_(2).sub_(1)
@@ -232,10 +230,10 @@ def _of_signs(
 
 
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """Σ p (ln p - ln q) over all rows, of their logarithms.
+    """Return Σ p (ln p - ln q) over all rows, from logarithms.
 
-    Written as Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is the same as both sum to one and of second order in d: where the
-    logarithms in float32 make the sums miss one by some roundings, the plain form is off by as much.
+    Written as Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is equal since both sum to one, and of second order
+    in d: the plain form is off by the rounding of these sums in float32.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

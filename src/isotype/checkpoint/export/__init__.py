@@ -1,1 +1,1 @@
-"""A model written in another program's format."""
+"""Export a model to another program's format."""

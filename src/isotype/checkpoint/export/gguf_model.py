@@ -1,4 +1,4 @@
-"""An unquantized model as a GGUF file: names and numbers as llama.cpp's own converter writes them."""
+"""Write an unquantized model as a GGUF file, with the names and numbers of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Change = Callable[[str, torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the models of one `model_type` are written.
+    """How models of one `model_type` are written.
 
     Attributes:
         name: llama.cpp's.
-        change: (name in the file, values, config) -> the values that llama.cpp keeps.
-        epsilon: the key and config field of the norms' epsilon.
-        more: further keys, and the config fields that they hold.
+        change: (name in the file, values, config) -> llama.cpp's values.
+        epsilon: key and config field of the norms' epsilon.
+        more: further keys, and their config fields.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Architecture:
 
 
 def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """llama.cpp rotates neighbours in a head, transformers the two halves: the rows of queries and keys change places."""
+    """Permute the rows of queries and keys: llama.cpp rotates neighbours in a head, transformers the two halves."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -51,7 +51,7 @@ def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torc
 
 
 def _norms_from_zero(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """Gemma's norms multiply by 1 + weight; the file holds the sum."""
+    """Add 1 to Gemma's norm weights, as in the file."""
     return values.float() + 1 if name.endswith("norm.weight") else values
 
 
@@ -74,7 +74,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture("phi3", more=_WINDOW),
     "starcoder2": Architecture("starcoder2", epsilon=("attention.layer_norm_epsilon", "norm_epsilon")),
 }
-"""By `model_type`; each is read back and compared in the tests."""
+"""By `model_type`; tests read each back and compare it."""
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -91,10 +91,10 @@ _FIX = "leave --gguf out, and convert the merged model with llama.cpp's convert_
 
 
 def check_exportable(config: Any) -> Architecture:
-    """How a model of this config is written.
+    """Return how a model of this config is written.
 
     Raises:
-        UsageError: nobody has said how; or its positions are scaled in a way that is not written.
+        UsageError: an unsupported model, or positions scaled in an unsupported way.
     """
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
@@ -104,7 +104,7 @@ def check_exportable(config: Any) -> Architecture:
     if kind not in ("default", "linear", "llama3"):
         raise _refused(f"rotary positions of the kind {kind}", "default, linear or llama3")
     scalar, head = getattr(text, "query_pre_attn_scalar", None), _head(text)
-    # llama.cpp knows Gemma's scale of attention by the size alone: these are the layers of its 27B models.
+    # llama.cpp infers Gemma's scale of attention from the number of layers: these are those of its 27B models.
     large = text.num_hidden_layers in (46, 62)
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
         raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
@@ -116,7 +116,6 @@ def check_exportable(config: Any) -> Architecture:
 
 
 def is_exportable(config: Any) -> bool:
-    """True if a model of this config can be written."""
     try:
         check_exportable(config)
     except UsageError:
@@ -130,11 +129,11 @@ def _refused(what: str, expected: str) -> UsageError:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A dense model that is about to be written.
+    """A dense model to write.
 
     Attributes:
         config: its config.
-        shapes: its parameters by their names, in the order in which they come; their values are not looked at.
+        shapes: its parameters by name, in order; their values are not read.
         values: (name, values) of each.
     """
 
@@ -144,25 +143,22 @@ class Tensors:
 
 
 def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
-    """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time.
+    """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time; return notes.
 
-    Matrices are stored in `kind`, vectors (norms, biases) and routers in float32, as llama.cpp's converter does; embeddings and head in
-    q8_0 where `kind` has fewer bits; matrices whose rows are no multiple of 32 in float16 instead of blocks. A head that
-    shares the embedding's weight is not written.
+    Matrices are stored in `kind`, vectors (norms, biases) and routers in float32, as by llama.cpp's converter;
+    embeddings and head in q8_0 if `kind` has fewer bits; matrices whose row length is no multiple of 32 in float16
+    instead of blocks. A head that shares the embedding's weight is not written.
 
     Args:
         tensors: of a model of a type in `ARCHITECTURES`.
         tokenizer: a fast tokenizer.
         path: the file to write.
         kind: f32, f16, bf16 or one of `isotype.core.dtypes.GGUF_BLOCKS`.
-        name: of the model, for people.
-
-    Returns:
-        What is not as asked, in sentences.
+        name: display name of the model.
 
     Raises:
-        UsageError: as `check_exportable`; a parameter that GGUF has no name for; a tokenizer of another kind.
-        PrecisionError: float16 cannot hold a weight.
+        UsageError: as `check_exportable`; a parameter without a name in GGUF; another kind of tokenizer.
+        PrecisionError: float16 cannot represent a weight.
     """
     import gguf
 
@@ -209,12 +205,12 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
 
 
 def _parts(values: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
-    """The tensors of the file that a parameter becomes: the gate and up weights of experts lie side by side."""
+    """Split a parameter into the file's tensors: experts' gate and up weights are side by side."""
     return (values,) if len(names) == 1 else values.chunk(len(names), dim=1)
 
 
 def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, tuple[str, ...]]:
-    """What the file calls each of a model's parameters, or the parts of a stacked one."""
+    """Return the file's names of each parameter, or of the parts of a stacked one."""
     import gguf
 
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
@@ -238,7 +234,7 @@ def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dic
 
 
 def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
-    """The sizes and constants of the architecture, from the config."""
+    """Write the sizes and constants of the architecture, from the config."""
     rope, prefix = _rope(config), architecture.name
     heads = config.num_attention_heads
     head = _head(config)
@@ -262,20 +258,20 @@ def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
 
 
 def _head(config: Any) -> int:
-    """Features of an attention head."""
+    """Return the features of an attention head."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
-    """The rotary parameters; of models with two kinds of layers, those of full attention."""
+    """Return the rotary parameters; for two kinds of layers, those of full attention."""
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope: Mapping[str, Any] = parameters.get("full_attention", parameters)
     return rope
 
 
 def _llama3_factors(config: Any) -> torch.Tensor | None:
-    """What the rotary frequencies of Llama 3.1 are divided by (transformers' `_compute_llama3_parameters`), else None."""
+    """Return the divisors of Llama 3.1's rotary frequencies (transformers' `_compute_llama3_parameters`), else None."""
     rope = _rope(config)
     if rope.get("rope_type") != "llama3":
         return None
@@ -298,7 +294,7 @@ def _kind(name: str, values: torch.Tensor, kind: str) -> str:
 
 
 def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
-    """The bytes of a tensor, rounded once."""
+    """Return the bytes of a tensor, rounded once."""
     import gguf
 
     if kind == "BF16":
@@ -324,11 +320,7 @@ PROGRAM = "llama-quantize"
 
 
 def require_program(kind: str, adapter: Path, output: Path) -> None:
-    """Refuse a `kind` that cannot be written here.
-
-    Raises:
-        UsageError: it takes llama.cpp's program, which is not on the PATH.
-    """
+    """Raise UsageError if `kind` needs llama.cpp's program and it is not on the PATH."""
     if kind not in LLAMA_CPP_TYPES or shutil.which(PROGRAM):
         return
     final = output if output.suffix == ".gguf" else output / f"model-{kind}.gguf"
@@ -344,15 +336,11 @@ def require_program(kind: str, adapter: Path, output: Path) -> None:
 
 
 def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
-    """Let `llama-quantize` store a dense GGUF file in `kind`, and say which types it took.
-
-    Args:
-        dense: a GGUF file.
-        output: the file to write.
-        kind: one of `isotype.core.dtypes.LLAMA_CPP_TYPES`.
+    """Store a dense GGUF file in `kind` (of `isotype.core.dtypes.LLAMA_CPP_TYPES`) by `llama-quantize`; report the
+    types.
 
     Raises:
-        SaveError: the program failed; what it wrote last is in the message.
+        SaveError: the program failed; the message has its last lines.
     """
     command = [shutil.which(PROGRAM) or PROGRAM, str(dense), str(output), kind.upper()]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)

@@ -1,4 +1,4 @@
-"""A tokenizer as metadata of a GGUF file, as llama.cpp reads it (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+"""A tokenizer as metadata of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
 
 
 def _vocabulary(content: Mapping[str, Any], tokenizer: Any, rows: int) -> tuple[list[str], list[int]]:
-    """Every row's token and kind."""
+    """Return every row's token and kind."""
     added = {each["id"]: each for each in content["added_tokens"]}
     names = {number: token for token, number in tokenizer.get_vocab().items()}
     unknown, byte_tokens = content["model"].get("unk_token"), content["model"].get("byte_fallback")
@@ -84,7 +84,7 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Any, rows: int) -> tuple[
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """SentencePiece's order as scores: the earlier a pair is merged, the higher its token."""
+    """Return SentencePiece's order as scores: the earlier a pair is merged, the higher its token."""
     rank: dict[str, int] = {}
     for at, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), at)

@@ -1,1 +1,1 @@
-"""What the files of a checkpoint say: safetensors, GGUF and PyTorch headers, config.json, the hub's copies."""
+"""Files of a checkpoint: safetensors, GGUF and PyTorch headers, config.json, the hub's copies."""

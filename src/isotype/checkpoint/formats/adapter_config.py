@@ -1,4 +1,4 @@
-"""adapter_config.json, checked before PEFT reads it: types by PEFT's own fields, limits by one table."""
+"""Check adapter_config.json before PEFT reads it: types by PEFT's own fields, limits by one table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ENTRIES = (
     Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
     Entry(r".*", None, low=-1e9, high=1e7),
 )
-"""The first row whose names fit a field counts; types are given where PEFT's own are others than it takes."""
+"""The first row that matches a field's name counts; types are given if PEFT's annotation differs from what it takes."""
 _EXPRESSIONS = (
     "target_modules",
     "exclude_modules",
@@ -48,10 +48,10 @@ _COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|position_ids
 
 
 def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
-    """The `PeftConfig` in a directory beside the tensors of the adapter.
+    """Return the `PeftConfig` in a directory beside the tensors of the adapter.
 
     Raises:
-        CheckpointError: it is damaged, names no kind of adapter that PEFT knows, or holds values that cannot be; every one is named.
+        CheckpointError: it is damaged, of an unknown kind, or has invalid values; every one is named.
     """
     from peft import PeftConfig, PeftType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -107,7 +107,7 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
 def _tensor_problems(
     content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
 ) -> Iterator[Problem]:
-    """Tensors that cannot be an adapter's: no numbers with a fraction, or another rank than their partner or the config has."""
+    """Yield tensors that cannot be an adapter's: not of a float dtype, or of another rank than partner or config."""
     if not tensors:
         what = f"{path.parent / 'adapter_model.safetensors'} without a tensor"
         yield Problem(what, "the weights of an adapter", "copy the file again")

@@ -1,4 +1,4 @@
-"""config.json: read and checked, its dtype, its model class, and that class built on the meta device."""
+"""config.json: read and checked, with its dtype, its model class, and that class built on the meta device."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ BUILD_ERRORS = (
     TypeError,
     ValueError,
 )
-"""How building a model class from a config that does not fit it fails."""
+"""Exceptions of model classes built from a config that does not fit."""
 
 
 def read_config(directory: Path) -> Any:
-    """The transformers config in a directory; code that comes with a checkpoint is not run.
+    """Return the transformers config in a directory; code of a checkpoint is not run.
 
     Raises:
-        CheckpointError: config.json is damaged, or names a model or dtype that is not known.
+        CheckpointError: config.json is damaged, or names an unknown model or dtype.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -103,7 +103,7 @@ _GENERATION = (
 
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
-    """Entries of config.json, or of an object in it, that a class fails by without a word, or runs code for; `kind` is that of the config."""
+    """Yield entries of config.json by which a class (`kind`, for the config) fails without message, or runs code."""
     yield from entry_problems(content, _ENTRIES, path, _AGAIN)
     for value in content.values():
         if isinstance(value, dict):
@@ -119,7 +119,7 @@ def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) 
 
 
 def _generation_problems(directory: Path) -> Iterator[Problem]:
-    """Problems of generation_config.json, which is read with the weights."""
+    """Yield problems of generation_config.json, which is read with the weights."""
     from transformers import GenerationConfig
 
     path = directory / "generation_config.json"
@@ -134,9 +134,9 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 
 
 def build_on_meta(config: Any, source: str) -> nn.Module:
-    """The config's model on the meta device, which costs a tenth of a second even for 70B parameters.
+    """Build the config's model on the meta device, in a tenth of a second even for 70B parameters.
 
-    Only an instance knows the pins of its submodels: transformers gathers them in `post_init`.
+    Only an instance has the pins of its submodels: transformers gathers them in `post_init`.
 
     Raises:
         CheckpointError: transformers has no class for it, or the class does not accept it.
@@ -154,7 +154,7 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
 
 
 def names_in_other_classes(model: Any) -> frozenset[str]:
-    """The tensors of the other classes that transformers has for the model's config, `without_prefix`."""
+    """Return the tensors of transformers' other classes for the model's config, `without_prefix`."""
     from transformers import PreTrainedModel
 
     homes = {
@@ -177,16 +177,16 @@ def names_in_other_classes(model: Any) -> frozenset[str]:
 
 
 def without_prefix(model: Any, name: str) -> str:
-    """The name of a tensor in the base model, where it is one of it."""
+    """Return the name of a tensor in the base model if it belongs to it."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 @contextmanager
 def building(cls: type, source: str = "") -> Iterator[None]:
-    """Within it a model of class `cls` is built, without drawing values on the meta device.
+    """Build a model of class `cls` in this context, without initialization on the meta device.
 
     Raises:
-        CheckpointError: the config is none of the class; it names `source`, where there is one.
+        CheckpointError: the config does not fit the class; it names `source`, if given.
     """
     modules = itertools.count(1)
 
@@ -214,10 +214,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """The class that the config names, else the one transformers lists for it; None if it has none.
-
-    With an auto class (`AutoModelForCausalLM`, …), the one that this class lists.
-    """
+    """Return the class that the config names, else transformers' class for it (in `auto_class`, if given), or None."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
@@ -238,7 +235,7 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
 
 
 def config_dtype(config: Any) -> torch.dtype | None:
-    """The config's dtype, or its text model's.
+    """Return the config's dtype, or its text model's.
 
     Raises:
         CheckpointError: it is not a torch dtype.
@@ -252,7 +249,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Any torch dtype, integers and float8 included, from its name in a config; `what` names it in the error.
+    """Return the torch dtype of a name in a config, integers and float8 included; `what` names it in errors.
 
     Raises:
         CheckpointError: torch has no such dtype.
@@ -267,10 +264,10 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
 
 
 def gguf_config(headers: CheckpointHeaders) -> Any:
-    """The config of a GGUF file, of its headers.
+    """Return the config of a GGUF file, from its headers.
 
     Raises:
-        CheckpointError: it is of an architecture that transformers does not read from GGUF.
+        CheckpointError: transformers does not read its architecture from GGUF.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, integrations

@@ -31,10 +31,10 @@ _STRING, _ARRAY = 8, 9
 
 
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """The tensors of a GGUF file sorted by name, and its metadata: scalars and strings, without the arrays.
+    """Return the tensors of a GGUF file sorted by name, and its metadata: scalars and strings, without arrays.
 
-    The file is mapped, not read, and arrays are stepped over: a vocabulary has some 10^5 strings, on which
-    gguf.GGUFReader spends seconds.
+    The file is mapped and arrays are skipped: a vocabulary has about 10^5 strings, for which gguf.GGUFReader takes
+    seconds.
 
     Raises:
         CheckpointError: the file is missing, truncated, damaged or of an unknown version or tensor type.
@@ -90,7 +90,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
 def _entries(
     data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
 ) -> Iterator[tuple[str, int, int]]:
-    """(key, offset, offset past its value) of each metadata entry; notes the values, those of arrays left out."""
+    """Yield (key, offset, offset past its value) of each metadata entry; record values except arrays."""
     at = 24
     for _ in range(count):
         begin = at
@@ -105,9 +105,11 @@ def _entries(
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
-    """A small GGUF file with the metadata of another, without the arrays of its tokenizer, and the names of its `tensors`.
+    """Return a small GGUF file with another's metadata and the names of its `tensors`, without the tokenizer's
+    arrays.
 
-    What a config is made from. gguf.GGUFReader takes seconds for a vocabulary, whose size is noted under its own key.
+    It serves for the config: gguf.GGUFReader takes seconds for a vocabulary, whose size is recorded under its own
+    key.
     """
     metadata: dict[str, object] = {}
     kept: list[bytes] = []
@@ -141,7 +143,7 @@ def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
 
 
 def _value(data: mmap.mmap, at: int, kind: int, key: str, metadata: dict[str, object], path: Path) -> int:
-    """Notes one metadata value (arrays are stepped over) and returns the offset past it."""
+    """Record one metadata value (arrays are skipped) and return the offset past it."""
     if kind in _SCALARS:
         form = f"<{_SCALARS[kind]}"
         (metadata[key],) = struct.unpack_from(form, data, at)
@@ -211,7 +213,7 @@ def _tensors(
 
 @functools.cache
 def unpackable(kind: str) -> bool:
-    """True if the library gguf has the values of blocks of this type; it lacks some that llama.cpp has."""
+    """Return True if the library gguf can dequantize blocks of this type; it lacks some of llama.cpp's."""
     import numpy
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize

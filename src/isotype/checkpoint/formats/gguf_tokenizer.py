@@ -1,4 +1,4 @@
-"""The tokenizer and the config of a GGUF file's model, written once as transformers reads them."""
+"""The tokenizer and the config of a GGUF file's model, written once in transformers' format."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ _REVISION = 1
 _ISOLATED_DIGITS = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
-# And these it does not know either, but GPT-2's split is theirs.
+# These are unknown to it, too, but split as GPT-2 does.
 _AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
 
 
 def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) -> Path:
-    """A directory with the tokenizer and the config of a GGUF file's model, as save_pretrained() writes them.
+    """Return a directory with the tokenizer and the config of a GGUF file's model, as by save_pretrained().
 
-    The copy is made once and kept: it is found again by the file's size and first and last MiB. It appears whole or
-    not at all, also when several processes make it at the same time.
+    It is cached by the file's size and first and last MiB, and created atomically, also by concurrent processes.
 
     Args:
-        headers: of the GGUF file.
-        cache_dir: where copies are kept; default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`.
+        cache_dir: default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`.
 
     Raises:
-        CheckpointError: the file is of an architecture that transformers cannot read from GGUF.
+        CheckpointError: transformers cannot read the architecture from GGUF.
         SaveError: the copy cannot be written.
     """
     path = headers.path
@@ -75,7 +73,7 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
 
 
 def _fingerprint(path: Path) -> str:
-    """Of the file, and of the code that reads it: an update may unpack it differently."""
+    """Return a hash of the file and of the versions that read it: an update may convert it differently."""
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size} {_REVISION} {packages.version('transformers')}".encode())
     with path.open("rb") as file:
@@ -116,7 +114,7 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
 
 
 def _mend_tokenizer(tokenizer: Any, metadata: Mapping[str, object]) -> None:
-    """What transformers leaves out of a tokenizer restored from GGUF; the one place where it is put back."""
+    """Restore what transformers omits from a tokenizer read from GGUF."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits
     from tokenizers.pre_tokenizers import Sequence as InTurn
 

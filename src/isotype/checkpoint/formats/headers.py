@@ -1,7 +1,7 @@
-"""What a checkpoint holds (names, dtypes, shapes, sizes), read from its headers without touching a weight.
+"""The content of a checkpoint (names, dtypes, shapes, sizes) from its headers, without reading a weight.
 
-Formats: safetensors (https://github.com/huggingface/safetensors#format) and what torch.save wrote, in one file or sharded
-by an index, and GGUF. Of torch's files tensors are read and nothing else is unpickled.
+Formats: safetensors (https://github.com/huggingface/safetensors#format) and torch.save's, in one file or sharded by
+an index, and GGUF. From torch's files only tensors are unpickled.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class CheckpointHeaders:
         path: the directory or file that was read.
         format: `"safetensors"`, `"torch"` or `"gguf"`.
         kind: `"model"` or `"adapter"` (PEFT's adapter_model.safetensors).
-        tensors: every tensor, sorted by name.
-        metadata: the file's own metadata; of GGUF the scalars and strings, not the arrays.
+        tensors: sorted by name.
+        metadata: of the file; for GGUF, scalars and strings without arrays.
         quantization: see `quantization_beside`.
     """
 
@@ -76,7 +76,7 @@ class CheckpointHeaders:
 
 
 def read_headers(path: str | Path) -> CheckpointHeaders:
-    """The headers of a checkpoint directory, of a .safetensors, .gguf or torch file, or of all files that an index lists.
+    """Read the headers of a checkpoint directory, a .safetensors, .gguf or torch file, or all files of an index.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, incomplete or pickled; lists every problem.
@@ -87,9 +87,9 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
 
 
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
-    """The quantization of weights in a directory or file, by config.json or modelopt's hf_quant_config.json.
+    """Return the quantization of weights in a directory or file, by config.json or modelopt's hf_quant_config.json.
 
-    Empty if neither names one. A model that was cast to float8 as a whole has the method `cast`.
+    Empty if neither has one. A model that was cast to float8 as a whole has the method `cast`.
 
     Raises:
         CheckpointError: config.json is damaged, or its quantization_config is no object.
@@ -131,10 +131,10 @@ def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
 
 
 def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
-    """The tensors of one .safetensors or torch file.
+    """Return the tensors of one .safetensors or torch file.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds other things than tensors.
+        CheckpointError: the file is missing or damaged, or contains other objects.
     """
     if file.name.endswith(_TORCH_SUFFIXES):
         return read_torch_header(file)
@@ -142,7 +142,7 @@ def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
 
 
 def _file_of(path: Path) -> tuple[Path, Kind]:
-    """The file that holds or lists the weights of a path, and whether they are an adapter's."""
+    """Return the file with or listing the weights of a path, and their kind."""
     if not path.is_dir():
         if path.name == "adapter_model.bin" and path.is_file():
             raise _refuse_pickle([path])
@@ -156,12 +156,10 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
-    """The file that holds (or lists) a directory's weights and whether they are a model or an adapter.
-
-    None when there are no weights at all.
+    """Return the file with or listing a directory's weights, and their kind; None if there are none.
 
     Raises:
-        CheckpointError: the weights are pickled, or which file is meant cannot be told.
+        CheckpointError: the weights are pickled, or the file is ambiguous.
     """
     for name, kind in _LAYOUTS:
         if (directory / name).is_file():
@@ -190,7 +188,7 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
 
 
 def contents(directory: Path) -> str:
-    """The names in a directory, for a message."""
+    """Return the names in a directory, for a message."""
     return _listed(sorted(directory.iterdir())) or "nothing"
 
 
@@ -226,10 +224,10 @@ _LONGEST = 255  # bytes in the name of a file
 
 
 def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """The tensors of all shards that an index lists, and the index's metadata.
+    """Return the tensors of all shards of an index, and the index's metadata.
 
     Args:
-        index: the JSON file, model.safetensors.index.json or pytorch_model.bin.index.json.
+        index: model.safetensors.index.json or pytorch_model.bin.index.json.
 
     Raises:
         CheckpointError: shards are missing or damaged, or index and shards disagree; lists every problem.
@@ -270,9 +268,9 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Whether each file is there; a few at a time are opened ahead, so that nobody waits for a file server in turn.
+    """Yield True for each file that exists, opening several ahead to hide the latency of file servers.
 
-    What they begin with is then in memory. It is parsed by one thread: several would wait for each other.
+    The beginning of each file is then in memory. One thread parses: several would wait for each other.
     """
 
     def fetch(file: Path) -> bool:
@@ -291,7 +289,7 @@ def _some(names: set[str]) -> str:
 
 
 def missing_shards(index: Path) -> list[str]:
-    """The shards that an index lists and its directory lacks.
+    """Return the shards of an index that its directory lacks.
 
     Raises:
         CheckpointError: the index itself is damaged.
@@ -326,9 +324,9 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
 
 @functools.lru_cache(maxsize=64)
 def _is_file_name(shard: str) -> bool:
-    """Whether it is a plain name: an index must not reach outside of its directory.
+    """Return True if it is a plain name: an index must not refer outside of its directory.
 
-    A link of that name is followed: indices come from elsewhere, links do not, and the hub's cache is made of them.
+    Links are followed: indices are downloaded, links are not, and the hub's cache consists of links.
     """
     plain = printable(shard) and "\0" not in shard and Path(shard).name == shard != ".."
     return bool(shard) and plain and len(shard.encode()) <= _LONGEST

@@ -17,10 +17,10 @@ _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> Any:
-    """The transformers config of a hub id, of its main branch unless a revision is given.
+    """Return the transformers config of a hub id, by default of its main branch.
 
     Raises:
-        CheckpointError: the hub does not have it, or cannot be reached and the local cache does not have it.
+        CheckpointError: the hub does not have it, or neither hub nor local cache can provide it.
     """
     from transformers import AutoConfig
 
@@ -37,7 +37,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _asking(headline: str, given: str, expected: str, fix: str) -> Iterator[None]:
-    """Within it, what the hub or its library fails with becomes a CheckpointError of these words and the reason."""
+    """Convert errors of the hub or its library into a CheckpointError with this text and the reason."""
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""
@@ -49,7 +49,7 @@ def _asking(headline: str, given: str, expected: str, fix: str) -> Iterator[None
 
 
 def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
-    """The directory of the hub's local cache that holds a model, if all of its weights are there, in safetensors."""
+    """Return the directory of a model in the hub's local cache if all of its weights are there, in safetensors."""
     snapshot = _cached(model_id, revision)
     weights = find_weights(snapshot) if snapshot is not None else None
     if weights is None or weights[1] != "model" or weights[0].suffix == ".gguf":
@@ -60,7 +60,7 @@ def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
 
 
 def commit_of(model_id: str, revision: str | None = None) -> str | None:
-    """The commit that a revision of a hub id is in the local cache; None where it is not there."""
+    """Return the commit of a hub id's revision in the local cache; None if it is not there."""
     snapshot = _cached(model_id, revision)
     return None if snapshot is None else snapshot.name
 
@@ -73,7 +73,7 @@ def _cached(model_id: str, revision: str | None) -> Path | None:
 
 
 def download(model_id: str, revision: str | None = None) -> Path:
-    """The directory of the hub's local cache that holds a model; what is not there is downloaded.
+    """Return the directory of a model in the hub's local cache, after downloading what is missing.
 
     Raises:
         CheckpointError: the hub does not have it, or cannot be reached.
@@ -95,7 +95,7 @@ def download(model_id: str, revision: str | None = None) -> Path:
 def remote_headers(
     model_id: str, revision: str | None = None
 ) -> tuple[CheckpointHeaders | None, tuple[str, ...]]:
-    """Headers by range requests, without downloading a weight; or none, and why."""
+    """Return headers by range requests, without downloading a weight, or None and the reasons."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 

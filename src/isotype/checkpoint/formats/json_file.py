@@ -1,4 +1,4 @@
-"""JSON in and beside checkpoints: damaged text, names that occur twice and values of the wrong type are errors."""
+"""JSON in and beside checkpoints: damaged text, duplicate names and values of the wrong type are errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isotype.core.errors import CheckpointError, Problem
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
         CheckpointError: it is not one, or cannot be read.
@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """The content of JSON, and the names that an object of it has more than once, of which `json` keeps the last.
+    """Return the content of JSON, and the duplicate names of its objects, of which `json` keeps the last.
 
     Raises:
         ValueError, RecursionError: it is not JSON.
@@ -54,12 +54,12 @@ def parse_unique(text: bytes) -> tuple[Any, list[str]]:
 
 
 class Entry(NamedTuple):
-    """The values that some entries of an object can have.
+    """Valid values of some entries of an object.
 
     Attributes:
-        names: a regular expression that matches their whole names.
-        kind: a type, by its annotation; None for the one that the library's own class has for the entry.
-        expected: the type in words; "" for words that are made from it.
+        names: a regular expression that matches their full names.
+        kind: a type annotation; None for that of the library's own class.
+        expected: the type in words; "" for words derived from it.
         low, high: limits of the numbers in a value.
     """
 
@@ -77,14 +77,9 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Values of the wrong type or beyond a limit, by the first of `entries` that matches a name.
+    """Yield values of the wrong type or beyond a limit, by the first of `entries` that matches the name.
 
-    Args:
-        content: of a JSON object.
-        entries: what is known of its values.
-        path: of the file.
-        fix: of every problem.
-        kinds: types by names, of entries without a type of their own.
+    `kinds`: types by name, for entries without a type of their own.
     """
     for key, value in content.items():
         entry = next((each for each in entries if re.fullmatch(each.names, key)), Entry(key))
@@ -99,7 +94,7 @@ def entry_problems(
 
 
 def numbers_in(value: Any) -> Iterator[float]:
-    """The numbers in a value, in lists and objects too; true and false are none."""
+    """Yield the numbers in a value, also in lists and objects; a bool is not a number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
     elif isinstance(value, (list, dict)):
@@ -113,7 +108,7 @@ _PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an 
 
 @functools.cache
 def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
-    """(the test of a value of JSON for an annotated type, the type in words)."""
+    """Return a test of JSON values for an annotated type, and the type in words."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         # A text beside an enumeration is one of its values.

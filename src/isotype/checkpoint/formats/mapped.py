@@ -1,4 +1,4 @@
-"""Tensors of checkpoint files as memory maps: nothing is copied, and what is done with takes no memory."""
+"""Tensors of checkpoint files as memory maps, without copies."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _DONE: int | None = getattr(mmap, "MADV_DONTNEED", None)
 class MappedFiles:
     """The files of a checkpoint, each mapped once, privately: writing into a tensor changes no file.
 
-    A map is closed when the last tensor of it is gone.
+    A map is closed with its last tensor.
     """
 
     def __init__(self) -> None:
         self._storages: dict[Path, Any] = {}
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """A tensor as it is stored, of the header's shape and dtype; bytes `[header.bytes]` where torch lacks its dtype."""
+        """Return a tensor of the header's shape and dtype; bytes `[header.bytes]` if torch lacks its dtype."""
         if not header.begin:  # torch saved it with other strides
             return torch_tensors(header.file)[header.name].contiguous()
         raw = self._span(header)
@@ -41,15 +41,15 @@ class MappedFiles:
         return raw.view(header.dtype).view(header.shape)
 
     def ahead(self, headers: Iterable[TensorHeader]) -> None:
-        """Let the system read these while other work is done."""
+        """Ask the system to read these ahead."""
         self._advise(headers, _AHEAD)
 
     def release(self, headers: Iterable[TensorHeader]) -> None:
-        """Take these out of memory. A tensor of them that is used again is read again; one that was written to is lost."""
+        """Free the memory of these. A tensor used again is read again; changes to it are lost."""
         self._advise(headers, _DONE)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in one of the files."""
+        """Return True if a tensor is in one of the files."""
         at = tensor.data_ptr() if tensor.device.type == "cpu" else 0
         return any(
             storage.data_ptr() <= at < storage.data_ptr() + storage.nbytes()

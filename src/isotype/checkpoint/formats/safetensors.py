@@ -1,6 +1,6 @@
-"""Headers of safetensors files (https://github.com/huggingface/safetensors#format), one file.
+"""Headers of one safetensors file (https://github.com/huggingface/safetensors#format).
 
-Read here and not by the library: it stops at the first problem and names neither tensor nor bytes.
+The library is not used: it stops at the first problem and names neither tensor nor bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SIGNATURES = (
 
 
 def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """The tensors of one safetensors file, in the order of their data, and its metadata. Reads the header only.
+    """Return the tensors of one safetensors file, in the order of their data, and its metadata; read the header only.
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged; lists every problem.
@@ -62,7 +62,7 @@ def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
 
 
 def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
-    """The header as JSON and the number of bytes that follow it."""
+    """Return the header as JSON and the number of bytes after it."""
     size = file_size(path)
     with path.open("rb") as file:
         start = file.read(32)
@@ -116,7 +116,7 @@ def _safetensors_entry(name: str, entry: object, path: Path, start: int) -> Tens
 
 @functools.lru_cache(maxsize=64)
 def _bits(dtype_name: str) -> int | None:
-    """Bits of one element, which every safetensors dtype has in its name: F32, BF16, F8_E4M3, F4, C64."""
+    """Return the bits of one element, which the name of every safetensors dtype contains: F32, F8_E4M3, F4, C64."""
     if dtype_name == "BOOL":
         return 8
     match = re.match(r"(?:BF|F|I|U|C)(\d{1,3})(?:_|$)", dtype_name)
@@ -129,7 +129,7 @@ def _sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _check_spans(tensors: Sequence[TensorHeader], start: int, data_bytes: int) -> list[Problem]:
-    """Tensors lie end to end from the first byte of data to the last: the format leaves no holes."""
+    """Check that tensors are contiguous from the first byte of data to the last, as the format demands."""
     last = max((tensor.begin + tensor.bytes for tensor in tensors), default=start) - start
     if last > data_bytes:
         cut = [tensor.name for tensor in tensors if tensor.begin + tensor.bytes > start + data_bytes]

@@ -1,6 +1,6 @@
-"""Tensors of checkpoint files by way of two buffers: a thread fills one while the tensors of the other go to a GPU.
+"""Read tensors of checkpoint files through two buffers: a thread fills one while the other is copied to a GPU.
 
-A GPU copies out of pinned memory at the speed of its bus, and out of mapped files through a buffer of the driver's, page by page.
+A GPU copies from pinned memory at bus speed, and from mapped files through a driver's buffer, page by page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from isotype.core.errors import first_line
 logger = logging.getLogger("isotype")
 
 BUFFER = 256 << 20
-"""Bytes of each of the two buffers; a larger tensor is left to the mapped files."""
+"""Bytes of each of the two buffers; larger tensors are read from mapped files."""
 
 _ALIGNED = 64  # bytes that a tensor in a buffer begins at a multiple of: no dtype asks for more
 _LARGEST_READ = 1 << 30  # Linux reads no more than 2 GiB at once
@@ -33,13 +33,13 @@ Work = TypeVar("Work")
 
 @dataclass
 class StagedTensors:
-    """Tensors that lie in a buffer, until the next ones are asked for; what is kept of them has to be copied."""
+    """Tensors in a buffer, valid until the next are requested; copy what is kept."""
 
     buffer: torch.Tensor
     at: dict[TensorHeader, int] = field(default_factory=dict)
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """A tensor as it is stored, of the header's shape and dtype; bytes `[header.bytes]` where torch lacks its dtype."""
+        """Return a tensor of the header's shape and dtype; bytes `[header.bytes]` if torch lacks its dtype."""
         begin = self.at[header]
         raw = self.buffer[begin : begin + header.bytes]
         return raw if header.dtype is None else raw.view(header.dtype).view(header.shape)
@@ -48,16 +48,15 @@ class StagedTensors:
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Every piece of work in its order, with its tensors in a buffer; None for what is to be read in another way.
+    """Yield every piece of work in order, with its tensors in a buffer, or None if it must be read otherwise.
 
-    The tensors of a piece are there until the next is asked for. Memory is that of two buffers. Whatever ends the caller, an
-    interrupt among it, ends the thread.
+    Tensors are valid until the next piece is requested. Memory is that of two buffers. The thread ends with the
+    caller, also after an interrupt.
 
     Args:
-        work: pieces of work, each with the tensors that it needs; more bytes than `size`, or a tensor whose file does not say
-            where it begins, are left to the caller.
+        work: pieces of work with their tensors; more bytes than `size`, or a tensor without offset, yields None.
         size: bytes of a buffer.
-        pinned: whether the buffers are in memory that a GPU can read from; where the system has none to give, a line says so.
+        pinned: use memory that a GPU can read directly; a line is logged if there is none.
 
     Raises:
         CheckpointError: a file ends before a tensor does.
@@ -88,7 +87,7 @@ def staged(
 def _groups(
     work: Iterable[tuple[Work, Sequence[TensorHeader]]], size: int
 ) -> Iterator[list[tuple[Work, Sequence[TensorHeader] | None]]]:
-    """As many neighbours as fit into a buffer; what fits into none is in a group with them, without tensors."""
+    """Yield as many neighbours as fit into a buffer; work that fits into none joins a group without tensors."""
     group: list[tuple[Work, Sequence[TensorHeader] | None]] = []
     room = size
     for each, headers in work:
@@ -110,7 +109,7 @@ def _space(header: TensorHeader) -> int:
 
 
 class _StoppedError(Exception):
-    """Nobody waits for more."""
+    """The caller has stopped."""
 
 
 def _fill(
@@ -119,7 +118,7 @@ def _fill(
     files: _Files,
     stop: threading.Event,
 ) -> list[tuple[Work, StagedTensors | None]]:
-    """In the thread: read the tensors of a group into the next free buffer; without any, nothing is waited for."""
+    """Read the tensors of a group into the next free buffer, in the thread; without tensors, do not wait."""
     if all(headers is None for _, headers in group):
         return [(each, None) for each, _ in group]
     buffer = free.get()
@@ -137,14 +136,13 @@ def _fill(
 
 
 class _Files(dict[Path, FileIO]):
-    """Files that are open for reading, each once."""
+    """Files open for reading, each once."""
 
     def __missing__(self, path: Path) -> FileIO:
         return self.setdefault(path, FileIO(path))
 
 
 def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
-    """Read the bytes of a tensor."""
     file.seek(header.begin)
     done = 0
     while done < header.bytes:

@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint as its file describes it, and what is said of a damaged file."""
+"""One tensor of a checkpoint as its file describes it, and the errors of damaged files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TensorHeader:
 
     Attributes:
         name: full name in the checkpoint.
-        dtype_name: the file's own word for the dtype (`"BF16"`; for GGUF also block types such as `"Q4_1"`).
+        dtype_name: the file's name of the dtype (`"BF16"`; for GGUF also block types such as `"Q4_1"`).
         shape: sizes in torch's order, slowest dimension first.
         bytes: size in the file.
-        file: where it lies.
-        begin: position of its first byte in the file; 0 where only the header is at hand.
+        file: its path.
+        begin: position of its first byte in the file; 0 if only the header is available.
     """
 
     name: str
@@ -58,7 +58,7 @@ def limit_tensors(path: Path, count: int) -> None:
 
 
 def printable(name: str) -> bool:
-    """Whether a name is text: JSON can write down halves of characters, which no file system or terminal takes."""
+    """Return True if a name is valid text: JSON can contain lone surrogates, which file systems and terminals refuse."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -67,24 +67,23 @@ def printable(name: str) -> bool:
 
 
 def by_name(tensors: Iterable[TensorHeader]) -> tuple[TensorHeader, ...]:
-    """Tensors sorted by name."""
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
 def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
-    """The error for a file that cannot be read, with as many of its problems as show the pattern."""
+    """Return the error of a file that cannot be read, with a limited number of its problems."""
     left_out = len(problems) - _MAX_PROBLEMS
     hint = f"and {left_out} more like these" if left_out > 0 else None
     return CheckpointError(f"cannot read {path}", problems[:_MAX_PROBLEMS], hint)
 
 
 def broken(path: Path, given: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
-    """`damaged` for one problem."""
+    """Return `damaged` with one problem."""
     return damaged(path, [Problem(given, expected, fix)])
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file.
+    """Return the bytes of a file.
 
     Raises:
         CheckpointError: there is no such file.

@@ -1,4 +1,4 @@
-"""Files that `torch.save` wrote, read as tensors alone: nothing else in them is unpickled."""
+"""Files of `torch.save`, from which only tensors are unpickled."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ _NESTED = ("state_dict", "model")
 
 
 def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
-    """The tensors of a file of weights, without their values.
+    """Return the tensors of a file of weights, without their values.
 
     Raises:
-        CheckpointError: the file is missing or damaged, holds other objects than tensors, or was saved by torch before 1.6.
+        CheckpointError: the file is missing or damaged, has other objects than tensors, or was saved by torch before
+            1.6.
     """
     return tuple(_header(name, value, path) for name, value in torch_tensors(path, "meta").items())
 
 
 def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]:
-    """The tensors of a file of weights: memory-mapped on the CPU, without values on the meta device.
+    """Return the tensors of a file of weights: memory-mapped on the CPU, without values on the meta device.
 
-    This is the one place where `torch.load` is called, which unpickles tensors, containers and numbers, and no code.
+    This is the only call of `torch.load`, which unpickles tensors, containers and numbers, and no code.
 
     Raises:
         CheckpointError: as `read_torch_header`.

@@ -1,1 +1,1 @@
-"""Which tensors of a checkpoint a model's are made of: names, shapes, and whether all are there."""
+"""Sources of a model's tensors in a checkpoint: names, shapes and completeness."""

@@ -1,4 +1,4 @@
-"""A model compared with a checkpoint before a weight is read: what is missing, surplus, of another shape, or twice there."""
+"""Comparison of a model with a checkpoint's headers: missing, surplus, wrongly shaped or duplicate tensors."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
-    """Whether the tensors of a quantized checkpoint cannot be told by their names."""
+    """Return True if the tensors of a quantized checkpoint cannot be identified by name."""
     return quantization is not None and quantization.method not in READABLE
 
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor whose shape in the checkpoint is not the model's; `failure` says why it cannot be made at all."""
+    """A tensor whose shape in the checkpoint differs from the model's; `failure` is why it cannot be converted."""
 
     name: str
     wanted: tuple[int, ...]
@@ -57,21 +57,21 @@ class WrongShape:
 
 @dataclass(frozen=True)
 class Match:
-    """A model's tensors beside those of a checkpoint.
+    """A model's tensors compared with those of a checkpoint.
 
     Attributes:
         model: the model's class.
         path: the checkpoint.
         missing: names and shapes that the checkpoint lacks.
-        initialised: names that it lacks and may lack, with the reason.
+        initialised: names that it may lack, with the reason.
         tied: names that share the values of another name, which the checkpoint has.
-        surplus: what the model has no name for, and the class does not ignore.
-        unused: those of `surplus` that no class of the model has, either.
-        unread: what its values cannot be computed from.
-        wrong: those of another shape than the model's.
-        doubled: names in the model for which the checkpoint has more than one tensor, with the one left over.
-        buffers: buffers that are in no file: the model computes them.
-        weights: what each name is made of.
+        surplus: tensors without a name in the model that the class does not ignore.
+        unused: those of `surplus` that no class of the model has.
+        unread: tensors whose values cannot be computed.
+        wrong: tensors of another shape than the model's.
+        doubled: names in the model with more than one tensor in the checkpoint, with the one not used.
+        buffers: buffers in no file, which the model computes.
+        weights: sources of each name.
     """
 
     model: str
@@ -89,11 +89,11 @@ class Match:
 
     @property
     def gguf(self) -> bool:
-        """Whether the file has no config.json, but metadata."""
+        """True if the file has metadata instead of a config.json."""
         return self.path.endswith(".gguf")
 
     def problems(self) -> tuple[Problem, ...]:
-        """What keeps the checkpoint from being loaded: one problem for each pattern of names."""
+        """Return what prevents the checkpoint from being loaded: one problem per pattern of names."""
         if self.missing and not self.weights.sources:
             held = listed([tensor.weight.name for tensor in self.surplus] or ["nothing"], 2)
             expected = f"weights of {self.model}: {listed(self.missing, 2)}"
@@ -107,11 +107,11 @@ class Match:
         )
 
     def require_complete(self) -> None:
-        """Raise one error for everything that keeps the checkpoint from being loaded.
+        """Raise one error with everything that prevents the checkpoint from being loaded.
 
         Raises:
-            CheckpointError: a tensor is missing, of another shape than the model's, there twice, of no use, or its values
-                cannot be computed.
+            CheckpointError: a tensor is missing, of another shape than the model's, duplicate or unused, or its
+                values cannot be computed.
         """
         problems = self.problems()
         if problems:
@@ -130,8 +130,9 @@ class Match:
 def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a model with a checkpoint by names and shapes.
 
-    A missing tensor may be initialised where the model's author says so (`_keys_to_ignore_on_load_missing`), or where
-    it is part of the head of another class than the checkpoint was saved from. The model is dense; its weights may be without values (meta).
+    A missing tensor may be initialised if the model's author allows it (`_keys_to_ignore_on_load_missing`), or if it
+    belongs to the head of another class than the saved one. The model is dense; its weights may be on the meta
+    device.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -170,7 +171,7 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
 
 
 def _aliases(model: Any) -> dict[str, list[str]]:
-    """The other names of tensors that have several."""
+    """Return the other names of tensors with several."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     shared = grouped(named, lambda each: id(each[1])).values()
     # Those that transformers ties once they are loaded.
@@ -197,7 +198,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """True if a surplus tensor is known to mean nothing: by its name, or as a buffer that the model computes."""
+    """Return True if a surplus tensor is meaningless: by its name, or as a buffer that the model computes."""
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()
@@ -208,10 +209,10 @@ def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]
 def _unused(
     model: Any, surplus: Sequence[StoredTensor], quantization: Mapping[str, Any]
 ) -> tuple[StoredTensor, ...]:
-    """The surplus tensors that nothing explains.
+    """Return the unexplained surplus tensors.
 
-    A head or a tower of another class of the same model may be left out, and, by a class that the config does not name, any
-    part that it lacks as a whole: not a layer more of what it has.
+    A head or a tower of another class of the same model is explained, and, for a class that the config does not name,
+    any whole part that it lacks, but no additional layer.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     left = [each for each in surplus if not (caches and _CACHE.search(each.name))]
@@ -226,7 +227,7 @@ def _unused(
 
 
 def _extends(model: Any, name: str) -> bool:
-    """True if a tensor would be one more of a module that the model has: of a list, or directly in it."""
+    """Return True if a tensor would be an additional one of an existing module: of a list, or directly in it."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]
@@ -239,7 +240,7 @@ def _extends(model: Any, name: str) -> bool:
 
 
 def _unread(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[tuple[StoredTensor, Problem]]:
-    """Tensors of the checkpoint from which no values of the model can be computed, with the problem of each."""
+    """Yield tensors whose values cannot be computed, with their problems."""
     for source in {id(source): source for source in weights.sources.values()}.values():
         value = state.get(source.target)
         real = value is not None and value.is_floating_point()
@@ -278,7 +279,7 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
 
 
 def _unread_problems(match: Match) -> Iterator[Problem]:
-    """A problem per reason: a quantizer treats many tensors alike."""
+    """Yield one problem per reason: a quantizer treats many tensors alike."""
 
     def reason(unread: tuple[StoredTensor, Problem]) -> tuple[str, str]:
         tensor, problem = unread
@@ -374,12 +375,12 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]:
-    """Names that differ by the numbers of layers only and are `alike`."""
+    """Group `alike` names that differ only in layer numbers."""
     return grouped(names, lambda name: (starred(name), alike(name))).values()
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """The surplus tensor of this shape whose name is nearest; a name that is the only one of its shape may be any."""
+    """Return the surplus tensor of this shape with the nearest name; any name if it is the only one of its shape."""
     alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

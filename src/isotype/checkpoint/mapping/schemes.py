@@ -1,6 +1,6 @@
-"""How a quantized weight becomes numbers, decided from its headers and config.json alone: a scheme, or why there is none.
+"""Dequantization of a weight, decided from its headers and config.json: a scheme, or why there is none.
 
-Every tensor that a file holds beside a weight is used, scales activations only, or keeps the weight from being read.
+Every tensor beside a weight is used, only scales activations, or prevents the weight from being read.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from isotype.core.formats import FOUR_BITS, STORED
 
 FP8 = "fp8"
 CAST = "cast"
-"""The method of a model that was cast to float8 as a whole, as its config's dtype says: the codes are the numbers."""
+"""Method of a model that was cast to float8 as a whole, by its config's dtype: the codes are the values."""
 READABLE = frozenset({"bitsandbytes", "mxfp4", FP8, "compressed-tensors", "modelopt", CAST, ""})
-"""Methods whose weights are read; "" is none."""
+"""Methods whose weights can be read; "" is none."""
 
 ACTIVATIONS = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".qscale_act"),
     *(".input_scale_ub", ".output_scale", ".output_zero_point"),
 )
-"""How the names of constants of a layer's activations end: weights are read without them."""
+"""Name endings of constants of a layer's activations, which weights do not need."""
 
 CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32"})
-"""Stored dtypes that a quantized weight can have."""
+"""Stored dtypes of quantized weights."""
 
 EXPECTED = (
     "a weight whose scales and config.json say how its values are computed",
@@ -53,7 +53,7 @@ _MODELOPT = frozenset(
 
 
 class UnreadableError(Exception):
-    """Why the values of a weight cannot be computed."""
+    """The reason why the values of a weight cannot be computed."""
 
 
 def _require(condition: object, otherwise: str) -> None:
@@ -66,18 +66,18 @@ Kind = Literal["numbers", "integers", "words", "pairs", "blocks"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one weight becomes numbers: (code - zero point) x scale.
+    """The dequantization of one weight: (code - zero point) x scale.
 
     Attributes:
-        kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1 codes a
-            byte, `blocks` those of gpt-oss.
-        shape: of the dense weight; empty if it is written in a file that is not at hand.
+        kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1
+            codes per byte, `blocks` those of gpt-oss.
+        shape: of the dense weight; empty if it is in a file that is not available.
         scale: its scales.
         block: rows and columns that share a scale.
         bits: of one code.
         zero: its zero points; None if there are none.
         second: a scale of the scales, or None.
-        divides: whether `second` divides them.
+        divides: `second` divides them.
     """
 
     kind: Kind
@@ -92,8 +92,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """The settings of config.json for one weight: how its scales may be laid out (each with rows and columns of a block, 0 for all),
-    the kinds that it may be, bits of a code, whether there need be no zero points, whether scales may be exponents of two."""
+    """Settings of config.json for one weight: layouts of its scales (each with rows and columns of a block, 0 for
+    all), allowed kinds, bits of a code, optional zero points, scales as exponents of two.
+    """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
     kinds: frozenset[str]
@@ -106,7 +107,7 @@ _WHOLE = (("tensor", (0, 0)), ("row", (1, 0)))
 
 
 def method_of(quantization: Mapping[str, Any] | None) -> str:
-    """The library or scheme that a config names; "" without one."""
+    """Return the library or scheme that a config names; "" without one."""
     name = (quantization or {}).get("quant_method")
     return str(getattr(name, "value", name or "bitsandbytes")) if quantization else ""
 
@@ -119,18 +120,17 @@ def scheme_of(
     modules: Sequence[str],
     classes: Sequence[str],
 ) -> Scheme | None:
-    """How a stored weight becomes numbers; None if it is stored plainly or by bitsandbytes or in GGUF blocks.
+    """Return how a stored weight is dequantized; None if plain, of bitsandbytes or in GGUF blocks.
 
     Args:
-        weight: its header.
-        constants: of the tensors beside it.
+        constants: headers of the tensors beside it.
         form: see `StoredTensor.form`.
-        quantization: what config.json says.
+        quantization: of config.json.
         modules: names of its module, in the file and in the model.
-        classes: names of the module's class and of those that it derives from.
+        classes: names of the module's class and its bases.
 
     Raises:
-        UnreadableError: something in the file has no use, or lacks.
+        UnreadableError: a tensor is unused or missing.
     """
     method = method_of(quantization)
     if not constants:
@@ -181,7 +181,7 @@ def _require_plain(weight: TensorHeader, method: str) -> None:
 def _require_complete(
     weight: TensorHeader, constants: Sequence[TensorHeader], form: str, quantization: Mapping[str, Any]
 ) -> None:
-    """bitsandbytes reads its own formats; it needs all of their constants."""
+    """Check that all constants of a bitsandbytes format are there."""
     bare = f"{form} with {_names(constants)}, while config.json does not name bitsandbytes"
     _require(method_of(quantization) == "bitsandbytes", bare)
     said = "int8" if quantization.get("load_in_8bit") else quantization.get("bnb_4bit_quant_type", "fp4")
@@ -198,7 +198,7 @@ def _require_complete(
 
 
 def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
-    """[..., rows, groups, 16 bytes of two values each]; the model multiplies from the left."""
+    """Return the scheme of [..., rows, groups, 16 bytes of two values each]; the model multiplies from the left."""
     scale, shape = constants[0], weight.shape
     fits = len(shape) > 2 and shape[-1] == 16 and scale.shape == shape[:-1] and len(constants) == 1
     what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"
@@ -237,10 +237,7 @@ def _shape(
 
 
 def written_shape(constants: Sequence[TensorHeader]) -> tuple[int, ...] | None:
-    """The shape that compressed-tensors writes into a tensor of its own; None if there is none, or if it is on the hub.
-
-    These few bytes are read.
-    """
+    """Return the shape in compressed-tensors' own tensor (a few bytes are read); None if missing or on the hub."""
     header = next((part for part in constants if part.name.endswith("_shape")), None)
     if header is None or header.dtype_name != "I64" or not header.begin:
         return None
@@ -261,7 +258,7 @@ def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, 
 
 
 def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tuple[int, int]:
-    """Rows and columns of the weight that share a scale: the first layout that has scales of this shape."""
+    """Return the rows and columns that share a scale: of the first layout with scales of this shape."""
     *lead, rows, columns = shape if len(shape) > 1 else (1, *shape)
     for layout, size in options.layouts:
         height, width = size[0] or rows or 1, size[1] or columns or 1
@@ -311,7 +308,7 @@ def _options(
         layouts = (*_WHOLE, ("vector", (1, 0)), ("group", (1, size)))
         return _Options(layouts, numbers | {"pairs"}, exponents=algorithm == "MXFP8")
     _require(not method, f"constants that {method} does not store")
-    return _Options(_WHOLE, numbers)  # `weight_scale` multiplies in every library
+    return _Options(_WHOLE, numbers)  # `weight_scale` is a factor in every library
 
 
 def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any]) -> _Options:
@@ -328,7 +325,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
     usual = "tensor" if weights.get("group_size") is None else "group" if size else "channel"
     strategy = str(weights.get("strategy") or usual).lower()
     layouts = {
-        "tensor": _WHOLE,  # the library multiplies by what it finds
+        "tensor": _WHOLE,  # the library multiplies by any of them
         "channel": _WHOLE[1:],
         "group": (("group", (1, size)),),
         "tensor_group": (("group", (1, size)),),
@@ -344,10 +341,10 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """The group that covers a module, as compressed-tensors chooses it: exact names, then `re:` patterns, then classes.
+    """Return the group of a module by compressed-tensors' rules: exact names, then `re:` patterns, then classes.
 
     Raises:
-        UnreadableError: none does, or two do by its two names.
+        UnreadableError: no group matches, or two match by its two names.
     """
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():

@@ -1,4 +1,4 @@
-"""Weights as files hold them: a quantized weight together with the constants that its quantizer stores beside it."""
+"""Weights as stored: a quantized weight together with its quantizer's constants."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class StoredTensor:
     """A tensor of a checkpoint with the constants of its quantization.
 
     Attributes:
-        name: what it would be called if it were dense (`experts.gate_up_proj` of `experts.gate_up_proj_blocks`).
-        form: how its values are stored: a dtype's name, or a quantization format (`nf4`, `mxfp4`, `Q4_K`; `packed`
-            where only config.json says which).
+        name: its name if it were dense (`experts.gate_up_proj` of `experts.gate_up_proj_blocks`).
+        form: a dtype's name, or a quantization format (`nf4`, `mxfp4`, `Q4_K`; `packed` if only config.json names
+            it).
         weight: its header in the file.
-        constants: the headers of its scales, code books and shapes.
-        scheme: how its values are computed; None of a plain tensor, of bitsandbytes' formats and of GGUF's blocks.
+        constants: headers of its scales, code books and shapes.
+        scheme: how its values are computed; None if plain, of bitsandbytes' formats or in GGUF blocks.
         problem: why they cannot be computed, or None.
     """
 
@@ -76,22 +76,22 @@ class StoredTensor:
 
     @property
     def parts(self) -> tuple[TensorHeader, ...]:
-        """Every tensor of the file that it is made of."""
+        """All of its tensors in the file."""
         return (self.weight, *self.constants)
 
     @property
     def plain(self) -> bool:
-        """Whether it is stored in a float dtype, without constants."""
+        """True if it is stored in a float dtype, without constants."""
         return not self.constants and is_float(self.weight.dtype_name)
 
     @property
     def quantized(self) -> bool:
-        """Whether its values have to be computed from what is stored."""
+        """True if its values have to be computed."""
         return bool(self.constants) or self.weight.dtype_name not in STORED
 
     @property
     def values(self) -> int:
-        """Number of weights in it; of formats that pack several into a byte the numbers packed."""
+        """Number of weights; for packed formats, the unpacked ones."""
         if self.scheme is not None:
             return math.prod(self.scheme.shape)
         bits = _BITS.get(self.form)
@@ -99,18 +99,16 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """In the file, constants included."""
+        """Bytes in the file, constants included."""
         return sum(part.bytes for part in self.parts)
 
 
 def stored_tensors(
     headers: Iterable[TensorHeader], quantization: Mapping[str, Any] | None = None
 ) -> tuple[StoredTensor, ...]:
-    """The weights of a checkpoint, each with its quantization constants, in the order of the headers.
+    """Return the weights of a checkpoint with their quantization constants, in the order of the headers.
 
-    Args:
-        headers: of all tensors.
-        quantization: what the checkpoint's config says of it, see `CheckpointHeaders`.
+    `quantization`: of the checkpoint's config, see `CheckpointHeaders`.
     """
     names = {header.name: header for header in headers}
     owners = {name: _weight_of(name, names, quantization) for name in names}
@@ -128,7 +126,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """(the weight that the tensor is a constant of, the format it shows); ("", "") for a weight."""
+    """Return the weight that the tensor is a constant of and the format it shows, ("", "") for a weight."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:
@@ -150,13 +148,12 @@ def with_scheme(
     target: str = "",
     classes: Sequence[str] = ("Linear",),
 ) -> StoredTensor:
-    """The tensor with its `scheme`, or with the problem that it has none.
+    """Return the tensor with its `scheme`, or with the problem of having none.
 
     Args:
-        tensor: as its file has it.
         quantization: see `stored_tensors`.
-        target: what the model calls it, if a model is at hand.
-        classes: of the module that holds it there.
+        target: its name in the model, if there is one.
+        classes: of its module there.
     """
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
@@ -170,7 +167,7 @@ def with_scheme(
 
 
 def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
-    """The shape that a stored tensor has once it is dense; None if no header says it."""
+    """Return the shape of a stored tensor once dense; None if no header has it."""
     if tensor.scheme is not None:
         return tensor.scheme.shape
     if tensor.form in FOUR_BITS:
@@ -179,7 +176,7 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
 
 
 def main_form(tensors: Iterable[StoredTensor]) -> str | None:
-    """The form that most of the tensors' values are stored in; None without any."""
+    """Return the form of most of the tensors' values; None without any."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[tensor.form] += tensor.values
@@ -187,7 +184,7 @@ def main_form(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def dense_dtype(tensor: StoredTensor) -> torch.dtype:
-    """The dtype of a stored tensor on the meta device once it is dense."""
+    """Return the dtype of a stored tensor on the meta device once dense."""
     import torch
 
     return (None if tensor.quantized else tensor.weight.dtype) or torch.bfloat16

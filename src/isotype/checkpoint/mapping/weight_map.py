@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint each tensor of a model is made of, from names and shapes alone."""
+"""The sources in a checkpoint of each tensor of a model, from names and shapes alone."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from isotype.checkpoint.mapping.stored import (
 
 # How transformers' conversions fail on tensors of other shapes or numbers than they expect.
 TURNED = "as transformers' `TensorProcessor`s turn those of a GGUF file"
-"""The conversion of a GGUF file's tensors: into one tensor of as many values, in an order of its own."""
+"""Conversion of a GGUF file's tensors: into one tensor of as many values, in another order."""
 CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors of a checkpoint and what becomes of them in a model.
+    """Tensors of a checkpoint and their conversion.
 
     Attributes:
-        target: the name in the model that they are gathered under: one of `shapes`.
-        tensors: each with the pattern by which the conversion asks for it.
-        conversion: transformers' `WeightConverter`; None where one tensor only takes another name, if any; `TURNED` in
-            a GGUF file.
-        shapes: names in the model and their shapes after the conversion; None where no file says the shape.
+        target: the model's name under which they are gathered: one of `shapes`.
+        tensors: each with its pattern in the conversion.
+        conversion: transformers' `WeightConverter`; None if one tensor is at most renamed; `TURNED` in a GGUF file.
+        shapes: names in the model and their shapes after the conversion; None if no file has the shape.
         failure: how the conversion fails, or "".
     """
 
@@ -47,12 +46,12 @@ class Source:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The tensors of a checkpoint by what they become.
+    """The tensors of a checkpoint by their use.
 
     Attributes:
-        sources: for each name in the model what it is made of; several names may share one.
-        surplus: what the model has no name for.
-        doubled: what a tensor before it in `sources` is already taken for, by the name in the model.
+        sources: source of each name in the model; several names may share one.
+        surplus: tensors without a name in the model.
+        doubled: tensors whose name in the model already has a source, by that name.
     """
 
     sources: Mapping[str, Source]
@@ -61,14 +60,11 @@ class WeightMap:
 
 
 def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
-    """How a model's tensors are made of those of a checkpoint.
+    """Return the sources of a model's tensors in a checkpoint.
 
-    Models of transformers take renamed, split, stacked and turned tensors by its own conversions (`conversion_mapping`);
-    any other module takes tensors of its own names.
-
-    Args:
-        model: dense, with the names and shapes wanted; it may lie on the meta device.
-        headers: of the checkpoint.
+    Models of transformers take renamed, split, stacked and turned tensors by its own conversions
+    (`conversion_mapping`); any other module takes tensors of its own names. The model is dense and may be on the meta
+    device.
     """
     stored = stored_tensors(headers.tensors, headers.quantization)
     gathered: dict[str, list[tuple[StoredTensor, str]]] = {}
@@ -102,7 +98,7 @@ Renaming = Callable[[str], tuple[str, str, Any]]
 
 
 def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callable[[str], Any]]:
-    """From a name in the checkpoint to (name in the model or "", pattern, conversion); and the order to ask in."""
+    """Return a map from a checkpoint's name to (name in the model or "", pattern, conversion), and its order."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
@@ -143,15 +139,11 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
 
 
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
-    """From a GGUF file's names, `.weight` and `.bias` included, to those of the model's state.
+    """Return the model's names of a GGUF file's tensors, `.weight` and `.bias` included.
 
-    What transformers' `get_gguf_hf_weights_map` gives, without its walk over all modules, each with a table of its own:
-    that takes seconds. gguf knows the names in base models and in parts of models too, so the first parts of a name are
-    left out until the rest is known; the fewest win.
-
-    Args:
-        model: of transformers; it may lie on the meta device.
-        architecture: llama.cpp's name of it, `general.architecture` of the file.
+    Like transformers' `get_gguf_hf_weights_map`, without its walk over all modules with a table per module, which
+    takes seconds. gguf knows names in base models and in parts of models, so leading parts of a name are removed
+    until the rest is known; the fewest win.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -182,7 +174,7 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
 
 
 def _shaped(model: nn.Module, source: Source) -> Source:
-    """The source with the shapes of what it makes, learned on the meta device."""
+    """Return the source with the shapes of its results, found on the meta device."""
     if source.conversion is TURNED:
         return replace(source, shapes={source.target: None})
     shapes = [dense_shape(tensor) for tensor, _ in source.tensors]
@@ -201,7 +193,7 @@ def _shaped(model: nn.Module, source: Source) -> Source:
 
 
 def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of the model that a source of its `weight_map` makes of dense `values`, by the names of `source.tensors`."""
+    """Convert dense `values` (by the names of `source.tensors`) of a `weight_map`'s source into the model's tensors."""
     if source.conversion is None:  # at most another name
         (value,) = values.values()
         return {source.target: value}
@@ -213,5 +205,5 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
 
 
 def steps(source: Source) -> Sequence[str]:
-    """The names of the operations of a source's conversion (`MergeModulelist`, `Chunk`, …)."""
+    """Return the names of the operations of a source's conversion (`MergeModulelist`, `Chunk`, …)."""
     return [type(step).__name__ for step in getattr(source.conversion, "operations", ())]

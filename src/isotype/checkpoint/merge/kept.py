@@ -1,11 +1,12 @@
 """The part of an adapter's learning that a merged model keeps: computed in float32, block by block.
 
-With p the distributions of the next token of the trained model, which is the adapter on the base that it was trained on:
+With p the next-token distributions of the trained model (the adapter on the base that it was trained on):
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-1 is a merged model that computes what the trained one does, 0 one that is as far from it as the base without the adapter is. On rows of the
-training's own data the loss says it, too: of its fall, (loss of the base - loss of the merged) / (loss of the base - loss of the trained).
+1 is a merged model that computes the same as the trained one, 0 one that is as far from it as the base without the
+adapter. On rows of the training's data the loss shows it, too, as a part of its fall: (loss of the base - loss of the
+merged) / (loss of the base - loss of the trained).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _IGNORED = -100  # as of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
-    """The rows, or texts that come with isotype, cut to the model's positions and to about so many tokens."""
+    """Return the rows, or the package's texts, cut to the model's positions and to about `tokens` tokens."""
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
         words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
@@ -55,14 +56,14 @@ def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
 
 @dataclass
 class Learned:
-    """The outputs of a trained model on some texts, beside those of the base that it was trained on.
+    """The outputs of a trained model on some texts, and of its base.
 
     Attributes:
         rows: the texts.
-        step: n, where the logits of every n-th token are held.
+        step: n, if the logits of every n-th token are stored.
         logits: of each text, `[tokens, vocabulary]`.
         base: KL(trained || base), in nats.
-        losses: of the base and of the trained model; None where the texts are not of its training's data.
+        losses: of the base and of the trained model; None unless the texts are of its training's data.
     """
 
     rows: Rows
@@ -73,7 +74,7 @@ class Learned:
 
     @torch.no_grad()
     def run(self, model: Any) -> tuple[list[torch.Tensor], float | None]:
-        """The logits of a model as they are held, and its loss."""
+        """Return the logits of a model, as stored here, and its loss."""
         held, losses = [], []
         for text, logits in self._forwards(model.eval()):
             ids, labels = text
@@ -89,7 +90,7 @@ class Learned:
         return held, float(every.double().mean()) if len(every) else None
 
     def _forwards(self, model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Each text with its logits: of as many texts at a time as there is room for, for a forward reads every block from disk."""
+        """Yield texts with their logits, as many at a time as fit, since a forward reads every block from disk."""
         texts, pad = self.rows.texts, getattr(model.config.get_text_config(), "pad_token_id", None)
         longest = max(len(ids) for ids, _ in texts)
         at_once = max(1, _AT_ONCE // (longest * _vocabulary(model) * 4 + 1))
@@ -113,7 +114,7 @@ class Learned:
         return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source)
 
     def difference(self, logits: Sequence[torch.Tensor]) -> tuple[float, float, int]:
-        """(largest difference of two logits from the trained model's, KL(trained || other) in nats a token, tokens)."""
+        """Return the largest difference of logits, KL(trained || other) in nats per token, and tokens."""
         largest, nats, tokens = 0.0, 0.0, 0
         for p, q in zip(self.logits, logits, strict=True):
             for a, b in zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True):
@@ -131,12 +132,9 @@ def learned(
     revision: str | None,
     tokens: int = TOKENS,
 ) -> Learned:
-    """Run an adapter on the base that it was trained on, without any merge.
+    """Run an adapter on the base that it was trained on, unmerged, under its training `policy`.
 
-    Args:
-        adapter: whose base is there, at `revision` or the one that it names.
-        policy: that the base was trained under.
-        rows: of the training's data, about `tokens` tokens of them; None for texts that come with isotype.
+    `rows`: of the training's data, of which about `tokens` tokens are used; None for the package's texts.
     """
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
@@ -154,7 +152,7 @@ def learned(
 
 
 def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:
-    """The adapter on the base that it names, as that is under a policy: not merged, in float32 and block by block."""
+    """Return the adapter on its base under a policy: not merged, in float32 and block by block."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     adapter = without_part(model, adapter, policy)
@@ -165,7 +163,7 @@ def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> 
 
 
 def merged_in_float32(path: Path, model_class: Any) -> Any:
-    """A model that was written, in float32 and block by block."""
+    """Load a written model in float32, block by block."""
     deferred = DeferredBlocks()
     policy = resolve_precision(path, "float32", device="cpu")
     model = load(path, policy, model_class=model_class, deferred=deferred)
@@ -174,7 +172,7 @@ def merged_in_float32(path: Path, model_class: Any) -> Any:
 
 
 def _in_float32(model: Any, policy: PrecisionPolicy, deferred: DeferredBlocks) -> PrecisionPolicy:
-    """Compute in float32 with the weights that a model has under a policy; returns the policy that it is under then."""
+    """Compute in float32 with the weights that a model has under a policy; return its new policy."""
     dense = dense_policy(policy)
     deferred.dequantize(model, dense.plain)
     wide = replace(
@@ -195,7 +193,7 @@ def _vocabulary(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form that a merged model could be stored in: arguments of `isotype merge`, the format, bits of a weight, the policy of the base."""
+    """A form for a merged model: arguments of `isotype merge`, the format, bits per weight, the policy of the base."""
 
     arguments: str
     form: str
@@ -204,7 +202,7 @@ class Candidate:
 
 
 def cheapest(known: Learned, adapter: Adapter, tried: Sequence[Candidate], revision: str | None) -> Form:
-    """The first of some forms that keeps `ENOUGH`, tried block by block without writing a file; else float32."""
+    """Return the first form that keeps `ENOUGH`, tried block by block without writing a file; else float32."""
     for each in tried:
         model = trained(adapter, each.policy, revision)
         with merged_as(model, each.form):
@@ -218,11 +216,9 @@ def cheapest(known: Learned, adapter: Adapter, tried: Sequence[Candidate], revis
 
 @contextmanager
 def merged_as(model: Any, form: str) -> Iterator[None]:
-    """Merge each block of a PEFT model and round what changed to a form before its forward; it is as it was after it.
+    """Merge each block of a model from `trained` before its forward, rounded to a form, and restore it afterwards.
 
-    Args:
-        model: from `trained`.
-        form: a float dtype, a format of bitsandbytes or a type of GGUF in blocks.
+    `form`: a float dtype, a format of bitsandbytes or a type of GGUF in blocks.
     """
     saved: dict[nn.Parameter, torch.Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Adapters merged into their layers: once, in float32, rounded once, one block of the model in memory at a time."""
+"""Merge adapters into their layers: in float32, rounded once, one block of the model in memory at a time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Rounding:
     """The dtype that each parameter of the merged model is stored in.
 
     Attributes:
-        target: of those that nothing else is said of.
+        target: default dtype.
         pinned: patterns of names that stay float32.
-        own: names that keep the dtype that the base's files store them in.
-        written: the model that was written, to compare with; None while there is none yet.
-        instead: arguments that store in another dtype than float16, for the message where that overflows.
+        own: names that keep their dtype in the base's files.
+        written: the written model to compare with; None before it is written.
+        instead: arguments for another dtype than float16, for the message about overflow.
     """
 
     target: torch.dtype
@@ -44,7 +44,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """The loss of a merged parameter by rounding, or in the model that was written."""
+        """Return the loss of a merged parameter by rounding, or in the written model."""
         if self.written is None:
             stored = unbiased(name, merged, self.wanted(name)) if stored is None else stored
             return rounding_loss(name, before, merged, self.wanted(name), stored)
@@ -57,16 +57,15 @@ class Rounding:
         return replace(loss, vanished=int((same & (before.float() != merged.float()).flatten()).sum()))
 
     def wanted(self, name: str) -> torch.dtype:
-        """The dtype of a parameter."""
         return torch.float32 if is_pinned(name, self.pinned) else self.own.get(name, self.target)
 
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Float tensors in the dtypes that they are stored in; of those that training has `changed`, right on average.
+        """Round float tensors to their stored dtypes; those `changed` by training without bias.
 
         Raises:
-            PrecisionError: float16 cannot hold some; each is named.
+            PrecisionError: float16 cannot represent some; each is named.
         """
         result, outside = {}, []
         for name, value in tensors.items():
@@ -87,8 +86,8 @@ class Merging:
 
     Attributes:
         model: the base; its class and config are those of the merged model.
-        notes: what is not as in the base, in sentences.
-        weights: of each parameter that the adapter changes, what rounding did to it, once all parts were taken.
+        notes: differences from the base, in sentences.
+        weights: rounding loss of each parameter that the adapter changes, once all parts were taken.
     """
 
     def __init__(
@@ -103,8 +102,8 @@ class Merging:
         written: WrittenModel | None = None,
         instead: str = Rounding.instead,
     ) -> None:
-        """`one_dtype`: also of tensors that the base's files store in another dtype than most of them. `written`: what an
-        earlier merge of the same has written, which `weights` is then about. `instead`: as in `Rounding`.
+        """`one_dtype`: also for tensors that the base's files store in another dtype than most of them. `written`:
+        the model written by an earlier, equal merge, which `weights` then describes. `instead`: as in `Rounding`.
         """
         dense = dense_policy(policy)
         # An unquantized base is only added to, and the CPU is where that has room.
@@ -140,7 +139,7 @@ class Merging:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer of the merged model, in the order of `parts`: its shape and dtype, without values."""
+        """Every parameter and buffer of the merged model, in the order of `parts`: shape and dtype, without values."""
         order = sorted(self._names, key=lambda name: name not in self._outside)
         shapes = {}
         for name in order:
@@ -150,13 +149,14 @@ class Merging:
         return shapes
 
     def parts(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of the merged model by their names, a part at a time: what is outside of its blocks, then each block.
+        """Yield the tensors of the merged model by name, in parts: first those outside of its blocks, then each
+        block.
 
-        A part's tensors take no more memory when the next one is asked for. It can be gone through once.
+        A part's tensors are freed when the next is requested. It can be iterated once.
 
         Raises:
             UsageError: PEFT cannot merge this kind of adapter.
-            PrecisionError: float16 cannot hold a weight.
+            PrecisionError: float16 cannot represent a weight.
             CheckpointError: the base's files are damaged.
         """
         yield self._outside
@@ -170,13 +170,13 @@ class Merging:
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
 
     def measured(self) -> tuple[WeightLoss, ...]:
-        """`weights`, without the parts themselves; the errors are those of `parts`."""
+        """Return `weights` after a pass over `parts`, with its errors."""
         for _ in self.parts():
             pass
         return self.weights
 
     def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
-        """Merge the layers of a block, and collect its tensors; without one, those outside of blocks."""
+        """Merge the layers of a block and collect its tensors; without a block, those outside of blocks."""
         prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
         elsewhere = tuple(f"{each.name}." for each in self._blocks) if block is None else ()
         for own, layer in tuner_layers(root):
@@ -204,7 +204,7 @@ class Merging:
         )
 
     def _tie_again(self, first: str, last: str) -> None:
-        """Tie the embeddings where the merge left them equal; else say that they are two weights now."""
+        """Tie the embeddings if they are still equal after the merge; else note that they are separate weights."""
         equal = torch.equal(self._outside[first], self._outside[last])
         config = self.model.config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
@@ -218,7 +218,7 @@ class Merging:
 
 
 def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """The policy of the dequantized base: float32 masters, so that the adapter is read as it is stored."""
+    """Return the policy of the dequantized base: float32 masters, so that the adapter is read unrounded."""
     eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
     plain = torch.float32 if eight else policy.compute
     return replace(
@@ -235,7 +235,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Take out of a quantized base what OLoRA does, which quantizes the rest again; returns the adapter for what is left of it."""
+    """Subtract OLoRA's part from a quantized base, as OLoRA does; return the adapter for the rest."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
@@ -245,7 +245,7 @@ def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapt
 
 
 def _untie(model: Any) -> bool:
-    """Give the output embeddings a weight of their own, so that each can be merged; whether they were tied."""
+    """Give the output embeddings their own weight, so that each can be merged; return True if they were tied."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if last is None or first.weight is not last.weight:
         return False
@@ -254,7 +254,7 @@ def _untie(model: Any) -> bool:
 
 
 def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
-    """What a checkpoint calls the weights of the input and the output embeddings."""
+    """Return a checkpoint's names of the input and the output embeddings."""
     names = {id(value): name for name, value in _all(model, "named_parameters") if name in stored}
     first, last = (
         names[id(each.weight)] for each in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -263,13 +263,13 @@ def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
 
 
 def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters or buffers by every name that they have."""
+    """Yield parameters or buffers by all of their names."""
     tensors: Iterator[tuple[str, torch.Tensor]] = getattr(module, which)(remove_duplicate=False)
     return tensors
 
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model that a checkpoint of it holds, without values; what several names share by one of them."""
+    """Return the tensors in a checkpoint of a model, without values, shared ones under one name."""
     left_out = never_saved(model)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     kept: dict[int, str] = {}
@@ -285,14 +285,13 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
 
 
 def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's layers in a module, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return ((name, each) for name, each in list(module.named_modules()) if isinstance(each, BaseTunerLayer))
 
 
 def merge_in_float32(name: str, layer: Any) -> None:
-    """Merge one layer of PEFT's, in place.
+    """Merge one PEFT layer, in place.
 
     Raises:
         UsageError: PEFT cannot merge this kind of adapter.
@@ -322,7 +321,7 @@ def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
 
 
 def _own_trained(peft_model: Any) -> dict[str, torch.Tensor]:
-    """Copies of the base's own parameters that the adapter's file replaces (`bias="all"`), by their names."""
+    """Return copies of the base's own parameters that the adapter's file replaces (`bias="all"`), by name."""
     prefix = getattr(peft_model.base_model, "prefix", "lora_")
     return {
         name: parameter.detach().clone()
@@ -334,7 +333,7 @@ def _own_trained(peft_model: Any) -> dict[str, torch.Tensor]:
 def _replaced(
     peft_model: Any, own: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The weights that were trained whole, biases and `modules_to_save`: each before and after."""
+    """Return the fully trained weights, biases and `modules_to_save`, before and after."""
     from peft.utils import ModulesToSaveWrapper
 
     parameters = dict(peft_model.named_parameters())

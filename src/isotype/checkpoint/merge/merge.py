@@ -1,4 +1,4 @@
-"""Merge an adapter into its base model, round once, and say what the rounding cost."""
+"""Merge an adapter into its base model, round once, and report the rounding error."""
 
 from __future__ import annotations
 
@@ -65,39 +65,40 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
-    The base is the one that the adapter was trained on: quantized as it was in training and dequantized again, so
-    that the adapter meets the weights it has learned to correct; or `base`, taken as it is stored. What is stored in the
-    format that training has quantized to is merged into the base as its files store it: dequantized weights are on that
-    format's grid, and small updates would be rounded away. PEFT merges each
-    layer in float32, and the sum is rounded once, without bias where 16 bits are written (`isotype.checkpoint.merge.rounding.unbiased`).
-    The model is built aside, opened with transformers, compared in float32 with the trained one and with its base
-    (`isotype.checkpoint.merge.kept`), and only then renamed to `output`. What is quantized or a GGUF file is compared weight by weight, too: the base
-    is merged a second time, beside the weights that are read back.
+    The base is the one that the adapter was trained on, quantized as in training and dequantized again, so that the
+    adapter meets the weights it has learned to correct; or `base`, as stored. If the result is stored in the format
+    that training quantized to, the adapter is merged into the base's stored weights: dequantized weights are on that
+    format's grid, and small updates would be lost. PEFT merges each layer in float32; the sum is rounded once,
+    without bias for 16 bits (`isotype.checkpoint.merge.rounding.unbiased`). The model is built in a temporary folder,
+    opened with transformers, compared in float32 with the trained one and with its base
+    (`isotype.checkpoint.merge.kept`), and then renamed to `output`. Quantized and GGUF results are also compared
+    weight by weight with a second merge.
 
-    Memory: what lies outside of the model's blocks (embeddings, head), two blocks in the dtype that is written, 14 bytes
-    for each entry of the largest adapted weight, and the adapter. A block is read, dequantized, merged and written before
-    the next one is; forwards for the logits go block by block too, or over mapped files. Where PEFT looks at the base's
-    weights while it puts adapters on it (DoRA; PiSSA and its like; adapters other than LoRA), what is cast or quantized
-    of the base is in memory as a whole. A base quantized on a GPU lies there while it is merged.
+    Memory: the parts outside of the model's blocks (embeddings, head), two blocks in the written dtype, 14 bytes per
+    entry of the largest adapted weight, and the adapter. Each block is read, dequantized, merged and written before
+    the next; forwards for the logits also go block by block, or over mapped files. If PEFT reads base weights while
+    it adds adapters (DoRA; PiSSA and similar; adapters other than LoRA), the cast or quantized base is in memory as a
+    whole. A base quantized on a GPU stays there during the merge.
 
     Args:
         adapter: directory of the adapter.
-        output: directory to write; it must not exist, or be empty. A name that ends in `.gguf` is that of a GGUF file.
+        output: directory to write; it must not exist, or be empty. A name that ends in `.gguf` is a GGUF file.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
-        dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's, and for tensors
-            that the base's files store in another dtype than most of them, theirs. Parameters that the model's author
-            pins stay float32.
+        dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's; tensors that
+            the base's files store in another dtype than most keep it. Parameters pinned by the model's author stay
+            float32.
         revision: branch, tag or commit of a base on the hub, instead of the one that the adapter names.
-        stored: how the merged model is stored: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
-            bitsandbytes' format, which transformers loads; a key of `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. Where
-            `output` names such a file, None stands for 16 bits, as for llama.cpp's converter: `"f16"` of float16, else `"bf16"`.
-        rows: of the training's data, what is kept of it is measured on; None for texts that come with isotype.
+        stored: storage of the merged model: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
+            bitsandbytes' format, which transformers loads; a key of `isotype.core.dtypes.GGUF_TYPES` for a GGUF file.
+            If `output` names such a file, None means 16 bits, as in llama.cpp's converter: `"f16"` for float16, else
+            `"bf16"`.
+        rows: of the training's data, to measure what is kept; None for the package's texts.
 
     Raises:
-        CheckpointError: no adapter, no base, they do not fit, or less than half of what was learned would be kept.
-        PrecisionError: the dtype cannot hold the weights.
-        UsageError: `output` is taken, or this kind of adapter cannot be merged.
-        SaveError: the disk is full or cannot be written; nothing is left behind.
+        CheckpointError: no adapter, no base, they do not fit, or less than half of the learning would be kept.
+        PrecisionError: the dtype cannot represent the weights.
+        UsageError: `output` exists, or this kind of adapter cannot be merged.
+        SaveError: the disk is full or cannot be written; no files are left behind.
     """
     final = Path(output)
     check_output(final)
@@ -192,7 +193,7 @@ def _base(
     revision: str | None,
     stored: str | None,
 ) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
-    """The base to merge into, facts about it, the policy that it is loaded under, and of the adapter's base that of the training."""
+    """Return the base to merge into, its facts and policy, and the adapter's base policy in training."""
     trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
@@ -215,7 +216,7 @@ def _base(
 
 
 def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tuple[torch.dtype, str]:
-    """The dtype of the merged weights, and why."""
+    """Return the dtype of the merged weights, and the reason."""
     if dtype != "auto":
         asked = parse_dtype(dtype)
         if asked not in COMPUTE_DTYPES:
@@ -255,12 +256,9 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
-    """(outputs of the adapter on the base it was trained on, the tokenizer, why these are not known, that base's policy).
+    """Return the adapter's outputs on its own base, the tokenizer, why these are unknown, and that base's policy.
 
-    Args:
-        adapter: that is merged.
-        policy: of that base; None where the adapter is merged into another one, and this one may be gone.
-        rows, revision: as of `learned`.
+    `policy`: of that base; None if the adapter is merged into another one, since its own may be gone.
     """
     own = tokenizer_of(adapter.directory)
     try:
@@ -279,15 +277,15 @@ def _learned(
 
 
 _CHEAP = 4e9
-"""Bytes of a merged model up to which forms are tried in any case; of a larger one where the form that was written keeps too little."""
+"""Up to so many bytes, forms are always tried; of a larger model only if the written form keeps too little."""
 
 
 LEAST = 0.5
-"""The least share of the learning that a merge back into the format of the training keeps; below it nothing is written."""
+"""Minimum share of the learning kept by a merge back into the training's format; below it nothing is written."""
 
 
 def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
-    """The forms that are tried, the fewest bits first; `policy` is the base's in training, `target` the merged model's dtype."""
+    """Return the forms to try, fewest bits first; `policy`: of the base in training, `target`: the merged dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
@@ -305,7 +303,7 @@ def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tu
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise a CheckpointError where nothing of the adapter is left; `back`: in the format that it was trained on."""
+    """Raise a CheckpointError if no effect of the adapter is left; `back`: in the format that it was trained on."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"
@@ -358,7 +356,7 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
 
 
 def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | None) -> tuple[str, ...]:
-    """What the policy of the training knows of values that the dtype `target` of the merged model cannot hold."""
+    """Return the training policy's facts about values that the merged model's dtype `target` cannot represent."""
     if trained is None or target != torch.float16:
         return ()
     known = []
@@ -376,10 +374,10 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
 
 
 def check_same_base(adapter: Adapter, base: str, revision: str | None = None) -> None:
-    """Whether the config of `base` describes the model that `adapter` was trained on, whatever its precision.
+    """Check that the config of `base` describes the model that `adapter` was trained on, whatever its precision.
 
     Raises:
-        CheckpointError: it is another model, though the adapter's weights may fit into it; every difference is named.
+        CheckpointError: it is another model, even if the weights fit; every difference is named.
     """
     sources = ((base, revision), (str(adapter.base), adapter.revision))
     base_config, trained_config = (

@@ -1,4 +1,4 @@
-"""What a merge was and what its rounding cost, as data."""
+"""A merge and its rounding errors, as data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from isotype.core.dtypes import GGUF_TYPES, dtype_name
 
 ENOUGH = 0.98
-"""The part of what was learned that a merged model has to keep."""
+"""Minimum part of the learning that a merged model has to keep."""
 
 VANISHED_LIMIT = 0.99
-"""Share of the changed entries that may have the base's codes before the report says that it is the base."""
+"""Share of changed entries with the base's codes above which the report states that the result is the base."""
 
 _CHUNK = 1 << 18
 """Entries compared at a time: they stay in the caches, and no further copy of a weight is needed."""
@@ -24,14 +24,13 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class WeightLoss:
-    """What rounding did to one merged weight W + D, W being the base's and D the adapter's update.
+    """Rounding loss of one merged weight W + D, with W the base's weight and D the adapter's update.
 
     Attributes:
         name: the parameter's name in the merged model.
-        relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is what was stored.
-        entries: number of entries of D that are not zero.
-        vanished: how many of them are stored as those of W would be: in the same value, of codes in the same code; None where that is
-            not known.
+        relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
+        entries: number of nonzero entries of D.
+        vanished: entries stored like W's, in the same value or code; None if unknown.
     """
 
     name: str
@@ -42,15 +41,15 @@ class WeightLoss:
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """How far a merged model is from the trained one, the adapter on the base that it was trained on; in float32.
+    """Distance of a merged model from the trained one (the adapter on its own base), in float32.
 
     Attributes:
-        tokens: that were compared.
+        tokens: number of compared tokens.
         max_abs: largest absolute difference of two logits.
         mean_kl: mean over the tokens of KL(trained || merged), in nats.
         base_kl: that of KL(trained || base).
         losses: of the base, the trained and the merged model on rows of the training's data; None on other texts.
-        source: which rows; None for texts that come with isotype.
+        source: name of the rows; None for the package's texts.
     """
 
     tokens: int
@@ -62,12 +61,12 @@ class LogitsDifference:
 
     @property
     def kept(self) -> float | None:
-        """1 - KL(trained || merged) / KL(trained || base); None where the adapter changes nothing."""
+        """1 - KL(trained || merged) / KL(trained || base); None if the adapter changes nothing."""
         return 1 - self.mean_kl / self.base_kl if self.base_kl > 0 else None
 
     @property
     def fall(self) -> float | None:
-        """The part that is left of what training has lowered the loss by; None where it has not."""
+        """Remaining part of the training's decrease of the loss; None if it did not decrease."""
         if self.losses is None or self.losses[0] <= self.losses[1]:
             return None
         base, trained, merged = self.losses
@@ -76,7 +75,7 @@ class LogitsDifference:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to store a merged model, tried without writing it.
+    """A storage of a merged model, tried without writing it.
 
     Attributes:
         arguments: of `isotype merge`.
@@ -94,26 +93,26 @@ class Form:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """A merge that was written.
+    """A completed merge.
 
     Attributes:
         adapter: directory of the adapter.
         output: directory of the merged model, or its GGUF file.
         base: the base model merged into.
-        storage: how that base was stored: `"nf4"`, `"fp4"` and `"int8"` were dequantized first.
-        dtype: dtype of the merged weights before they take the form of `stored`.
+        storage: of that base: `"nf4"`, `"fp4"` and `"int8"` were dequantized first.
+        dtype: of the merged weights before they are stored as `stored`.
         dtype_reason: why this one.
-        weights: every weight that the adapter changed, with what rounding did to it: as it was read back from what was
-            written, where that is quantized or a GGUF file.
-        logits: adapter on the base it was trained on against the merged model, or None (`notes` say why).
+        weights: every weight that the adapter changed, with its rounding loss; measured on the written files if
+            quantized or GGUF.
+        logits: the adapter on its own base compared with the merged model, or None (`notes` tell why).
         bytes: size of the files written.
-        notes: what was done beyond the merge, or left out, and why.
-        stored: the format of bitsandbytes or the type of GGUF that it was written in, None for dense safetensors.
-        passed: what is known of values that pass the range of `dtype`, in sentences.
+        notes: additional or omitted actions, and why.
+        stored: format of bitsandbytes or type of GGUF, None for dense safetensors.
+        passed: known values beyond the range of `dtype`, in sentences.
         model: what to open: `output`, or the GGUF file in it.
-        cheapest: the form of fewest bits that keeps `ENOUGH`; None where none was tried.
-        answers: whether the merged model writes text.
-        exportable: whether it is a dense model of a kind that can be written as a GGUF file, too.
+        cheapest: the form of fewest bits that keeps `ENOUGH`; None if none was tried.
+        answers: the merged model generates text.
+        exportable: it is a dense model that can be written as a GGUF file, too.
     """
 
     adapter: Path
@@ -135,12 +134,12 @@ class MergeReport:
 
     @property
     def median_error(self) -> float:
-        """Median of the weights' relative errors; 0 where the adapter changes nothing."""
+        """Median of the weights' relative errors; 0 if the adapter changes nothing."""
         return median([weight.relative_error for weight in self.weights]) if self.weights else 0.0
 
     @property
     def worst(self) -> WeightLoss | None:
-        """The weight that lost the largest part of its update."""
+        """Weight that lost the largest part of its update."""
         return max(self.weights, key=lambda weight: weight.relative_error, default=None)
 
     @property
@@ -150,18 +149,18 @@ class MergeReport:
 
     @property
     def vanished(self) -> int | None:
-        """Number of changed entries that are stored as the base's; None where that is not known."""
+        """Number of changed entries that are stored like the base's; None if unknown."""
         counts = [weight.vanished for weight in self.weights]
         return None if None in counts else sum(filter(None, counts))
 
     @property
     def vanished_share(self) -> float:
-        """`vanished` as a fraction of `entries`; 0 where it is not counted."""
+        """`vanished` as a fraction of `entries`; 0 if not counted."""
         return (self.vanished or 0) / self.entries if self.entries else 0.0
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What should be done differently."""
+        """Recommended changes."""
         kept = None if self.logits is None else self.logits.kept
         if kept is None:
             return (*self.passed, *self._unmeasured())
@@ -176,7 +175,7 @@ class MergeReport:
 
     @property
     def again(self) -> bool:
-        """Whether nearly all codes are those of a base that had codes of the same form."""
+        """True if nearly all codes are those of a base that had codes of the same form."""
         return self.stored == self.storage and self.vanished_share > VANISHED_LIMIT
 
     @property
@@ -193,14 +192,14 @@ class MergeReport:
 
 
 def share(part: float) -> str:
-    """A part of what was learned, rounded down: 100 % is all of it."""
+    """Format a part of the learning, rounded down: 100 % is all of it."""
     if part < 0:
         return "less than 0 %"  # further from the trained model than the base is
     return f"{math.floor(round(1000 * part, 4)) / 10:.1f} %"
 
 
 def wider(stored: str | None, *dtypes: torch.dtype) -> str:
-    """The argument of `isotype merge` that stores in another dtype: of a GGUF file its type."""
+    """Return the argument of `isotype merge` for a wider dtype, or a GGUF file's type."""
     if stored not in GGUF_TYPES:
         return f"--dtype {' or '.join(map(dtype_name, dtypes))}"
     types = [next(kind for kind, each in GGUF_TYPES.items() if each == dtype) for dtype in dtypes]
@@ -214,14 +213,14 @@ def rounding_loss(
     dtype: torch.dtype | None,
     stored: torch.Tensor | None = None,
 ) -> WeightLoss:
-    """What rounding `merged` to `dtype` takes away of the update `merged - before`.
+    """Return the loss of the update `merged - before` by rounding `merged` to `dtype`.
 
     Args:
         name: the parameter's name.
         before: W, of any shape and float dtype.
         merged: W + D in float32, of the same shape.
-        dtype: dtype it is rounded to; None where it is stored in codes of blocks or rows.
-        stored: the values that were stored in fact, of the same shape; by default `merged` rounded to `dtype`.
+        dtype: dtype it is rounded to; None if it is stored in codes of blocks or rows.
+        stored: the stored values, of the same shape; default: `merged` rounded to `dtype`.
     """
     assert dtype is not None or stored is not None
     lost = moved = 0.0
@@ -248,7 +247,7 @@ def _squares(values: torch.Tensor) -> float:
 
 
 def compare_logits(trained: torch.Tensor, merged: torch.Tensor) -> LogitsDifference:
-    """The difference of two sets of logits, both `[tokens, vocabulary]` in float64."""
+    """Return the difference of two sets of logits, both `[tokens, vocabulary]` in float64."""
     wide = min(trained.shape[-1], merged.shape[-1])  # a vocabulary may have been padded
     trained, merged = trained[..., :wide], merged[..., :wide]
     expected, actual = trained.log_softmax(-1), merged.log_softmax(-1)

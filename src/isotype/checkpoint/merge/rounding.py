@@ -1,4 +1,4 @@
-"""A merged weight as a form stores it, and the weights of a merged model that was written."""
+"""A merged weight as a form stores it, and the weights of a written merged model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 digits, in
 
 
 def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 values in a dtype, each rounded up or down with the probability that leaves it right on average.
+    """Round float32 values up or down at random, so that they are right on average.
 
-    A base in 16 bits lies on the grid of that dtype. Rounded to the nearest, an update below half a step is lost in every entry; so it stays
-    in the mean of each product. What lies on the grid stays there. The draws are the same for every weight of a name.
-    (Stochastic rounding: Gupta et al., https://arxiv.org/abs/1502.02551.)
+    The base's 16-bit values are on the dtype's grid. Rounded to nearest, an update below half a step is lost in every
+    entry; this way it is kept in the mean of each product. Values on the grid are exact. The random numbers depend
+    only on the weight's name. (Stochastic rounding: Gupta et al., https://arxiv.org/abs/1502.02551.)
     """
     dropped = _DROPPED.get(dtype)
     if dropped is None or values.dtype != torch.float32:
@@ -43,7 +43,7 @@ def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def as_stored(name: str, layer: nn.Module, values: torch.Tensor, form: str) -> torch.Tensor:
-    """The values that a merged float32 parameter of a layer has in a form: a float dtype, one of bitsandbytes or of GGUF in blocks."""
+    """Return a merged float32 parameter rounded to a form: a float dtype, bitsandbytes' or GGUF blocks."""
     if form in QUANTIZATIONS:
         return _in_bitsandbytes(layer, values, form)
     if form not in GGUF_BLOCKS:
@@ -70,7 +70,7 @@ def _in_bitsandbytes(layer: nn.Module, values: torch.Tensor, form: str) -> torch
 
 
 def codes(values: torch.Tensor, form: str) -> torch.Tensor:
-    """The codes of a float32 matrix in a form, without the constants that they are multiplied with: one of 4 or 8 bits a byte or half of it."""
+    """Return the codes of a float32 matrix in a form, one of 4 or 8 bits per byte or half byte."""
     if form == "int8":
         return quantize_int8(values)[0].flatten()
     if form in FOUR_BITS:
@@ -88,17 +88,16 @@ def codes(values: torch.Tensor, form: str) -> torch.Tensor:
 
 
 class WrittenModel:
-    """A merged model as its files hold it.
+    """A merged model in its files.
 
-    Plain transformers opens it; a GGUF file, which that would hold in float32 as a whole, is read block by block.
+    Plain transformers opens it; a GGUF file, which it would load into float32 as a whole, is read block by block.
 
     Args:
-        model_class: of the merged model.
         path: the directory, or the GGUF file.
         stored: as in `isotype.checkpoint.merge.merge.merge_adapter`.
 
     Attributes:
-        model: it, ready for a forward.
+        model: the model, ready for a forward.
     """
 
     def __init__(self, model_class: Any, path: Path, stored: str | None) -> None:
@@ -117,7 +116,7 @@ class WrittenModel:
         self._blocks = {name: block for block in self._deferred.blocks for name in block.sources}
 
     def form_of(self, name: str, values: torch.Tensor) -> str | None:
-        """The format in whose codes a weight is stored; None where it is in a dtype, or in a mixture of formats."""
+        """Return the format of a weight's codes; None if it is in a dtype, or in a mixture of formats."""
         if self._stored in QUANTIZATIONS:
             return self._stored if self._in_codes(name) else None
         blocks = self._stored in GGUF_BLOCKS and name in self._blocks and values.shape[-1] % 32 == 0
@@ -125,10 +124,7 @@ class WrittenModel:
 
     @torch.no_grad()
     def values(self, name: str) -> tuple[torch.dtype | None, torch.Tensor]:
-        """The dtype that a parameter is stored in, None for codes, and its values in float32.
-
-        Those of one block after the other: the one before is dropped.
-        """
+        """Return the stored dtype of a parameter (None for codes) and its float32 values; drops the previous block."""
         self._deferred.use(self._blocks.get(name))
         if self._in_codes(name):
             return None, held_weight(self.model.get_submodule(name.removesuffix(".weight")), torch.float32)
@@ -140,6 +136,6 @@ class WrittenModel:
         return None if self._coded else self._dtype, value
 
     def _in_codes(self, name: str) -> bool:
-        """Whether a parameter is the matrix of a quantized layer of bitsandbytes; its bias is dense."""
+        """Return True if a parameter is the matrix of a quantized bitsandbytes layer; its bias is dense."""
         owner, _, own = name.rpartition(".")
         return own == "weight" and kind_of(self.model.get_submodule(owner)) in ("linear4bit", "linear8bit")

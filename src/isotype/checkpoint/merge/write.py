@@ -1,4 +1,4 @@
-"""How a merged model is written, dense, quantized in bitsandbytes' format or as a GGUF file, and opened again."""
+"""Write a merged model, dense, quantized in bitsandbytes' format or as a GGUF file, and open it again."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from isotype.model.boundary import original_class
 from isotype.model.walk import places
 
 FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
-"""What a merged model can be stored as besides dense safetensors: bitsandbytes' formats, and types of GGUF."""
+"""Formats of a merged model besides dense safetensors: bitsandbytes' and GGUF's."""
 
 
 def check_output(output: Path) -> None:
-    """Whether nothing is there that would be overwritten, and the directory can be made.
+    """Check that nothing would be overwritten, and that the directory can be created.
 
     Raises:
-        UsageError: something is, or it cannot be.
+        UsageError: otherwise.
     """
     file = is_file(output)
     if why := why_unusable(output.parent):
@@ -57,12 +57,12 @@ def check_output(output: Path) -> None:
 
 
 def is_file(output: Path) -> bool:
-    """Whether an output names a GGUF file, and not the directory of a model."""
+    """Return True if an output names a GGUF file rather than a directory."""
     return output.suffix == ".gguf"
 
 
 def written_path(output: Path, directory: Path, stored: str | None) -> Path:
-    """What is written for `output` below `directory`: a GGUF file of its name or of its type's, or the directory itself."""
+    """Return the path for `output` below `directory`: a GGUF file named after it or its type, or the directory."""
     if stored not in GGUF_TYPES:
         return directory
     return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
@@ -73,10 +73,10 @@ _BUILDING = ".isotype-merging"
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Where to build what is published as `output` in the end; what merges that were killed have left beside it is removed.
+    """Yield a temporary folder that becomes `output` in the end; remove those of killed merges.
 
     Raises:
-        SaveError: the disk is full or cannot be written; nothing is left behind.
+        SaveError: the disk is full or cannot be written; no files are left behind.
     """
     fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     built = fresh.with_name(fresh.name + _BUILDING)
@@ -102,17 +102,14 @@ def staged(output: Path) -> Iterator[Path]:
 def write_merged(
     merging: Merging, tokenizer: Any, path: Path, dtype: torch.dtype, stored: str | None
 ) -> list[str]:
-    """Write the merged model and its tokenizer, a block of the model in memory at a time.
+    """Write the merged model and its tokenizer, one block in memory at a time; return notes.
 
     Args:
-        merging: the model, none of whose parts was taken yet.
+        merging: the model; its parts were not taken yet.
         tokenizer: or processor, or None.
-        path: a directory that exists and is empty; of a GGUF file the file, in such a directory.
-        dtype: that the config names.
+        path: an existing, empty directory; for a GGUF file, the file in such a directory.
+        dtype: of the config.
         stored: None for dense safetensors, else one of `FORMATS`.
-
-    Returns:
-        What is not as asked, in sentences.
 
     Raises:
         SaveError: there is no room.
@@ -155,7 +152,7 @@ def write_merged(
 def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype, stored: str) -> None:
     """Store the dense model in `dense` in a format of bitsandbytes, as transformers saves and loads it.
 
-    The quantized weights are those that `isotype.load` makes of the dense ones; pinned parameters stay float32.
+    The quantized weights are those that `isotype.load` would make; pinned parameters stay float32.
     """
     policy = replace(resolve_precision(dense, dtype, stored, "cpu"), device="cpu")
     deferred = DeferredBlocks()
@@ -172,11 +169,11 @@ def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype
 
 
 _CONSTANTS = 6
-"""Tensors that bitsandbytes stores for a quantized weight, at most."""
+"""Maximum number of tensors that bitsandbytes stores for a quantized weight."""
 
 
 def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Tensor]]:
-    """A model's tensors as it saves them, what is outside of its blocks first."""
+    """Yield a model's tensors as it saves them, those outside of its blocks first."""
     inside = tuple(f"{block.name}." for block in deferred.blocks)
     tied = getattr(model, "all_tied_weights_keys", {})
     outside: dict[str, Any] = {}
@@ -195,9 +192,9 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """Write what `save_pretrained` does: weights (`parts`, by the model's names) under the names of its checkpoints, config, generation settings.
+    """Write weights (`parts`, by the model's names) with checkpoint names, config and generation settings.
 
-    `dtype` is what the config names; `room` the bytes for the header of a file of weights.
+    Like `save_pretrained`. `dtype`: of the config; `room`: bytes for the header of a file of weights.
     """
     left_out = never_saved(model)
     shards = Shards(directory, room)
@@ -217,7 +214,7 @@ def write_model(
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Tensors of a model of transformers by the names, and in the parts, that its checkpoints have: loading reversed."""
+    """Return tensors of a transformers model with the names and parts of its checkpoints: loading reversed."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -226,7 +223,7 @@ def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
 
 @contextmanager
 def disk_errors(output: Path) -> Iterator[None]:
-    """A failure to write becomes a SaveError about `output`."""
+    """Convert a failure to write into a SaveError about `output`."""
     try:
         yield
     except SaveError:
@@ -252,21 +249,21 @@ def _no_room(place: Path, what: str, expected: str) -> SaveError:
 
 
 _MOST = 50_000_000_000
-"""Bytes in a file, as transformers' `save_pretrained` has it."""
+"""Bytes per file, as in transformers' `save_pretrained`."""
 _ENTRY = 192
-"""Bytes that a tensor's entry in the header takes at most, beside its name."""
+"""Maximum bytes of a tensor's entry in the header, beside its name."""
 _ALIGNED = 8
 
 
 class Shards:
-    """Writes `model.safetensors`, or several files and their index, one tensor in memory at a time.
+    """Writer of `model.safetensors`, or several files and their index, one tensor in memory at a time.
 
-    A header comes before the data that it describes: room for it is left, and filled with spaces.
+    A header precedes its data: room for it is reserved, and padded with spaces.
 
     Args:
         directory: exists.
-        room: bytes to leave for a header, at least `header_room` of all names.
-        most: bytes of data in a file.
+        room: bytes to reserve for a header, at least `header_room` of all names.
+        most: bytes of data per file.
     """
 
     def __init__(self, directory: Path, room: int, most: int = _MOST) -> None:
@@ -278,11 +275,7 @@ class Shards:
         self._at = self._total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a tensor; may raise OSError."""
         if tensor.nbytes % _ALIGNED:  # small ones, without which all others begin at whole words
             self._odd[name] = tensor.detach().clone()
             return
@@ -291,7 +284,7 @@ class Shards:
         self._write(name, tensor)
 
     def close(self) -> None:
-        """Write what is left, and the index where there are several files."""
+        """Write the rest, and the index if there are several files."""
         # The widest first: each begins at a multiple of its size.
         for name, tensor in sorted(self._odd.items(), key=lambda each: -each[1].itemsize):
             self._write(name, tensor)
@@ -308,7 +301,7 @@ class Shards:
             (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
     def abandon(self) -> None:
-        """Close the file that is being written, whatever is in it."""
+        """Close the current, incomplete file."""
         if self._file is not None:
             self._file.close()
 
@@ -332,7 +325,7 @@ class Shards:
         self._total += tensor.nbytes
 
     def _end(self) -> None:
-        """The header of the file that is whole now."""
+        """Write the header of the current file."""
         if self._file is None:  # a model without weights
             self._file = self._path(len(self._files)).open("wb", buffering=0)
         text = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":"))
@@ -347,5 +340,5 @@ class Shards:
 
 
 def header_room(names: Iterable[str]) -> int:
-    """Bytes that a header with tensors of these names takes at most."""
+    """Return the maximum bytes of a header with tensors of these names."""
     return 64 + sum(len(json.dumps(name)) + _ENTRY for name in names)

@@ -1,1 +1,1 @@
-"""Values of weights that are stored quantized or in blocks, and whether they are finite."""
+"""Values of weights that are stored quantized or in blocks, and checks that they are finite."""

@@ -1,4 +1,4 @@
-"""Quantized layers back to dense ones."""
+"""Convert quantized layers to dense ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from isotype.model.walk import Place, places
 
 @dataclass(frozen=True)
 class DenseStack:
-    """A stacked weight that was quantized, and that is dense when `read` is called.
+    """A stacked weight that was quantized, and becomes dense by `read`.
 
     Attributes:
-        name: the weight's, in the model.
-        module: that holds it.
-        codes, stack: what it is made of.
-        dtype: of its values.
+        name: of the weight in the model.
+        module: with the weight.
+        codes, stack: its quantized values.
+        dtype: of its dense values.
     """
 
     name: str
@@ -35,7 +35,7 @@ class DenseStack:
     dtype: torch.dtype
 
     def read(self) -> None:
-        """Give the module the weight, on the CPU: from its present codes, if these were read again."""
+        """Set the module's weight, on the CPU, from its current codes."""
         own, codes, stack = self.name.rpartition(".")[2], self.codes, self.stack
         if quantized_stack(self.module, own) is not None:
             codes, stack = take_stack(self.module, own)
@@ -43,7 +43,7 @@ class DenseStack:
         self._put(stack(codes).to("cpu", self.dtype))
 
     def drop(self) -> None:
-        """Take it out of memory again."""
+        """Free the weight."""
         self._put(torch.empty(self.stack.shape, dtype=self.dtype, device="meta"))
 
     def _put(self, weight: torch.Tensor) -> None:
@@ -57,14 +57,15 @@ def dequantize(
     later: Callable[[Place, Any], bool] = lambda *_: False,
     stack_later: Callable[[DenseStack], bool] = lambda _: False,
 ) -> None:
-    """Replace every bitsandbytes layer by a dense one on the CPU with the very weights its forward computes with, and stacked experts.
+    """Replace bitsandbytes layers and stacked experts by dense ones on the CPU, with exactly the weights of their
+    forward.
 
     Args:
-        model: a transformers model; changed in place. One that is not quantized is left alone.
-        dtype: dtype of the dense weights. 4-bit layers dequantize to the dtype of their quantization state; int8
-            ones to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: (quantized layer, dense one); true where the weights of the dense one come later.
-        stack_later: the same of stacked experts.
+        model: a transformers model, changed in place; unchanged if it is not quantized.
+        dtype: of the dense weights. 4-bit layers dequantize to the dtype of their quantization state; int8 ones to
+            float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
+        later: (quantized layer, dense one) -> True if the dense weights are filled later.
+        stack_later: the same for stacked experts.
     """
     quantized = [each for each in stacked_weights(model) if quantized_stack(*each[1:]) is not None]
     for path, module, name in quantized:
@@ -85,7 +86,7 @@ def dequantize(
 
 
 def dense_on_cpu(layer: Any, dtype: torch.dtype) -> Any:
-    """`isotype.model.mixed.dense_layer`, its bias on the CPU."""
+    """Return `isotype.model.mixed.dense_layer` with its bias on the CPU."""
     linear: Any = dense_layer(layer, dtype)
     if layer.bias is not None:
         linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
@@ -93,7 +94,7 @@ def dense_on_cpu(layer: Any, dtype: torch.dtype) -> Any:
 
 
 def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of a quantized layer in `dtype`, on the CPU."""
+    """Return the weight of a quantized layer in `dtype`, on the CPU."""
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
     weight: torch.Tensor = dequantize_bnb_weight(layer.weight, getattr(layer, "state", None))
@@ -101,13 +102,13 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """`dense_weight` as `dense_on_cpu` and the files hold it: `[in, out]` of transformers' Conv1D."""
+    """Return `dense_weight` in the layout of `dense_on_cpu` and the files: `[in, out]` for transformers' Conv1D."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 
 
 def _forget_bnb(model: Any) -> None:
-    """Bring a model that is dense now to the CPU, without what transformers keeps of its quantization by bitsandbytes."""
+    """Move a dequantized model to the CPU, without transformers' record of its quantization by bitsandbytes."""
     from transformers.integrations import bitsandbytes as integration
 
     if getattr(model, "hf_quantizer", None) is None:

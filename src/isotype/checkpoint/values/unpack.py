@@ -1,4 +1,4 @@
-"""Dense values of tensors that a checkpoint holds quantized, or in blocks of a GGUF file, which gguf unpacks."""
+"""Dense values of tensors that a checkpoint stores quantized, or in blocks of a GGUF file, which gguf dequantizes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from isotype.model.experts import mxfp4
 Read = Callable[[TensorHeader], torch.Tensor]
 
 _PIECE = 1 << 19
-"""Elements that are dequantized at a time: they stay in the caches, and are enough for all of torch's threads."""
+"""Elements dequantized at a time: they stay in the caches, and use all of torch's threads."""
 _GGUF_PIECE = 1 << 17
-"""Elements that are unpacked at a time: they and what gguf computes on the way stay in the caches."""
+"""Elements dequantized at a time: they and gguf's temporaries stay in the caches."""
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a stored tensor: computed ones in `dtype`, plainly stored ones in theirs; `read` gives the tensor of a header.
+    """Return the values of a stored tensor: computed ones in `dtype`, plain ones in theirs; `read` reads a header's
+    tensor.
 
     Raises:
-        CheckpointError: it is quantized in a way that is not known here.
+        CheckpointError: it is quantized in an unknown way.
     """
     scheme = tensor.scheme
     if not tensor.quantized:
@@ -70,7 +71,7 @@ def _scaled(
     zeros: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(codes - zeros) x factors, which `block` rows and columns of a matrix share; of codes in a `table` their values there."""
+    """Return (codes - zeros) x factors, which `block` rows and columns share; codes with a `table` are looked up."""
     *outer, rows, columns = (1, *codes.shape)[-max(2, codes.dim()) :]
     (height, width), count = block, math.prod(outer)
     grid = (-1, -(-rows // height), -(-columns // width))
@@ -100,7 +101,7 @@ def _scaled(
 
 
 def _float32(codes: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
-    """Codes as numbers. Those of float8 are looked up: torch converts them one by one."""
+    """Return codes as numbers. float8 codes are looked up: torch converts them one by one."""
     if table is None and not codes.is_floating_point():
         return codes.to(torch.float32)
     values = _table(codes.dtype) if table is None else table
@@ -114,12 +115,12 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as float32 numbers; bytes are exponents of two (E8M0)."""
+    """Return scales as float32 numbers; bytes are exponents of two (E8M0)."""
     return mxfp4.powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
 
 
 def _unpacked(words: torch.Tensor, bits: int, shape: Sequence[int]) -> torch.Tensor:
-    """int8 [..., columns] of int32 words, lowest bits first and across words, that are offset by half."""
+    """Unpack int32 words to int8 [..., columns], lowest bits first and across words, offset by half."""
     begin = torch.arange(shape[-1]) * bits
     place, shift = begin // 32, begin % 32
     codes = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=torch.int8)
@@ -139,7 +140,7 @@ Turn = Callable[[Source, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
-    """float32 values of a block-quantized tensor from its bytes, bit by bit those of `gguf.quants.dequantize`."""
+    """Return float32 values of a block-quantized tensor, bitwise those of `gguf.quants.dequantize`."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -159,7 +160,7 @@ def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
 
 
 def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
-    """The conversion of the tensors of a GGUF file: transformers' own `TensorProcessor` for the architecture; of other files none."""
+    """Return the conversion of a GGUF file's tensors, transformers' `TensorProcessor` of the architecture; else None."""
     if headers.format != "gguf":
         return None
     from transformers import modeling_gguf_pytorch_utils as gguf
