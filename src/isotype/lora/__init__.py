@@ -1,1 +1,1 @@
-"""COMPUTE: LoRA products, loss and attention at the speed of the arithmetic."""
+"""Fast LoRA products, loss and attention."""

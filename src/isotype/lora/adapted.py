@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers as data: what a layer computes under its active adapters, and which layers cannot be fused."""
+"""PEFT's LoRA layers as data: the computation under the active adapters, and the layers that cannot be fused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
 
 
 def why_not(layer: Any) -> str | None:
-    """Why a PEFT layer is left on PEFT's own path under its active adapters, as a clause; None if it is fused."""
+    """Return why a PEFT layer stays on PEFT's path under its active adapters, as a clause; None if it is fused."""
     base = layer.get_base_layer()
-    if layer.base_layer is not base:  # of two methods on one layer, PEFT puts the second around the first
+    if layer.base_layer is not base:  # PEFT wraps a second method around the first
         inner = type(layer.base_layer)
         return f"its base is itself an adapter's layer ({inner.__module__}.{inner.__name__})"
     kind = kind_of(base)
@@ -83,13 +83,11 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _caches(layer: Any) -> bool:
-    """Return whether PEFT keeps the norms of DoRA's layers from one call to the next, or has yet to forget
-    those that it kept.
+    """Return whether PEFT caches the norms of DoRA layers between calls, or has not yet cleared them.
 
-    Only its own path fills and clears its caches: what stayed in them would be read again when an adapter has
-    changed.
+    Only PEFT's path fills and clears these caches: stale norms would be used after an adapter has changed.
     """
-    if not layer.lora_magnitude_vector:  # asked in every call, and most have no DoRA
+    if not layer.lora_magnitude_vector:  # checked in every call; most layers have no DoRA
         return False
     dora = sys.modules.get("peft.tuners.lora.dora")
     enabled = not layer.training and getattr(dora, "ENABLE_DORA_CACHING", False)
@@ -106,7 +104,7 @@ def _dropout(layer: Any, name: str) -> float:
 
 
 def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
-    """Return a PEFT layer as data, and its tensors in the order that `lora_linear` takes."""
+    """Return a PEFT layer as data, and its tensors in the order of `lora_linear`."""
     base, names = layer.get_base_layer(), _active(layer)
     biases = [(1.0, base.bias)] + [(layer.scaling[name], layer.lora_B[name].bias) for name in names]
     biases = [(scale, bias) for scale, bias in biases if bias is not None]
@@ -123,12 +121,12 @@ def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
 
 @dataclass(frozen=True)
 class Reading:
-    """A PEFT layer as it was read; layers are asked for every product, and to read one takes as long as some products.
+    """A PEFT layer as data, cached because reading it for every product takes as long as some products.
 
     Attributes:
-        layer: the layer as data.
-        tensors: its tensors in the order that `lora_linear` takes.
-        device: of its base weight: inputs of another device go where a hook may bring them.
+        layer: the layer.
+        tensors: in the order of `lora_linear`.
+        device: of its base weight: hooks may move inputs from other devices.
     """
 
     layer: Layer
@@ -140,7 +138,7 @@ class Reading:
     _settings: tuple[Any, ...]
 
     def holds(self, layer: Any) -> bool:
-        """Return whether everything that was read of the layer is as it was."""
+        """Return whether the layer has not changed since it was read."""
         parts = self._parts
         children, parameters = parts.children(), parts.parameters()
         return (
@@ -153,10 +151,11 @@ class Reading:
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """Return a PEFT layer as data: `former` where that still holds, None if only PEFT's own path will do just now.
+    """Return a PEFT layer as data, `former` if it is still valid; None if only PEFT's path works in its
+    current state.
 
-    That calls the parts, on which somebody has put hooks, and gathers weights of which a rank holds a part only, as between the
-    steps of FSDP2.
+    PEFT's path calls the parts, which may have hooks, and gathers sharded weights, as between the steps of
+    FSDP2.
     """
     if former is not None and former.holds(layer):
         return former
@@ -177,12 +176,12 @@ _SHAPE, _P = attrgetter("shape"), attrgetter("p")
 
 
 class _Parts(NamedTuple):
-    """What a layer is made of under its active adapters, as the dictionaries of its modules.
+    """The dictionaries of a layer's modules under its active adapters.
 
     Attributes:
-        all: of every module whose children belong to it, the layer itself first.
-        called: of those that PEFT's own path calls: the base and the parts of the active adapters.
-        dropouts: the modules of these that drop something.
+        all: of every module whose children belong to it, the layer first.
+        called: of the modules that PEFT's path calls: the base and the parts of active adapters.
+        dropouts: modules among these with active dropout.
     """
 
     all: tuple[dict[str, Any], ...]
@@ -196,13 +195,13 @@ class _Parts(NamedTuple):
         return [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.called)))]
 
     def offloaded(self) -> bool:
-        """Return whether hooks of accelerate's fetch weights for each call."""
-        # Asked for every product, and most have none.
+        """Return whether accelerate's hooks fetch weights for each call."""
+        # Checked for every product; most have none.
         placed = any(map(contains, self.called, repeat(HOOK)))
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Whether a part has hooks, but for those of a recorder; those of the layer itself are called whatever its path."""
+        """Return whether a part has hooks other than a recorder's; the layer's own hooks run on any path."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 
@@ -227,7 +226,7 @@ def _settings(
     children: Sequence[nn.Module | None],
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Any, ...]:
-    """What may change though the modules and parameters of a layer stay: boundaries change their classes, for one."""
+    """Return the state that can change without a change of modules and parameters, such as boundaries."""
     active = layer.active_adapter
     return (
         layer.merged,

@@ -1,4 +1,4 @@
-"""Put fused LoRA paths into a PEFT model, and take them out again."""
+"""`isotype.fuse` and `isotype.unfuse`: fused LoRA paths in a PEFT model."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _TOKENS = 4
 def same_input(
     model: Any, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None
 ) -> tuple[list[tuple[str, ...]], str]:
-    """Group the names of `layers`: children of one module that are called in a row with the very same tensor.
+    """Group the names of `layers`: children of one module called consecutively with the same tensor.
 
-    Gradient checkpointing recomputes whole modules: what runs together must be found in one.
+    Gradient checkpointing recomputes whole modules, so a group must be within one.
 
     Args:
-        model: the model; run once in evaluation, without gradients. Its random states and modes stay as they are.
+        model: run once in evaluation, without gradients. Its random states and modes stay.
         layers: the layers by name.
         inputs: arguments of its forward; None for a few tokens.
 
     Returns:
-        The groups, in which every layer occurs once, and why nothing was seen; empty where the model could be run.
+        The groups, each layer in one of them, and why the model could not be run ("" if it could).
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -66,7 +66,7 @@ def same_input(
             stack.enter_context(in_evaluation(model))
             model(**(_tokens(model) if inputs is None else inputs))
         unseen = ""
-    except Exception as error:  # noqa: BLE001 - whatever a model raises that was given too little
+    except Exception as error:  # noqa: BLE001 - a model may raise anything for missing inputs
         calls, unseen = [], f"{type(model).__name__} could not be run: {str(error).partition(chr(10))[0]}"
     return _groups(list(layers), calls), unseen
 
@@ -84,12 +84,13 @@ def _is_blank(module: nn.Module) -> bool:
 
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """Let a linear layer without weights return a tensor of the right shape: not every kernel knows the meta device.
+    """Let a linear layer without weights return a tensor of the right shape: not all kernels support the meta
+    device.
 
-    What else PEFT wraps computes without its adapter: it asks for autocast on the device of what it adapts.
+    Other layers wrapped by PEFT compute without their adapter, which would use autocast on the meta device.
     """
     base = layer.get_base_layer() if is_tuner_layer(layer) else layer
-    if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # no convolution
+    if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # not a convolution
         rows, _ = shape_of(base)
         layer.__dict__["forward"] = lambda x, *_, **__: x.new_empty(*x.shape[:-1], rows)
     else:
@@ -121,7 +122,7 @@ def _groups(names: list[str], calls: list[tuple[str, Any]]) -> list[tuple[str, .
     groups: list[tuple[str, ...]] = []
     placed: set[str] = set()
     for run in runs:
-        # A layer that is called twice with one tensor, or in other company another time, stays by itself.
+        # A layer called twice with one tensor, or with different neighbours, stays alone.
         others = [other for other in runs if other is not run and set(other) & set(run)]
         alone = len(set(run)) < len(run) or any(other != run for other in others)
         for group in [(name,) for name in run] if alone else [tuple(run)]:
@@ -136,22 +137,22 @@ _ATTENTION = "lora_attention"
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What `fuse` did, module by module.
+    """Result of `fuse` by module.
 
     Attributes:
         fused: names of the LoRA layers that compute in one function.
-        together: those of them that read the same input and run as one.
-        gated: name of each gated MLP that does not keep its product -> the activation.
-        norms: names of the RMSNorms that compute in one function (on a CPU, or a GPU that has a kernel for it).
-        attention: which attention the model has now.
-        left: name of each LoRA layer that is left on PEFT's own path -> why.
-        unseen: why it is not known which layers read the same input; empty where it is.
-        copies: how many base weights have a dense copy in the compute dtype.
-        copied_bytes: the bytes of those copies.
-        rotary: names of the attention layers that rotate queries and keys in one function (on a CPU with a compiler, or a GPU that has a
-            kernel for it), but for calls that rotate parts of heads or in several dtypes.
-        kernels: on a GPU, each operation between the products -> the kernel that computes it, and why not another.
-        experts: names of the experts modules, adapters included, that compute in one function each.
+        together: groups of them with the same input, which run as one.
+        gated: name of each gated MLP that does not save its product -> activation.
+        norms: names of the RMSNorms that compute in one function (on a CPU, or a GPU with a kernel).
+        attention: the model's attention.
+        left: name of each LoRA layer left on PEFT's path -> reason.
+        unseen: why layers with the same input could not be found; "" if they were.
+        copies: number of base weights with a dense copy in the compute dtype.
+        copied_bytes: bytes of those copies.
+        rotary: names of the attention layers that rotate queries and keys in one function (on a CPU with
+            a compiler, or a GPU with a kernel), except for partial rotations or several dtypes.
+        kernels: on a GPU, operation between the products -> its kernel, and why not another.
+        experts: names of the experts modules, with adapters, that compute in one function each.
     """
 
     fused: tuple[str, ...]
@@ -169,7 +170,7 @@ class FusionReport:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """One-line summary."""
         parts = [f"{len(self.fused)} of {plural(len(self.fused) + len(self.left), 'LoRA layer')}"]
         if self.together:
             parts.append(f"{plural(len(self.together), 'group')} on the same input")
@@ -191,7 +192,7 @@ class FusionReport:
 
     @property
     def fallbacks(self) -> list[str]:
-        """A line for each operation that has no kernel of its own on this GPU, and for a look at the inputs that failed."""
+        """A line per operation without a kernel on this GPU, and for a failed run of the model."""
         slow = {name: kernel for name, kernel in self.kernels.items() if kernel.functions is None}
         lines = [_fallback(name, kernel) for name, kernel in slow.items()]
         if self.attention.slow:
@@ -243,31 +244,30 @@ def fuse(
     budget: int | None = None,
     device: str | DeviceProfile | None = None,
 ) -> FusionReport:
-    """Let the LoRA layers of a PEFT model compute in one function each, and those that read the same input together.
+    """Let each LoRA layer of a PEFT model compute in one function, and layers with the same input together.
 
-    Parameters, names, files, merging and switching of adapters stay PEFT's own. A layer whose active adapter cannot be
-    fused (see `FusionReport.left`) runs as PEFT has it; so does every layer while it is merged or disabled, is compiled,
-    or has hooks inside. Gated MLPs form their product again in the backward instead of keeping it, and RMSNorms and rotary
-    positions compute in one function on a CPU. There attention takes the kernel that is measured to be faster, once on a
-    machine and for every class of shapes (`isotype.lora.attention`).
-    The model is run once, without gradients, to see which layers read the same input. 4-bit weights keep the layout that trains
-    (`isotype.model.quantized.keep_training_layout`): bitsandbytes would repack them in that run on some CPUs. A sharded model is fused after
-    it was sharded, by all processes together: layers read what FSDP2 has gathered when they are called.
+    Parameters, names, files, merging and switching of adapters stay PEFT's. A layer whose active adapter
+    cannot be fused (see `FusionReport.left`) keeps PEFT's path, as do merged, disabled or compiled layers and
+    layers with inner hooks. Gated MLPs recompute their product in the backward instead of saving it. On a
+    CPU, RMSNorms and rotary positions compute in one function, and attention uses the fastest measured kernel
+    (`isotype.lora.attention`). The model runs once, without gradients, to find layers with the same input.
+    4-bit weights keep their training layout (`isotype.model.quantized.keep_training_layout`), since
+    bitsandbytes would repack them in that run on some CPUs. A sharded model is fused after sharding, by all
+    processes together: layers read the weights that FSDP2 has gathered.
 
     Args:
-        model: a PEFT model; changed in place. A model that is fused already is fused afresh.
-        inputs: what the model is run with once: the arguments of its forward by name. By default a few tokens, which
-            reach the language model and no vision tower.
-        budget: bytes that dense copies of quantized base weights may take, or of those that another compute dtype needs
-            cast. By default a quarter of the free memory on a CPU, where dequantizing a weight costs more than half of
-            the product it feeds, and none on other devices. With a policy (`isotype.enforce`, `isotype.add_lora`) the
-            copies are made here, else by the first step. A model that is sharded (FSDP2) keeps none: each process would hold whole what
-            all hold together.
-        device: kind (`"cpu"`, `"cuda"`) or profile of the device that a model without weights, on the meta device, stands for; None:
-            the one that its parameters are on.
+        model: a PEFT model; changed in place. A fused model is fused again.
+        inputs: keyword arguments of the forward for the run; by default a few tokens, which reach the
+            language model but no vision tower.
+        budget: bytes for dense copies of quantized or cast base weights. By default a quarter of the free
+            memory on a CPU, where dequantizing a weight costs more than half of its product, and 0 on other
+            devices and for sharded (FSDP2) models. With a policy (`isotype.enforce`, `isotype.add_lora`)
+            copies are made here, else by the first step.
+        device: kind (`"cpu"`, `"cuda"`) or profile of the device for a model on the meta device; None:
+            the parameters' device.
 
     Returns:
-        What was fused and what was not, and why.
+        The fused and unfused modules, with reasons.
     """
     unfuse(model)
     experts, of_experts = _fuse_experts(model)
@@ -299,7 +299,7 @@ def fuse(
     rotates = elementwise.compiled() if on_cpu else _has(kernels, "rotary positions")
     norms = on_cpu or _has(kernels, "RMSNorm")
     rotary = _fuse_rotary(model) if rotates else ()
-    # It runs the backbone by itself: what FSDP2 has gathered for the whole model's run is there still.
+    # It runs only the backbone: weights that FSDP2 gathered for the whole model are still there.
     attention = _attention(model, kind, device if isinstance(device, DeviceProfile) else _profile(devices))
     free_gathered(model)
     return FusionReport(
@@ -341,7 +341,7 @@ def _listed(kernels: Mapping[str, Kernel], name: str) -> str:
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """What computes between the products of a model on a GPU, tried now: nothing is left to fail in a step."""
+    """Return the kernels between the products on a GPU, tried now so that none fails in a step."""
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type not in DEVICES:
@@ -362,7 +362,7 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """(names of the adapted experts that now compute in one function, the wrapper of others -> why they do not)"""
+    """Return (names of adapted experts that now compute in one function, wrapper of the others -> reason)."""
     fused: list[str] = []
     left: dict[int, str] = {}
     for name, outer in outermost(model):
@@ -391,7 +391,7 @@ def _fuse_gated(model: nn.Module) -> dict[str, str]:
 
 
 def _profile(devices: set[str]) -> DeviceProfile | None:
-    """Of the one NVIDIA or AMD GPU that a model is on; a model over several goes by the first."""
+    """Return the profile of the NVIDIA or AMD GPU of a model, the first of several."""
     return device_profile("cuda") if "cuda" in devices else None
 
 
@@ -432,7 +432,7 @@ def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, An
 
 
 def unfuse(model: nn.Module) -> None:
-    """Take the fused paths out of a model: every module has its own class again, and all copies of weights are gone."""
+    """Remove the fused paths from a model: restore the modules' classes and drop copies of weights."""
     attention: AttentionReport | None = model.__dict__.pop(_ATTENTION, None)
     if attention is not None:
         attention.undo()

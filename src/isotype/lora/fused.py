@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers with their products in one function, alone or with others that read the same input."""
+"""PEFT's LoRA layers with fused products, alone or with others that have the same input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from isotype.precision.devices.simulated import simulates_cpu, working_dtype
 
 @dataclass(frozen=True)
 class GatedInput:
-    """What a gated MLP hands to its last layer in the place of `gate.product(first, second)`."""
+    """Input of a gated MLP's last layer in place of `gate.product(first, second)`."""
 
     gate: Gate
     first: torch.Tensor
@@ -33,7 +33,7 @@ class GatedInput:
 
 
 def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Return (compute dtype, dtype of the result), as the base layer itself would have them."""
+    """Return (compute dtype, dtype of the result) of the base layer."""
     kind, device = kind_of(base), x.device.type
     low, settings = autocast_dtype(device), boundary_of(base)
     if settings is not None and settings.kind == "int8":
@@ -50,24 +50,24 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 def _by_loops(working: torch.dtype, x: torch.Tensor) -> bool:
     """Return whether the compiled loops multiply, which hold the weights of all layers in scratch at a time.
 
-    Whether a simulated CPU has them, and has them faster, is known on it alone: what is traced is the way that takes more memory.
+    For a simulated CPU this is unknown: the trace takes the path with more memory.
     """
     return simulates_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
 
 
 class Siblings:
-    """Layers of one module that are called one after another with the very same tensor, and so run as one.
+    """Layers of one module that are called consecutively with the same tensor, and so run as one.
 
-    The first that is called computes the outputs of all; the others fetch theirs. A layer that is called with another
-    tensor after all, or with the same one when it has been written into, computes its own output. So does each of them for a
-    tensor of which nobody can tell whether it has been, see `version_of`.
+    The first call computes the outputs of all, the other calls fetch theirs. A layer called with another
+    tensor, with a tensor modified since, or with one without a version counter (see `version_of`) computes
+    its own output.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:
         self.__setstate__({"weights": weights, "layers": tuple(layers)})
 
     def __getstate__(self) -> dict[str, Any]:
-        # What waits to be fetched belongs to a running forward, what was read of a layer to that layer.
+        # Pending outputs belong to a running forward, readings to their layer.
         return {"weights": self.weights, "layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Siblings:
         self._readings: dict[nn.Module, Reading] = {}
 
     def output(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the output of one of the layers for X; None if it takes PEFT's own path just now."""
+        """Return the output of one of the layers for X; None if it currently needs PEFT's path."""
         ready: _Ready | None = getattr(self._local, "ready", None)
         if ready is not None and ready.fits(x) and layer in ready.outputs:
             output = ready.outputs.pop(layer)
@@ -97,7 +97,7 @@ class Siblings:
     def gated_output(
         self, layer: Any, gate_input: GatedInput, own_path: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """The output of one of the layers for a gated product that is not kept; `own_path` is PEFT's forward of it."""
+        """Return the output of a layer for a gated product that is not saved; `own_path` is PEFT's forward."""
         reading = self._read(layer, gate_input.first)
         if reading is None:
             return own_path(layer, gate_input.gate.product(gate_input.first, gate_input.second))
@@ -107,7 +107,7 @@ class Siblings:
         ]
 
     def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
-        """Outputs for X of the first layer and of those of the others that compute in the same dtypes."""
+        """Return the outputs for X of the first layer and of the others with the same dtypes."""
         first, *others = [self._read(layer, x) for layer in layers]
         if first is None:
             return None
@@ -120,7 +120,7 @@ class Siblings:
         return dict(zip(usable, outputs, strict=True))
 
     def _read(self, layer: Any, x: torch.Tensor) -> Reading | None:
-        """What a layer computes of X; None if it runs as PEFT runs it, just now."""
+        """Return the reading of a layer for X; None if it currently needs PEFT's path."""
         former = self._readings.get(layer)
         reading = read(layer, former)
         if reading is None:
@@ -132,7 +132,7 @@ class Siblings:
 
 @dataclass
 class _Ready:
-    """Outputs that wait to be fetched for the tensor they were computed from."""
+    """Outputs to be fetched for the tensor they were computed from."""
 
     x: torch.Tensor
     version: int | None

@@ -1,7 +1,7 @@
-"""Gated MLPs, found by what their forward does and not by their names.
+"""Detection of gated MLPs by their forward instead of their names.
 
-A module with three adapted layers is one when its forward hands its input to two of them, and the product of one
-result, through a known activation, and the other to the third, whose result it returns.
+A module with three adapted layers is one if its forward passes its input to two of them, and the product of
+one result, through a known activation, and the other to the third, whose result it returns.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from isotype.model.walk import is_tuner_layer
 
 @dataclass(frozen=True)
 class GatedParts:
-    """Names of the children of a gated MLP: `down(gate.product(first(x), second(x)))`; `first` may be called second.
+    """Names of the children of a gated MLP: `down(gate.product(first(x), second(x)))`.
 
     Attributes:
         first: the layer whose result is activated.
         second: the layer whose result multiplies it.
-        down: the layer that takes the product.
+        down: the layer that gets the product.
         gate: the activation.
-        order: `first` and `second` in the order in which the module's own forward calls them.
+        order: `first` and `second` in the order of the module's calls.
     """
 
     first: str
@@ -38,7 +38,7 @@ class GatedParts:
 
 
 class _Stub(nn.Module):
-    """Stands for a layer: keeps what it was given, returns what it was told."""
+    """Replacement of a layer that records its input and returns a given result."""
 
     def __init__(self, name: str, result: torch.Tensor, calls: list[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
@@ -81,6 +81,6 @@ def _besides(module: nn.Module, layers: list[str]) -> list[nn.Module]:
 
 
 def call_in_order(module: Any, parts: GatedParts, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (result of `first`, result of `second`), called in the module's own order."""
+    """Return (result of `first`, result of `second`), called in the module's order."""
     outputs = {name: module._modules[name](x) for name in parts.order}
     return outputs[parts.first], outputs[parts.second]

@@ -1,4 +1,4 @@
-"""Gated products `act(gate) * up`, as gated MLPs form them before their last projection, and their gradients.
+"""Gated products `act(gate) * up` of gated MLPs, and their gradients.
 
 SwiGLU and GEGLU: https://arxiv.org/abs/2002.05202; the squared ReLU: https://arxiv.org/abs/2109.08668.
 """
@@ -22,12 +22,12 @@ _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Gate:
-    """One activation, elementwise on tensors of any shape and float dtype.
+    """An elementwise activation for tensors of any shape and float dtype.
 
     Attributes:
         name: `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2` or `sigmoid`.
-        activate: the activation of a tensor.
-        through: (gradient of the activation's result, its input) -> gradient of its input; may write over the former.
+        activate: the activation.
+        through: (gradient of the result, input) -> gradient of the input; may overwrite the former.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Gate:
         return _gate, (self.name,)  # torch's operators cannot be pickled
 
     def product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """`act(gate) * up`, in the operands' dtype."""
+        """Return `act(gate) * up`, in the operands' dtype."""
         if self.name == "silu" and elementwise.usable(gate, up):
             return elementwise.silu_product(gate, up)
         kernel = self._kernel(gate, up)
         if kernel is not None:
             return cast("torch.Tensor", kernel.product(self.name, gate, up))
         active = self.activate(gate)
-        # Autograd keeps the results of some activations.
+        # Autograd saves the results of some activations.
         return active * up if torch.is_grad_enabled() else active.mul_(up)
 
     def backward(
         self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient, which is written over."""
+        """Return (the product, gradients of `gate` and `up`) from the product's gradient, which is overwritten."""
         if self.name == "silu" and elementwise.usable(grad, gate, up):
             return elementwise.silu_product_backward(grad, gate, up)
         kernel = self._kernel(grad, gate, up)
@@ -62,7 +62,7 @@ class Gate:
         return product, self.through(grad.mul_(up), gate), d_up
 
     def _kernel(self, *tensors: torch.Tensor) -> Any | None:
-        """The module that computes the product or its gradients in one pass on a GPU, which has no derivatives itself."""
+        """Return the module that computes the product or its gradients in one pass on a GPU, without derivatives."""
         first = tensors[0]
         alike = all((x.dtype, x.shape) == (first.dtype, first.shape) for x in tensors)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -79,7 +79,7 @@ def _sigmoid_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A backward operator that writes its result over the gradient that it is given: an MLP's largest tensor once less."""
+    """Return a backward operator that writes its result over the incoming gradient, an MLP's largest tensor."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
@@ -103,4 +103,4 @@ GATES = {
         Gate("sigmoid", torch.sigmoid, _sigmoid_backward),
     )
 }
-"""The activations that are known, by name."""
+"""The known activations, by name."""

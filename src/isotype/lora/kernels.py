@@ -1,8 +1,8 @@
-"""Which kernel computes an operation on which device: the one table, and what became of it on this machine.
+"""Table of kernels per operation and device, and their trials on this machine.
 
-On a CPU the compiled loops are asked call by call (`isotype.lora.loops.elementwise`). On a GPU each candidate is tried once for a device
-and dtype, forward and backward, against float64: one that does not build, does not launch or gives other numbers is not taken, and the
-reason is kept for `isotype.fuse` and the run report to tell.
+On a CPU the compiled loops are queried per call (`isotype.lora.loops.elementwise`). On a GPU each candidate
+is tried once per device and dtype, forward and backward, against float64: one that does not build, launch or
+match is not used, and the reason goes to `isotype.fuse` and the run report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.lora.gpu import elementwise, products
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
-"""`rms_norm_promoted`: with a weight in another dtype than x, or stored as its difference from one. `float32_product`: of 16-bit matrices."""
+"""`rms_norm_promoted`: weight in another dtype or stored as 1 + weight. `float32_product`: of 16-bit matrices."""
 
 TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rms_norm": ("aten", "triton"),
@@ -31,10 +31,10 @@ TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rotary": ("triton",),
     "float32_product": ("addmm", "mm"),
 }
-"""Candidates on a GPU, the first that works is taken; after them torch's operators one by one."""
+"""Candidates on a GPU in order; without a working one torch's single operators."""
 
 DEVICES = ("cuda", "xpu")
-"""Device types that have candidates; ROCm's is cuda."""
+"""Device types with candidates; ROCm's is cuda."""
 
 _MODULES: Mapping[str, Any] = {
     "aten": products,
@@ -42,25 +42,25 @@ _MODULES: Mapping[str, Any] = {
     "addmm": products.ADDMM,
     "mm": products.MM,
 }
-# What a candidate is of torch's, and what torch lacks where it is missing.
+# The torch operator of a candidate, and its description if it is missing.
 _OPERATORS = {
     "aten": ("aten::_fused_rms_norm", "fused RMSNorm"),
     "addmm": ("aten::addmm.dtype_out", "product with a float32 result"),
     "mm": ("aten::mm.dtype_out", "product with a float32 result"),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of the norm of a difference: one rounding to b bits is off by at most 2^-b; the arithmetic is float32's.
+# Relative to the norm: one rounding to b bits has an error of at most 2^-b; the arithmetic is float32.
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What computes an operation on a device in a dtype.
+    """The kernel of an operation on a device in a dtype.
 
     Attributes:
-        name: `aten`, `triton` or `torch`, the last for torch's operators one by one.
-        functions: the module that has it; None of torch's operators.
-        reasons: why candidates before it were not taken, as clauses.
+        name: `aten`, `triton` or `torch`, the last for torch's single operators.
+        functions: its module; None for torch's operators.
+        reasons: why earlier candidates are not used, as clauses.
     """
 
     name: str
@@ -69,12 +69,9 @@ class Kernel:
 
 
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
-    """Return the module that computes an operation of these tensors on a GPU; None if torch's operators do.
+    """Return the module that computes an operation of these tensors on a GPU; None for torch's operators.
 
-    Args:
-        operation: which one.
-        tensors: its operands, all on one device; the dtype of the first one decides.
-        detail: the activation of a gated product.
+    The first tensor's dtype decides; `detail` is the activation of a gated product.
     """
     first = tensors[0]
     if first.device.type not in DEVICES or first.dtype not in _DTYPES or torch.compiler.is_compiling():
@@ -83,14 +80,14 @@ def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") ->
         return None
     if all(type(x) in PLAIN for x in tensors):
         return chosen(operation, first.device, first.dtype, detail).functions
-    # Fakes have no numbers to try a kernel with, and other subclasses a meaning of their own.
+    # Fake tensors have no values for a trial, and other subclasses have their own semantics.
     fakes = all(isinstance(x, FakeTensor) for x in tensors)
     return foreseen(operation, first.device.type).functions if fakes else None
 
 
 @cache
 def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detail: str = "") -> Kernel:
-    """Return the kernel of an operation on a device in a dtype; each candidate is tried once in a process."""
+    """Return the kernel of an operation on a device in a dtype; candidates are tried once per process."""
     reasons: list[str] = []
     for name in TABLE[operation]:
         reason = _why_not(name, device.type) or _failure(operation, _MODULES[name], device, dtype, detail)
@@ -101,7 +98,7 @@ def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detai
 
 
 def foreseen(operation: Operation, kind: str) -> Kernel:
-    """Return the kernel that an operation will have on a device type, where nothing can be tried."""
+    """Return the expected kernel of an operation on a device type that cannot be tried."""
     reasons = {name: _why_not(name, kind) for name in TABLE[operation]}
     name = next((name for name, reason in reasons.items() if reason is None), None)
     return Kernel("torch", None) if name is None else Kernel(name, _MODULES[name])
@@ -117,11 +114,11 @@ def _why_not(name: str, kind: str) -> str | None:
 def _failure(
     operation: Operation, functions: Any, device: torch.device, dtype: torch.dtype, detail: str
 ) -> str | None:
-    """Why a candidate cannot be taken, seen by running it on a few numbers; None if it can."""
+    """Return why a candidate fails in a trial; None if it works."""
     try:
         with torch.no_grad(), torch.inference_mode(False):
             error = max(_TRIALS[operation](functions, device, dtype, detail))
-    except Exception as failure:  # noqa: BLE001 - a compiler, a driver or a launch raises whatever it likes
+    except Exception as failure:  # noqa: BLE001 - compilers, drivers and launches may raise anything
         return f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
     result = torch.float32 if operation == "float32_product" else dtype
     if error <= _TOLERANCES[result]:
@@ -135,7 +132,7 @@ def _numbers(count: int, device: torch.device, dtype: torch.dtype, *shape: int) 
 
 
 def _errors(results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
-    """Return the error of each result over the norm of the exact one; not a number counts as infinite."""
+    """Return the error of each result relative to the exact one's norm; infinite for NaN."""
     pairs = zip(results, exact, strict=True)
     errors = (float((x.cpu().double() - y).norm() / y.norm()) for x, y in pairs)
     return [error if error == error else inf for error in errors]
@@ -157,7 +154,7 @@ def _try_norm(
 
 def _try_gated(functions: Any, device: torch.device, dtype: torch.dtype, activation: str) -> list[float]:
     gate, up, grad = _numbers(3, device, dtype, 7, 333)
-    grad64 = grad.cpu().double()  # which the kernel writes over
+    grad64 = grad.cpu().double()  # the kernel overwrites grad
     results = functions.product(activation, gate, up), *functions.product_backward(activation, grad, gate, up)
     with torch.enable_grad():
         gate64, up64 = (each.cpu().double().requires_grad_() for each in (gate, up))
@@ -168,7 +165,7 @@ def _try_gated(functions: Any, device: torch.device, dtype: torch.dtype, activat
 
 def _try_rotary(functions: Any, device: torch.device, dtype: torch.dtype, _: str) -> list[float]:
     (x,) = _numbers(1, device, dtype, 2, 5, 3, 20)
-    x = x.transpose(1, 2)  # as attention has it
+    x = x.transpose(1, 2)  # the layout of attention
     cos, sin = _numbers(2, device, dtype, 2, 5, 20)
     results = [functions.rotate(x, cos, sin, back=back) for back in (False, True)]
     first, second = x.cpu().double().chunk(2, -1)
@@ -179,7 +176,7 @@ def _try_rotary(functions: Any, device: torch.device, dtype: torch.dtype, _: str
 
 
 def _try_product(functions: Any, device: torch.device, dtype: torch.dtype, _: str) -> list[float]:
-    # Of 16-bit factors: whoever rounds the result to their dtype is off by a hundred times what float32's sums are.
+    # Rounding the result to the factors' 16 bits would give a hundred times the error of float32 sums.
     left, right = (each.t() for each in _numbers(2, device, dtype, 65, 33))
     exact = left.cpu().double() @ right.cpu().double().t()
     out = torch.empty(exact.shape, device=device)

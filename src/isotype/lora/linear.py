@@ -1,15 +1,15 @@
-"""LoRA linear layers as one autograd function, for one layer or for several that read the same input.
+"""LoRA linear layers as one autograd function, for one layer or several with the same input.
 
 For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` the norm of each row):
 
     Y_l = X W_lᵀ + b_l + Σ_a s_a (drop_a(X) A_aᵀ) B_aᵀ                      LoRA, https://arxiv.org/abs/2106.09685
     Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
 
-Every cast happens here, with autocast off: X once, the adapters' masters once, gradients of masters back to their own
-dtype. The backward forms one gradient of X for all layers and one product for all A. The base weights are frozen, so
-nothing is saved but X and the small X Aᵀ; where X is itself a gated product, its two factors are saved in its place.
-What is saved is saved before Y is computed: gradient checkpointing, which computes a layer again for what it saves, stops
-there, and the last product of a block is not computed twice.
+All casts are here, with autocast off: X once, the adapters' masters once, gradients of masters to the
+masters' dtype. The backward computes one gradient of X for all layers and one product for all A. Base weights
+are frozen, so only X and the small X Aᵀ are saved; for a gated product X, its two factors. Tensors are saved
+before Y is computed: gradient checkpointing stops its recomputation there, so the last product of a block is
+not computed twice.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ _aten = torch.ops.aten
 def drop(
     x: torch.Tensor, source: torch.Tensor, probability: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (what dropout leaves of X, scaled up; the mask `[rows, in]`, None if it drops nothing).
+    """Return (X after dropout, scaled; the mask `[rows, in]`, None without dropout).
 
-    Random numbers of a CPU are drawn in the order of memory: in that of the input that was given, a transposed one say, they are the
-    numbers that `nn.Dropout` draws.
+    A CPU's random numbers are drawn in memory order of the input, even a transposed one, as in `nn.Dropout`.
 
     Args:
         x: X as a matrix `[rows, in]` in the dtype of the products.
         source: the tensor that X was flattened from, of any shape and strides.
-        probability: with which a number is dropped.
+        probability: of dropping an element.
     """
     if not probability:
         return x, None
@@ -60,10 +59,10 @@ def drop(
 
 
 def dropped(x: torch.Tensor, mask: torch.Tensor | None, probability: float) -> torch.Tensor:
-    """X without what the mask leaves out, scaled up; also of a gradient."""
+    """Return X, or its gradient, after applying a dropout mask, scaled."""
     if mask is None:
         return x
-    # A probability of 1 leaves nothing, and nothing to scale up.
+    # With a probability of 1 there is nothing to scale.
     scale = 1 / max(1 - probability, torch.finfo(x.dtype).tiny)
     if _has_kernel(x):
         result: torch.Tensor = _aten.native_dropout_backward(x, mask, scale if probability < 1 else 0.0)
@@ -81,10 +80,10 @@ def lora_linear(
     """Return the outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
 
     Args:
-        spec: what to compute.
+        spec: the call.
         inputs: X `[…, in_features]` in any float dtype; with a gate, its two factors.
-        tensors: for each layer in turn its biases `[out]`, then for each adapter A `[r, in]` and B `[out, r]`, and
-            last DoRA's magnitude `[out]`.
+        tensors: for each layer its biases `[out]`, for each adapter A `[r, in]` and B `[out, r]`, and
+            DoRA's magnitude `[out]`.
     """
     first, second = (*inputs, None)[:2]
     products: list[_Product] = []
@@ -95,7 +94,7 @@ def lora_linear(
 
 
 class _Product(NamedTuple):
-    """An output that was returned without its numbers, `out`: X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer."""
+    """An output returned before its values are computed, `out`: X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer."""
 
     own: _Own
     x: torch.Tensor
@@ -104,7 +103,7 @@ class _Product(NamedTuple):
     out: torch.Tensor
 
     def written_to(self, out: torch.Tensor, weight: torch.Tensor) -> Sum:
-        # The adapters' first: torch's operators would add it to a base that is rounded already, and it begins at zero.
+        # The adapters first: torch's operators would add them to an already rounded base.
         up = self.own.scaled_up
         small = () if up is None else ((_columns(self.hidden, self.own), up.t()),)
         return Sum(out, (*small, (self.x, weight.t())), self.bias)
@@ -123,7 +122,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with NoAutocast(first.device.type):
             x = _product(spec, _factors(spec, first, second))
-            # A CPU rounds each A by itself, and where it is rounded already it stays where it lies.
+            # A CPU rounds every A separately; one that is already rounded is not copied.
             each, down = _rounded(spec, tensors, stacked=not (spec.drops and first.is_cpu))
             hidden, masks = _hidden(spec, x, first, each, down)
             done = [_output(spec, own, x, hidden, products) for own in each]
@@ -134,7 +133,7 @@ class _LoraLinear(torch.autograd.Function):
         scaled = [own.scaled_up for own in each]
         ctx.save_for_backward(*factors, hidden, down, *scaled, *totals, *norms, *tensors, *masks)
         leading = first.shape[:-1]
-        # No views in autograd's eyes, which forbids writing into views that a function returns.
+        # Not views for autograd, which forbids writing into views returned by a function.
         return tuple([UNNAMED_VIEW(rows, (*leading, rows.shape[-1])) for rows in outputs])
 
     @staticmethod
@@ -160,14 +159,14 @@ class _LoraLinear(torch.autograd.Function):
             d_hidden = torch.empty_like(hidden) if len(arrived) == len(grads) else torch.zeros_like(hidden)
             _through_up(spec, arrived, hidden, d_hidden, found)
             wanted = any(ctx.needs_input_grad[2:4]) and bool(arrived)
-            # A gated product is there again when its gradient has gone through it.
+            # The gated product is recomputed with its gradient.
             x = None if wanted and spec.gate is not None else _product(spec, factors)
             whole = None if spec.drops else down
             d_x, d_down = _through_products(spec, arrived if wanted else (), whole, d_hidden, x)
             if d_x is not None:
                 _add_dropped(spec, each, masks, down, d_hidden, d_x)
             x, d_inputs = _through_input(ctx, d_x, factors, x)
-            del d_x, factors, arrived  # copies in the working dtype, which the gradients of A do without
+            del d_x, factors, arrived  # copies in the working dtype, not needed for the gradients of A
             if d_down is None:
                 _, d_down = _through_products(spec, (), whole, d_hidden, x)
             _through_down(spec, each, x, masks, d_hidden, d_down, found)
@@ -176,10 +175,10 @@ class _LoraLinear(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Own:
-    """The tensors of one layer, where they are among all, and its adapters' columns in X Aᵀ.
+    """The tensors of one layer, their positions, and its adapters' columns in X Aᵀ.
 
-    `first_pair`: the place of its first A among all tensors; B is behind it. `scaled_up`: s B of all its adapters side by side in
-    the working dtype, `[out, rank]`; None without adapters.
+    `first_pair`: position of its first A among all tensors, followed by B. `scaled_up`: s B of all its
+    adapters side by side in the working dtype, `[out, rank]`; None without adapters.
     """
 
     layer: Layer
@@ -194,7 +193,7 @@ class _Own:
 
 
 def _owned(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_Own]:
-    """Slice the flat tensor list per layer; `scaled_up` comes later."""
+    """Slice the flat tensor list per layer, without `scaled_up`."""
     made, start, column = [], 0, 0
     for layer in spec.layers:
         pair, end = start + len(layer.biases), start + layer.tensors
@@ -210,7 +209,7 @@ def _owned(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_Own]:
 def _rounded(
     spec: Spec, tensors: Sequence[torch.Tensor], *, stacked: bool
 ) -> tuple[list[_Own], torch.Tensor | None]:
-    """(each layer's own tensors, all A above one another in the working dtype, if wanted and there are any)"""
+    """Return (tensors per layer; all A stacked in the working dtype, if `stacked` and there are any)."""
     each = _owned(spec, tensors)
     pairs = [Pairs(own.down, own.up, own.layer.scales) for own in each]
     down, scaled = rounded(pairs, spec.working, stacked=stacked)
@@ -220,25 +219,25 @@ def _rounded(
 
 
 def _columns(hidden: torch.Tensor, own: _Own) -> torch.Tensor:
-    """Return a layer's own columns of X Aᵀ or of its gradient."""
+    """Return a layer's columns of X Aᵀ or of its gradient."""
     rank = own.layer.rank
     return hidden if rank == hidden.shape[1] else hidden.narrow(1, own.first_column, rank)
 
 
 def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
-    """X, or the two that it is the gated product of, as matrices in the working dtype."""
+    """Return X, or its two factors, as matrices in the working dtype."""
     return [each.reshape(-1, each.shape[-1]).to(spec.working) for each in inputs if each is not None]
 
 
 def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """X as a matrix in the working dtype."""
+    """Return X as a matrix in the working dtype."""
     return factors[0] if spec.gate is None else spec.gate.product(*factors)
 
 
 def _adapters(
     each: Sequence[_Own], down: torch.Tensor | None, dtype: torch.dtype
 ) -> list[tuple[Adapter, torch.Tensor]]:
-    """Every adapter with its A in a dtype, in the order of the columns of X Aᵀ; `down`: all of them, where they are rounded already."""
+    """Return every adapter with its A in a dtype, in the order of X Aᵀ's columns; `down`: all A if rounded."""
     adapters = [adapter for own in each for adapter in own.layer.adapters]
     if down is None:
         downs: Sequence[torch.Tensor] = [part.to(dtype) for own in each for part in own.down]
@@ -254,9 +253,9 @@ def _hidden(
     each: Sequence[_Own],
     down: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return (X Aᵀ of all adapters side by side `[rows, rank]`, the mask of each adapter's dropout).
+    """Return (X Aᵀ of all adapters side by side `[rows, rank]`, each adapter's dropout mask).
 
-    `down`: all A; None if there are none or dropout leaves each its own X.
+    `down`: all A; None if there are none or dropout gives adapters different X.
     """
     if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
@@ -273,7 +272,7 @@ def _hidden(
 def _output(
     spec: Spec, own: _Own, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(Y, and of DoRA: the sum before the magnitude, the norms of the rows of W + s B A). All but DoRA's Y is written later."""
+    """Return (Y; for DoRA the sum before the magnitude, row norms of W + s B A). Only DoRA's Y has values yet."""
     bias = None
     if own.biases:
         biases = [bias * scale for bias, scale in zip(own.biases, own.layer.biases, strict=True)]
@@ -289,12 +288,12 @@ def _output(
         norm = _row_norms(weight, own)
         product = _Product(own, x, hidden, None, y)
         write_sums([product.written_to(y, weight)], compiled=spec.compiled)
-    scaled = y * (own.magnitude / norm)  # in the magnitude's dtype: float32
+    scaled = y * (own.magnitude / norm)  # in float32, the magnitude's dtype
     return (scaled if bias is None else scaled + bias).to(spec.result), y, norm
 
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
-    """Write outputs that were returned without their numbers: all in one call of the compiled loops, where none is cast after."""
+    """Compute the outputs returned without values, in one call of the compiled loops if none is cast after."""
     if not spec.keep:
         whole = []
         for each in products:
@@ -317,7 +316,7 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
 
 
 def _write_few(product: _Product) -> None:
-    """Few rows without a backward, times a weight that stays packed; what is summed by it is rounded before the adapters' product is added."""
+    """Compute few rows without backward by a packed weight; rounds the base's sum before adding the adapters'."""
     own = product.own
     base: Any = own.layer.base
     y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)
@@ -327,14 +326,14 @@ def _write_few(product: _Product) -> None:
 
 
 def _weight(spec: Spec, own: _Own, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-    """The base weight of a layer, in scratch until the stack is closed or torch's operators have multiplied by it."""
+    """Return a layer's base weight, in scratch until the stack is closed or torch's operators have used it."""
     if not spec.compiled:
-        stack.close()  # torch takes one product after another: one weight at a time is in scratch
+        stack.close()  # torch computes one product at a time, so one weight is in scratch
     return spec.weights.matrix(own.layer.base, spec.working, stack, keep=keep)
 
 
 def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
-    """‖W + s B A‖ of each row in float32, without the sum: its square is ‖W‖² + 2 s (W Aᵀ)·B + s² (B A Aᵀ)·B."""
+    """Return ‖W + s B A‖ per row in float32 without the sum: ‖W‖² + 2 s (W Aᵀ)·B + s² (B A Aᵀ)·B is its square."""
     scale = own.layer.adapters[0].scale
     down, up = own.down[0].float(), own.up[0].float()
     across = (weight @ down.to(weight.dtype).t()).float()
@@ -351,7 +350,7 @@ def _through_output(
     norm: torch.Tensor | None,
     found: list[torch.Tensor | None],
 ) -> torch.Tensor:
-    """From the gradient of Y to that of X Wᵀ, which is returned, and of this layer's biases and magnitude."""
+    """Return the gradient of X Wᵀ from Y's, and store those of this layer's biases and magnitude."""
     for index, (bias, scale) in enumerate(zip(own.biases, own.layer.biases, strict=True)):
         found[own.start + index] = (rows.sum(0, dtype=_summed(rows)) * scale).to(bias.dtype)
     if own.magnitude is None or norm is None or total is None:
@@ -368,7 +367,7 @@ def _through_up(
     d_hidden: torch.Tensor,
     found: list[torch.Tensor | None],
 ) -> None:
-    """From the gradients of the products with each weight to those of all B and of X Aᵀ, which are written into `d_hidden`."""
+    """Store the gradients of all B, and write X Aᵀ's into `d_hidden`, from those of the products with each weight."""
     sums, places, summed = [], [], _summed(hidden)
     for own, rows in arrived:
         if own.scaled_up is None:
@@ -401,15 +400,15 @@ def _through_products(
     d_hidden: torch.Tensor,
     x: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (the gradient of X from those of the products with each weight and with all A, that of all A);
-    None of what is not asked for.
+    """Return (gradient of X from those of the products with weights and A, gradient of all A); None if not
+    requested.
 
     Args:
-        spec: what was computed.
-        arrived: the layers with the gradients of their products; empty where X needs no gradient.
-        down: all A; None without, or where dropout leaves each its own X.
+        spec: the call.
+        arrived: the layers with the gradients of their products; empty if X needs no gradient.
+        down: all A; None without adapters, or if dropout gives them different X.
         d_hidden: the gradient of X Aᵀ.
-        x: None if the gradient of A comes later.
+        x: None if the gradient of A is computed later.
     """
     sums, d_x, d_down = [], None, None
     with ExitStack() as stack:
@@ -434,7 +433,7 @@ def _add_dropped(
     d_hidden: torch.Tensor,
     d_x: torch.Tensor,
 ) -> None:
-    """Add each adapter's input gradient when dropout gave every adapter its own mask."""
+    """Add each adapter's input gradient if adapters have separate dropout masks."""
     if not spec.drops:
         return
     adapters = _adapters(each, down, d_hidden.dtype)
@@ -452,7 +451,7 @@ def _through_down(
     d_down: torch.Tensor | None,
     found: list[torch.Tensor | None],
 ) -> None:
-    """The gradient of each A: its rows of `d_down`, or where dropout left each its own X, from that of X Aᵀ."""
+    """Store the gradient of each A: rows of `d_down`, or with separate dropout masks from X Aᵀ's gradient."""
     places = [own.first_pair + 2 * index for own in each for index in range(len(own.down))]
     if not places:
         return
@@ -473,7 +472,7 @@ def _through_down(
 def _through_input(
     ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """(X, the gradients of the inputs in their own dtypes and shapes); `x`: None where it is to be formed again, over its gradient."""
+    """Return (X, the inputs' gradients in their dtypes and shapes); `x` None: recompute it over its gradient."""
     spec, (dtype, other) = ctx.spec, ctx.dtypes
     if spec.gate is not None and d_x is not None:
         x, d_first, d_second = spec.gate.backward(d_x, *factors)

@@ -1,4 +1,4 @@
-"""Times that are measured on this machine, and kept for its next processes in the cache folder."""
+"""Times measured on this machine, kept in the cache folder for later processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Result = TypeVar("Result")
 
 
 def file_of(folder: str, *what: Any) -> Path:
-    """The file of what was measured under certain conditions on this CPU with this torch; it need not exist."""
+    """Return the file of measurements under given conditions on this CPU with this torch; it need not exist."""
     key = json.dumps([*what, *_machine()])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def file_of_card(folder: str, card: str, *what: Any) -> Path:
-    """Return the file of what was measured on a GPU of this name with this torch; it need not exist."""
+    """Return the file of measurements on a GPU of this name with this torch; it need not exist."""
     key = json.dumps([*what, card, torch.__version__])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
@@ -49,7 +49,7 @@ def _machine() -> list[str]:
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """What a file holds, by name; nothing where it is damaged or not there."""
+    """Return a file's content by name; empty if it is damaged or missing."""
     if not file.is_file():
         return {}
     try:
@@ -61,13 +61,10 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 
 class Kept(Generic[Result]):
-    """Results of one kind of measurement, frozen dataclasses: each is measured once, and kept for the next processes.
+    """Cached results of one kind of measurement (frozen dataclass `kind`), measured once.
 
     Attributes:
-        known: (file, name) -> what this process has read or measured.
-
-    Args:
-        kind: the dataclass.
+        known: (file, name) -> results of this process.
     """
 
     def __init__(self, kind: Callable[..., Result]) -> None:
@@ -76,13 +73,13 @@ class Kept(Generic[Result]):
         self._lock = threading.Lock()
 
     def get(self, file: Path, name: str) -> Result | None:
-        """What was measured under this name, by this process or by another one; None if it was not."""
+        """Return the cached result of this name; None if there is none."""
         if (file, name) not in self.known and (result := self.all(file).get(name)) is not None:
             self.known[file, name] = result
         return self.known.get((file, name))
 
     def all(self, file: Path) -> dict[str, Result]:
-        """What a file holds, by name; nothing of what is damaged."""
+        """Return a file's results by name; empty if it is damaged."""
         results = {}
         for name, entry in read(file).items():
             with suppress(TypeError):
@@ -93,7 +90,7 @@ class Kept(Generic[Result]):
         return results
 
     def of(self, file: Path, name: str, measure: Callable[[], Result]) -> tuple[Result, str | None]:
-        """What was measured, or is now; and why that could not be kept for the next process, None if it was."""
+        """Return the cached or newly measured result, and why it could not be cached (None if it was)."""
         with self._lock:
             if (known := self.get(file, name)) is not None:
                 return known, None
@@ -110,15 +107,15 @@ class Kept(Generic[Result]):
 def in_turns(
     prepare: Callable[[], Mapping[Name, Callable[[], object]]], turns: int, threads: int
 ) -> dict[Name, list[float]]:
-    """Milliseconds that each of several ways takes, one after another in turns, after a turn that warms up.
+    """Return the milliseconds of several ways, run in turns after a warm-up turn.
 
-    `prepare` and what it returns are called in a thread of their own, which knows nothing of the caller's autocast, saved-tensor
-    hooks (gradient checkpointing) or dispatch modes; what they raise is raised here.
+    `prepare` and its calls run in a separate thread, without the caller's autocast, saved-tensor hooks
+    (gradient checkpointing) or dispatch modes; their errors are raised here.
     """
     times: dict[Name, list[float]] = {}
 
     def run() -> None:
-        torch.set_num_threads(threads)  # OpenMP's number belongs to a thread
+        torch.set_num_threads(threads)  # OpenMP's thread count is per thread
         ways = prepare()
         times.update((name, []) for name in ways)
         for turn in range(turns + 1):

@@ -1,4 +1,4 @@
-"""Modules that compute another way: LoRA layers, gated MLPs, norms and attention, by a swap of their class."""
+"""Fused modules: LoRA layers, gated MLPs, norms and attention with a swapped class."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from isotype.model.walk import must_be_called
 
 
 class Fused(Swapped):
-    """Marks the classes made here.
+    """Marker of the created classes.
 
     Attributes:
-        lora_state: names of the attributes that a module of this class has more than its original.
-        lora_original: the class that was swapped. A boundary that is set later lies on top, with an `original` of its own.
+        lora_state: names of additional attributes of a module of this class.
+        lora_original: the class that was swapped. A boundary set later is on top, with its own
+            `original`.
     """
 
     lora_state: tuple[str, ...] = ()
@@ -33,12 +34,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A LoRA layer.
-
-    Attributes:
-        lora_weights: gives the base weights of all fused layers of the model.
-        lora_siblings: the layers that run with this one, itself included.
-    """
+    """A LoRA layer: `lora_weights` has the model's base weights, `lora_siblings` the layers that run with it."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights
@@ -46,33 +42,25 @@ class FusedLora(Fused):
 
 
 class FusedMlp(Fused):
-    """A gated MLP whose product is not kept.
-
-    Attributes:
-        lora_parts: the names of its parts.
-    """
+    """A gated MLP that does not save its product; `lora_parts` are the names of its parts."""
 
     lora_state = ("lora_parts",)
     lora_parts: GatedParts
 
 
 class FusedNorm(Fused):
-    """An RMSNorm.
-
-    Attributes:
-        lora_norm: what it computes.
-    """
+    """An RMSNorm with the parameters `lora_norm`."""
 
     lora_state = ("lora_norm",)
     lora_norm: NormParts
 
 
 class FusedRotary(Fused):
-    """An attention layer whose queries and keys are rotated in one function."""
+    """An attention layer that rotates queries and keys in one function."""
 
 
 def _is_left_to_torch() -> bool:
-    """Whether a compiler or a transform looks at the code that runs, and has to see torch's operators only."""
+    """Return whether a compiler or transform traces the code, which needs torch's operators."""
     return torch.compiler.is_compiling() or is_transformed()
 
 
@@ -86,7 +74,7 @@ def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return self.lora_original.forward(self, x, *args, **kwargs)
 
 
-# PEFT changes base weights by `.data`, which nothing else could notice.
+# PEFT changes base weights by `.data`, which cannot be detected otherwise.
 def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
     self.lora_weights.forget(self.get_base_layer())
     return self.lora_original.merge(self, *args, **kwargs)
@@ -134,7 +122,7 @@ def _fused_class(kind: Any, base: Any) -> Any:
 
 
 def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
-    """Let `module` compute as `kind` does, with the values of its `lora_state`."""
+    """Make `module` a module of class `kind`, with the values of its `lora_state`."""
     for name, value in zip(kind.lora_state, state, strict=True):
         module.__dict__[name] = value
     own: Any = type(module)
@@ -142,10 +130,10 @@ def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
 
 
 def take_out(module: nn.Module) -> None:
-    """Give a module its original class back; of one that has it, nothing."""
+    """Restore a module's original class, if it was swapped."""
     if isinstance(module, Fused):
         settings = boundary_of(module)
-        set_boundary(module, None)  # one that was set later lies on top
+        set_boundary(module, None)  # a boundary set later is on top
         for name in module.lora_state:
             module.__dict__.pop(name, None)
         swap(module, module.original)

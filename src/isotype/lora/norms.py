@@ -2,8 +2,8 @@
 
     y = x / sqrt(mean(x²) + eps) ⊙ (offset + w)
 
-in float32 inside, rounded once. The backward needs x and a number a row; what autograd keeps of the plain formula are four
-tensors as large as x in float32.
+in float32 inside, rounded once. The backward needs x and one number per row; autograd saves four float32
+tensors as large as x for the plain formula.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NormParts:
-    """What an RMSNorm computes: `offset` is 1 where its weight is stored as the difference from one (Gemma)."""
+    """Parameters of an RMSNorm: `offset` is 1 if its weight is stored as the difference from one (Gemma)."""
 
     eps: float
     offset: float
 
 
 def norm_parts(module: Any) -> NormParts | None:
-    """What an RMSNorm computes, found by running it on a few numbers; None for any other module.
+    """Return an RMSNorm's parameters, detected by running it on a few numbers; None for another module.
 
-    One that returns float32 for 16-bit inputs is another: what is computed in its place returns the dtype that input and weight
-    promote to.
+    None also for one that returns float32 for 16-bit inputs: the replacement returns the promoted dtype of
+    input and weight.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -50,7 +50,7 @@ def norm_parts(module: Any) -> NormParts | None:
     if boundary_of(module) is not None or widens:
         return None
     generator = torch.Generator().manual_seed(0)
-    if weight.is_meta or is_sharded(weight):  # its formula is the same on other numbers
+    if weight.is_meta or is_sharded(weight):  # the formula is tested on other numbers
         module = copy.copy(module)
         weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
         vars(module)[PARAMETERS] = {"weight": nn.Parameter(weight, requires_grad=False)}
@@ -59,20 +59,20 @@ def norm_parts(module: Any) -> NormParts | None:
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for offset in (0.0, 1.0):
         wanted = normed * (offset + weight.detach().cpu().double())
-        # The weight may be rounded once more than here; no other formula comes near.
+        # The weight may be rounded once more than here; no other formula is as close.
         if is_close(output, wanted, rtol=1e-4, atol=1e-6):
             return NormParts(eps, offset)
     return None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
-    """Return the norm of `x` `[…, n]` with `weight` `[n]`, in the dtype that both promote to."""
+    """Return the norm of `x` `[…, n]` with `weight` `[n]`, in their promoted dtype."""
     output: torch.Tensor = _RmsNorm.apply(x, weight, parts)  # type: ignore[no-untyped-call]
     return output
 
 
 class _RmsNorm(torch.autograd.Function):
-    # Every product is of float32 tensors and in place: torch multiplies tensors of two dtypes on a CPU by way of copies.
+    # All products are of float32 tensors in place: torch multiplies mixed dtypes on a CPU by copies.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
         ctx.parts = parts
@@ -110,7 +110,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _kernel(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> Any | None:
-    """Return the module that computes the norm in one pass; None if torch's operators do."""
+    """Return the module that computes the norm in one pass; None for torch's operators."""
     if weight.shape != x.shape[-1:]:
         return None
     if x.device.type == "cpu":
@@ -126,5 +126,5 @@ def _factor(weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether the module's name says that it may be one."""
+    """Return whether the class name is that of an RMSNorm."""
     return "rmsnorm" in type(module).__name__.lower()

@@ -1,8 +1,9 @@
-"""Products of 16-bit matrices on NVIDIA and AMD GPUs are summed in float32 throughout, for as long as isotype trains.
+"""float32 accumulation of 16-bit matrix products on NVIDIA and AMD GPUs during training.
 
-cuBLAS may split a long sum over several blocks of threads and add their parts in 16 bits: torch allows it by default
-(`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`, and the one for float16;
-https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). Adapters' products, few columns and long sums, are those that get split.
+cuBLAS may split a long sum over several thread blocks and add their parts in 16 bits, which torch allows by
+default (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`, and the one for float16;
+https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). Adapters' products, with few columns and
+long sums, are the ones split.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _SWITCHES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_preci
 
 @contextmanager
 def float32_reductions() -> Iterator[None]:
-    """Within, no product of this process adds parts of its sums in 16 bits; what was allowed before is allowed again after."""
+    """Forbid reduced-precision reductions in this process inside; restore the settings on exit."""
     matmul: Any = torch.backends.cuda.matmul
     before = {name: _allowed(matmul, name) for name in _SWITCHES}
     for name, allowed in before.items():
@@ -31,7 +32,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """(parts may be added in 16 bits, a sum may be split); torch 2.10 knows the first alone where it has no name for the second."""
+    """Return (reduced precision allowed, split-k allowed); the first alone for torch 2.10 without the second."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

@@ -2,8 +2,8 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-for the halves a, b of a head, in float32 inside, rounded once. transformers' models call a function of their own module for it; here
-a copy of an attention layer's forward calls another one, and the module stays as it is.
+for the halves a, b of a head, in float32 inside, rounded once. transformers' models call a function of their
+module for it; a copy of an attention layer's forward calls another one here, and the module is unchanged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from isotype.lora.loops import elementwise
 from isotype.model.trial import is_close, result_of
 
 NAME = "apply_rotary_pos_emb"
-"""What the modules of transformers call the function."""
+"""transformers' name of the function."""
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
-"""Of numbers up to about ten, whose products and sums are rounded one by one."""
+"""For numbers up to about ten, with every product and sum rounded."""
 
 
 _looked_at: dict[FunctionType, FunctionType] = {}
-"""Each forward that was asked for -> the function that its module had then."""
+"""Forward -> its module's function when `rotates` was called."""
 
 
 def rotates(forward: Any) -> bool:
-    """Return whether a class's forward rotates queries and keys in a way that `with_loops` knows."""
+    """Return whether a class's forward rotates queries and keys in a way that `with_loops` supports."""
     rotate = _rotation_of(forward)
     if rotate is None:
         return False
@@ -42,14 +42,12 @@ def rotates(forward: Any) -> bool:
 
 
 def with_loops(forward: Any) -> Any:
-    """Return a method that does what `forward` does, but rotates by compiled loops; `forward` itself where
-    that is not known.
+    """Return `forward` with rotation by compiled loops; `forward` itself if that is not supported.
 
-    It sees its module as it is now: whoever has put another rotation into it since `rotates` was asked gets
-    that one.
+    It uses its module's current rotation: one replaced since the call of `rotates` is respected.
     """
     rotate = _rotation_of(forward)
-    # Nobody has asked of a model that was fused in another process.
+    # `rotates` was not called for a model fused in another process.
     if rotate is None or _looked_at.setdefault(forward, rotate) is not rotate:
         return forward
     copied = _copied(forward, rotate)
@@ -67,7 +65,7 @@ def _rotation_of(forward: Any) -> FunctionType | None:
 
 @cache
 def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
-    # It may call no other function beside it: DeepSeek's choose between two.
+    # No other such function: DeepSeek's forward chooses between two.
     called = {name for name in globals_of(forward) or () if name.startswith("apply_rotary")}
     if called != {NAME} or not _is_rotation(rotate):
         return None
@@ -75,7 +73,7 @@ def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
 
 
 def _is_rotation(rotate: Any) -> bool:
-    """Return whether a function computes the formula, seen by running it on a few numbers."""
+    """Return whether a function computes the formula, by running it on a few numbers."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)
     numbers = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
@@ -111,7 +109,7 @@ def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
-    """Return the module that rotates such operands in one pass; None if they are others or there is none."""
+    """Return the module that rotates these operands in one pass; None if unsupported."""
     operands = (q, k, cos, sin)
     if not all(isinstance(x, torch.Tensor) for x in operands):
         return None
@@ -130,7 +128,7 @@ def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
 
 
 class _Rotate(torch.autograd.Function):
-    # One tensor at a time: a key that needs no gradient gets none because the query needs one.
+    # One tensor at a time: a key without gradient gets none because the query needs one.
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, functions: Any

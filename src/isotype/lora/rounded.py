@@ -1,8 +1,8 @@
-"""A and s B of adapters in the dtype of the products: of all layers that read one input at once.
+"""A and s B of adapters in the dtype of the products, for all layers with one input at once.
 
-On GPUs two kernels round the adapters of a whole group, where each tensor took one or two: small ones, whose launches cost more than their
-work. They are rounded in every forward. Keeping them longer would take a stamp of the masters, and nothing counts all writes:
-some optimizers write through `.data`, and FSDP2 keeps the counters of what it gathers.
+On GPUs two kernels round the adapters of a whole group, instead of one or two per tensor whose launches cost
+more than their work. This is done in every forward. Caching would need version counters of the masters, but
+some optimizers write through `.data`, and FSDP2 keeps the counters of gathered parameters.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from isotype.compat.torch import copy_each, multiply_each
 
 @dataclass(frozen=True)
 class Pairs:
-    """The adapters of one layer.
-
-    Attributes:
-        downs: A of each, `[rank, in]`.
-        ups: B of each, `[out, rank]`.
-        scales: s of each.
-    """
+    """The adapters of one layer: A `[rank, in]`, B `[out, rank]` and scale of each."""
 
     downs: Sequence[torch.Tensor]
     ups: Sequence[torch.Tensor]
@@ -31,16 +25,14 @@ class Pairs:
 
 
 Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
-"""(all A above one another `[rank, in]`, of each layer s B of its adapters side by side `[out, rank]`); None of what is not there."""
+"""(all A stacked `[rank, in]`, per layer s B of its adapters side by side `[out, rank]`); None for missing ones."""
 
 
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
-    """Return the adapters of some layers in `dtype`; s B is multiplied in the dtype of B and rounded once.
+    """Return the adapters of layers with the same input in `dtype`; s B is multiplied in B's dtype and
+    rounded once.
 
-    Args:
-        layers: that read the same input.
-        dtype: of the products.
-        stacked: whether A is wanted, too.
+    `stacked`: whether A is requested too.
     """
     held = [x for layer in layers for x in (*layer.downs, *layer.ups)]
     if not held or held[0].device.type == "cpu" or all(x.dtype == dtype for x in held):

@@ -1,4 +1,4 @@
-"""Sequences behind one another in one row, of which each attends to itself alone: by where they end, and not by a mask of all pairs."""
+"""Concatenated sequences in one row, separated by their ends instead of a full mask."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Sequences:
     """The sequences of a row `[1, tokens]`.
 
     Attributes:
-        ends: 0, and where each of them ends: int32 `[sequences + 1]`, on the device of the tokens.
-        longest: tokens of the longest, known without a look at the device.
-        window: how many keys up to its own place a query attends to; None for all.
+        ends: 0 and the end of each sequence: int32 `[sequences + 1]`, on the tokens' device.
+        longest: tokens of the longest, known without synchronization.
+        window: number of keys, up to its own position, that a query attends to; None for all.
     """
 
     ends: torch.Tensor
@@ -26,7 +26,7 @@ class Sequences:
     window: int | None = None
 
     def mask(self, tokens: int, *, causal: bool) -> torch.Tensor:
-        """Which keys each query attends to, bool `[1, 1, tokens, tokens]`: for kernels that take no lengths."""
+        """Return the keys that each query attends to, bool `[1, 1, tokens, tokens]`, for kernels without lengths."""
         places = torch.arange(tokens, device=self.ends.device)
         owners = torch.bucketize(places, self.ends[1:].long(), right=True)
         seen = owners[:, None] == owners
@@ -39,7 +39,7 @@ class Sequences:
 
 
 def packed(inputs: Mapping[str, Any]) -> Sequences | None:
-    """The sequences of a batch that was packed, by what its collator says of them; None where it says nothing."""
+    """Return the sequences of a packed batch from its collator's arguments; None if it has none."""
     ends, longest = inputs.get("cu_seq_lens_q"), inputs.get("max_length_q")
     if ends is None or not isinstance(longest, int) or inputs.get("attention_mask") is not None:
         return None
@@ -50,13 +50,13 @@ _known: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 
 def current() -> Sequences | None:
-    """Return the sequences of the row that a model is called with, where somebody has said them."""
+    """Return the announced sequences of the row with which a model is called, if any."""
     return _known.get()
 
 
 @contextmanager
 def saying(sequences: Sequences | None) -> Iterator[None]:
-    """Within it a model is called with these sequences; with None, nothing is said of them."""
+    """Announce the sequences of model calls inside; None for unknown."""
     token = _known.set(sequences)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What one call of `isotype.lora.linear.lora_linear` computes."""
+"""Specification of a call of `isotype.lora.linear.lora_linear`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from isotype.lora.weights import DenseWeights
 
 @dataclass(frozen=True)
 class Adapter:
-    """One active adapter of a layer.
+    """An active adapter of a layer.
 
     Attributes:
         rank: r.
-        scale: what its product is multiplied by: alpha / r, or alpha / sqrt(r) of rsLoRA.
+        scale: alpha / r, or alpha / sqrt(r) for rsLoRA.
         dropout: probability; 0 in evaluation.
-        magnitude: whether it is DoRA's, which comes alone and without dropout.
+        magnitude: whether it is DoRA, which is alone and without dropout.
     """
 
     rank: int
@@ -32,12 +32,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Layer:
-    """One linear layer: its frozen base, its biases and its active adapters.
-
-    Attributes:
-        base: the base layer, which holds the weight.
-        biases: what each of its bias vectors is multiplied by: 1 for the base's, the scale for an adapter's.
-        adapters: the active ones, in order.
+    """A linear layer: frozen base, factor of each bias (1 for the base's, the scale for an adapter's), active
+    adapters.
     """
 
     base: nn.Module
@@ -51,7 +47,7 @@ class Layer:
 
     @cached_property
     def scales(self) -> tuple[float, ...]:
-        """What each adapter's product is multiplied by."""
+        """Scale of each adapter."""
         return tuple(adapter.scale for adapter in self.adapters)
 
     @cached_property
@@ -66,7 +62,7 @@ class Layer:
 
     @cached_property
     def tensors(self) -> int:
-        """How many tensors belong to it."""
+        """Number of its tensors."""
         return len(self.biases) + sum(2 + adapter.magnitude for adapter in self.adapters)
 
 
@@ -75,15 +71,16 @@ _drops = attrgetter("drops")
 
 @dataclass(frozen=True)
 class Spec:
-    """What one call computes.
+    """Settings of a call.
 
     Attributes:
-        layers: the layers that read the same input.
-        weights: gives their base weights.
-        working: dtype of the products: the compute dtype, or float32 where the device has no fast products in it.
+        layers: the layers with the same input.
+        weights: provides their base weights.
+        working: dtype of the products: the compute dtype, or float32 if the device has no fast products
+            in it.
         result: dtype of the outputs.
         gate: of an input that is a gated product of two tensors.
-        keep: whether a backward will follow, see `DenseWeights.matrix`.
+        keep: whether a backward follows, see `DenseWeights.matrix`.
         compiled: whether compiled loops multiply, see `isotype.lora.loops.products`.
     """
 
@@ -97,10 +94,10 @@ class Spec:
 
     @property
     def drops(self) -> bool:
-        """True if dropout leaves an adapter its own X."""
+        """True if adapters have different X because of dropout."""
         return any(map(_drops, self.layers))
 
     @property
     def adapters(self) -> int:
-        """How many adapters the layers have together."""
+        """Number of adapters of all layers."""
         return sum([len(layer.adapters) for layer in self.layers])

@@ -1,8 +1,8 @@
-"""Batches without their padding: the rows behind one another in one, where each attends to itself alone.
+"""Batches without padding: concatenated rows, each of which attends only to itself.
 
-Padding that is left out costs nothing in linear layers, norms and attention. Sound for a model in which tokens meet in
-attention only, and whose attention follows the sequences that positions tell (transformers' packed sequences). Whether a
-model is one is found by running it, not by its name.
+Removed padding costs nothing in linear layers, norms and attention. Valid for a model in which tokens
+interact only in attention that separates sequences by positions (transformers' packed sequences), which is
+tested by running the model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from isotype.model.modes import in_evaluation
 _KNOWN = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
 _LEAST_SHARE = 0.05
 MOST_TOKENS = 8192
-"""The mask of packed sequences has a byte for every pair of tokens; where attention goes by lengths there is none."""
+"""Maximum tokens: the mask of packed sequences has a byte per pair of tokens; attention by lengths has no mask."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Of the change that is seen when rows are not kept apart. Left padding shifts rotary positions, which 16 bits round otherwise."""
+"""Relative to the change if rows are not separated. Left padding shifts rotary positions, and so rounding."""
 _NEIGHBOURS = 1e-4
-"""Of a document's states: what they may change by where its neighbour in the row is another; none of it, but for roundings of a mixture's products."""
+"""Tolerated change of a document's states if its neighbour in the row changes: rounding of experts' products."""
 _LENGTH, _SHORT = 16, 3
-"""Tokens of the rows that a model is tried with: the short ones lie so far from the begin that absolute positions would tell."""
+"""Lengths of the trial's rows; short rows end far from the start, so that absolute positions would show."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,13 @@ class Unpadded:
     """A batch without its padding.
 
     Attributes:
-        inputs: arguments of the model's forward: `input_ids` and `position_ids` `[1, tokens]`, and what else it was given.
-        place: where each token of the batch is among them, int64 `[rows, length]`; of no meaning for padding.
-        sequences: the rows among them.
-        tokens: which places of the batch they are, int64 `[tokens]`, rows behind one another.
-        reads: at how many places results are read.
-        lengths: tokens of each row that has some.
+        inputs: arguments of the model's forward: `input_ids` and `position_ids` `[1, tokens]`, and the
+            others.
+        place: index of each token of the batch, int64 `[rows, length]`; undefined for padding.
+        sequences: the rows.
+        tokens: positions in the batch, int64 `[tokens]`, concatenated rows.
+        reads: number of positions whose results are read.
+        lengths: tokens of each nonempty row.
     """
 
     inputs: Mapping[str, Any]
@@ -60,7 +61,7 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 @contextmanager
 def traced_as(bare: Unpadded | None) -> Iterator[None]:
-    """Within it fakes of a batch's shape are taken without the padding that the batch itself is without; with None, as they are."""
+    """Treat fake tensors of a batch's shape inside as unpadded like `bare`; None: as they are."""
     token = _traced.set(bare)
     try:
         yield
@@ -71,19 +72,21 @@ def traced_as(bare: Unpadded | None) -> Iterator[None]:
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """Return a batch without its padding, where that saves something and nobody reads what is computed there.
+    """Return a batch without its padding if that saves time and results at padding are not read.
 
-    The device is waited for once, for the lengths of the rows.
+    Synchronizes with the device once, for the lengths of the rows.
 
     Args:
-        batch: arguments of a model's forward, `input_ids` and `attention_mask` `[rows, length]` among them.
-        sides: where padding may be left out, see `unpadded_sides`.
-        read: at which places results are read, bool `[rows, length]`: known to who knows the labels, and to nobody else.
-        most: tokens that are left without it; None for any number.
+        batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows,
+            length]`.
+        sides: sides on which padding may be removed, see `unpadded_sides`.
+        read: positions whose results are read, bool `[rows, length]`.
+        most: maximum tokens without padding; None for any number.
 
     Returns:
-        None for a batch with next to no padding, with padding between tokens or on another side, with more than text, or of
-        which results at padding are read. For fakes, whose lengths nobody knows, but within `traced_as`.
+        None for a batch with almost no padding, with padding between tokens or on another side, with more
+            than text, or if results at
+        padding are read. None for fake tensors outside `traced_as`.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _KNOWN:
@@ -125,20 +128,20 @@ def _without(
 
 @contextmanager
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
-    """Within it a model is called with `bare.inputs`: attention knows the sequences, and hooks of the embeddings see the padded batch.
+    """Call a model with `bare.inputs` inside: attention gets the sequences, and hooks of embeddings the
+    padded batch.
 
-    NEFTune's divides its noise by the length of the rows and draws it for padding, too: of one long row it would be
-    smaller, and differ from batch to batch.
+    NEFTune divides its noise by the length of the rows and draws it for padding too: for one long row it
+    would be smaller, and vary by batch.
     """
     with saying(bare.sequences), _seen_as(model, bare.place, bare.tokens[None]):
         yield
 
 
 def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManager[None]:
-    """Within it hooks of a model's embeddings see the tokens of a batch behind one another in one row, without its padding.
+    """Let hooks of a model's embeddings see the tokens of a batch as one row without padding.
 
-    Args:
-        present: `[rows, length]`, of any dtype: not zero where there is no padding. Hooks see a batch of fakes, which do not tell, as it is.
+    `present`: `[rows, length]` of any dtype, nonzero for tokens. Hooks get a fake batch unchanged.
     """
     if isinstance(present, FakeTensor) or not _is_hooked(model):
         return nullcontext()
@@ -148,7 +151,7 @@ def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManag
 
 @contextmanager
 def _seen_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
-    """Inside the context, ids of the shape of `back` are embedded through `into`, and `back` picks from the embeddings."""
+    """Embed ids of the shape of `back` through `into` inside, and index the embeddings by `back`."""
     if not _is_hooked(model):
         yield
         return
@@ -174,19 +177,19 @@ def _is_hooked(model: Any) -> bool:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return a hook is neither of isotype nor of torch, both of which take a batch of any shape."""
+    """Return whether a hook is neither isotype's nor torch's, which accept any shape."""
     return str(getattr(hook, "__module__", None)).partition(".")[0] not in ("isotype", "torch")
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is asked of a batch before its padding is left out.
+    """Facts about a batch before its padding is removed.
 
     Attributes:
         lengths: tokens of each row.
-        reads: at how many places results are read.
-        unsound: whether results are read at padding, or padding lies between tokens.
-        padded: sides of rows with tokens that padding lies on.
+        reads: number of positions whose results are read.
+        unsound: whether results at padding are read, or padding is between tokens.
+        padded: sides with padding of nonempty rows.
     """
 
     lengths: list[int]
@@ -212,12 +215,7 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> _Facts:
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen of a model without padding.
-
-    Attributes:
-        sides: on which sides of a row (`"left"`, `"right"`) its padding may be left out without another result.
-        reason: why on none, as a clause; "" where on some.
-    """
+    """Trial without padding: sides (`"left"`, `"right"`) where it may be removed, or the reason for none."""
 
     sides: frozenset[str] = frozenset()
     reason: str = ""
@@ -229,13 +227,11 @@ def unpadded_sides(model: Any) -> frozenset[str]:
 
 
 def tried(model: Any) -> Trial:
-    """On which sides of a row a model's padding may be left out without another result.
+    """Return the sides of a row on which a model's padding may be removed without changing results.
 
-    A few rows are run padded, and behind one another without padding: the difference may be a small share of what changes
-    when a row sees those before it.
-
-    Args:
-        model: a transformers model; run a few times in evaluation, without gradients. Its modes and random states stay.
+    A few rows are run padded, and concatenated without padding: the difference may be a small share of the
+    change when a row attends to earlier ones. The model runs a few times in evaluation, without gradients;
+    its modes and random states stay.
     """
     from transformers import PreTrainedModel
 
@@ -247,7 +243,7 @@ def tried(model: Any) -> Trial:
     try:
         with in_evaluation(model):
             sides = _sound_sides(backbone)
-    except Exception as error:  # noqa: BLE001 - whatever a model raises that takes something else than tokens and positions
+    except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything
         return Trial(
             reason=f"a trial without padding failed ({type(error).__name__}: {first_line(error)[:200]})"
         )
@@ -255,21 +251,17 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Why documents in one row, told apart by their positions, are not computed as each by itself, as a clause; "" where they are.
-
-    Args:
-        model: as `tried` takes it.
-    """
+    """Return why packed documents, separated by positions, do not compute as single ones, as a clause; else ""."""
     try:
         with in_evaluation(model):
             mixes = _mixes(model.base_model)
-    except Exception as error:  # noqa: BLE001 - whatever a model raises that takes something else than tokens and positions
+    except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything
         return f"a trial of documents in one row failed ({type(error).__name__}: {first_line(error)[:200]})"
     return f"in {type(model).__name__} documents in one row would see each other" if mixes else ""
 
 
 def _mixes(backbone: Any) -> bool:
-    """Return the second documents of two rows hang by the first ones, or are not what they are alone."""
+    """Return whether the second documents of two rows depend on the first ones, or differ from single ones."""
     device = next(backbone.parameters()).device
     ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
     order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT

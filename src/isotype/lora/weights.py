@@ -1,7 +1,7 @@
-"""Frozen base weights as the matrix that a product takes: dense, packed in 4 bits, or int8.
+"""Frozen base weights as matrices for a product: dense, packed in 4 bits, or int8.
 
-A weight that lies in another form than the product needs is written into scratch, product by product, or kept as a dense
-copy where the user's budget has room for it.
+A weight in another form than the product needs is written into scratch memory per product, or kept as a dense
+copy within the user's budget.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from isotype.compat.torch import (
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of
 
-# (device, stream, dtype): work queued on one stream runs in order, so its buffers can be used again at once.
+# (device, stream, dtype): work queued on one stream runs in order, so its buffers can be reused at once.
 _Key = tuple[torch.device, int, torch.dtype]
 
 
@@ -47,9 +47,9 @@ class Workspace:
     def borrow(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, keep: bool = True
     ) -> Iterator[torch.Tensor]:
-        """An uninitialized tensor of `shape` for the time of the `with` block; nothing may refer to it afterwards.
+        """Yield an uninitialized tensor of `shape`, not to be used after the `with` block.
 
-        `keep` says whether the buffer stays for the next product; a forward that no backward follows keeps none.
+        `keep`: whether the buffer stays for the next product; False for a forward without backward.
         """
         key = (device, _stream(device), dtype)
         size = prod(shape)
@@ -70,19 +70,19 @@ class Workspace:
                 smallest = min(fitting, key=torch.Tensor.numel)
                 self._free[key] = [buffer for buffer in free if buffer is not smallest]
                 return smallest
-            free.clear()  # too small: one larger buffer takes their place
-        with torch.inference_mode(False):  # the next product may be one that is trained
+            free.clear()  # too small: replaced by a larger buffer
+        with torch.inference_mode(False):  # the next product may be in training
             return torch.empty(size, dtype=dtype, device=device)
 
     def release(self) -> None:
-        """Give every buffer that is not borrowed back to torch."""
+        """Free all buffers that are not borrowed."""
         with self._lock:
             self._free.clear()
             self._ending = None
 
     def release_after_backward(self) -> None:
-        """Called in a backward pass: release when it has ended."""
-        # One that raised has never ended: it may not keep the next one from being asked.
+        """Release at the end of the current backward pass."""
+        # A pass that raised never ends: the next one must still register.
         if self._ending != (number := current_backward()):
             self._ending = number
             # As DistributedDataParallel and FSDP do; there is no public name for it.
@@ -90,12 +90,12 @@ class Workspace:
 
     @property
     def held(self) -> int:
-        """Bytes of the buffers that nobody has borrowed."""
+        """Bytes of the buffers that are not borrowed."""
         with self._lock:
             return sum(b.numel() * b.element_size() for free in self._free.values() for b in free)
 
     def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
-        return Workspace, ()  # a copy of the model has its own
+        return Workspace, ()  # a copy of the model gets a new workspace
 
 
 def _stream(device: torch.device) -> int:
@@ -106,9 +106,9 @@ def _stream(device: torch.device) -> int:
 
 
 FEW = 64
-"""Rows up to which bitsandbytes' 4-bit product may take the place of a dequantized weight: tokens that are generated."""
+"""Maximum rows for bitsandbytes' 4-bit product instead of a dequantized weight: generated tokens."""
 
-_SHARE = 64  # of a GPU's memory that the constants of blocks may take
+_SHARE = 64  # share of a GPU's memory for the constants of blocks
 
 
 def shape_of(layer: Any) -> tuple[int, int]:
@@ -124,23 +124,23 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 @cache
 def _transposed(cls: Any) -> bool:
-    """Return whether the weight of a class lies as `[in_features, out_features]`: transformers' Conv1D."""
+    """Return whether a class stores its weight as `[in_features, out_features]`: transformers' Conv1D."""
     return any(each.__name__ == "Conv1D" for each in cls.__mro__)
 
 
 def codes_of(layer: Any) -> torch.Tensor:
-    """The int8 codes of an int8 layer, which bitsandbytes keeps in the weight first and in its state later."""
+    """Return the codes of an int8 layer, which bitsandbytes moves from the weight to its state."""
     held = (
         layer.state.CB,
         getattr(layer.weight, "CB", None),
         layer.weight.data,
-    )  # a sharded weight is a plain one
+    )  # a sharded weight is a plain tensor
     codes: torch.Tensor = next(codes for codes in held if codes is not None)
     return codes
 
 
 def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight `[out_features, in_features]` in `dtype`: the one that is there, or a new tensor."""
+    """Return the weight `[out_features, in_features]` in `dtype`: the existing one, or a new tensor."""
     kind = kind_of(layer)
     if kind == "linear4bit":
         return _dequantized(layer, dtype)
@@ -152,14 +152,11 @@ def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class DenseWeights:
-    """Gives base weights as dense matrices, and keeps copies of some within a budget.
+    """Provides base weights as dense matrices, and keeps copies of some within a budget in bytes.
 
-    A copy is good as long as the weight is the same memory at the same version; whoever changes weights behind
-    autograd's back (`.data`, as PEFT's merge does) calls `forget`. A weight without a version (made under
-    `torch.inference_mode`) has none.
-
-    Args:
-        budget: bytes that copies may take together.
+    A copy is valid as long as the weight has the same memory and version; code that changes weights through
+    `.data`, such as PEFT's merge, calls `forget`. A weight without a version (made under
+    `torch.inference_mode`) is not copied.
     """
 
     def __init__(self, budget: int = 0) -> None:
@@ -167,16 +164,17 @@ class DenseWeights:
         self.workspace = Workspace()
         self._copies: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity, torch.Tensor]]
         self._copies = weakref.WeakKeyDictionary()
-        # Each layer that found no room -> the bytes that it asked for: asked again for every product.
+        # Layer without room -> its bytes, as it is queried for every product.
         self._refused: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._refused_at = (self.budget, 0)
-        # Each 4-bit layer -> (which constants of its blocks, in 8 bits; what dequantizes with them in float32).
+        # 4-bit layer -> (identity of its 8-bit constants, state with float32 constants).
         self._constants: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity | None, Any]]
         self._constants = weakref.WeakKeyDictionary()
         self._constants_bytes = 0
 
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-        """Return the weight `[out_features, in_features]` of `layer` in `dtype`, until the stack is closed.
+        """Return the weight `[out_features, in_features]` of `layer` in `dtype`, valid until the stack is
+        closed.
 
         `keep`: whether scratch stays for the next product, see `Workspace.borrow`.
         """
@@ -194,9 +192,10 @@ class DenseWeights:
                 yield out
 
     def _state(self, layer: Any) -> Any:
-        """Return the quantization state of a 4-bit layer, on a GPU with its blocks' constants in float32 as long as they fit.
+        """Return a 4-bit layer's quantization state, on a GPU with float32 block constants while they fit.
 
-        Of double quantization, the constants are two more kernels for each product, and a sixteenth of a byte for each weight.
+        Doubly quantized constants need two more kernels per product; float32 ones take a sixteenth of a byte
+        per weight.
         """
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
@@ -215,7 +214,7 @@ class DenseWeights:
         return single
 
     def in_4_bits(self, layer: Any, x: torch.Tensor) -> bool:
-        """Whether X Wᵀ of these few rows is bitsandbytes' product with the packed weight: a matter of reading a quarter of the memory."""
+        """Return whether X Wᵀ of few rows uses bitsandbytes' product with the packed weight (fewer memory reads)."""
         device = x.device.type
         if kind_of(layer) != "linear4bit" or not 0 < x.shape[0] <= FEW or device == "cpu":
             return False
@@ -224,11 +223,11 @@ class DenseWeights:
         return layer not in self._copies and multiplies(quantization_state(layer))
 
     def keep(self, layer: Any, dtype: torch.dtype) -> None:
-        """Keep a dense copy of the weight if it needs one and the budget has room."""
+        """Keep a dense copy of the weight if it needs one and the budget allows it."""
         self._ready(layer, dtype)
 
     def _ready(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """The weight where it lies in `dtype`, or a copy of it; a new one where there is room. None without."""
+        """Return the weight if stored in `dtype`, or its copy, made if there is room; else None."""
         if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
             return _oriented(layer)
         former, kept = self._copies.get(layer, (None, None))
@@ -240,14 +239,14 @@ class DenseWeights:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-        ):  # a step that is trained may be the next one to read it
+        ):  # a training step may read it next
             copy = dense(layer, dtype)
         self._copies[layer] = identity, copy
         return copy
 
     def _has_room(self, layer: Any, dtype: torch.dtype) -> bool:
         now = self.budget, len(self._copies)
-        if now != self._refused_at:  # copies also go with their layers
+        if now != self._refused_at:  # copies are also dropped with their layers
             self._refused.clear()
             self._refused_at = now
         rows, columns = shape_of(layer)
@@ -260,13 +259,13 @@ class DenseWeights:
         return True
 
     def forget(self, layer: nn.Module) -> None:
-        """Drop the copy of a weight that has changed."""
+        """Drop the copy of a changed weight."""
         if self._copies.pop(layer, None) is not None:
             self._refused.clear()
 
     @property
     def copies(self) -> int:
-        """How many weights have a copy."""
+        """Number of weights with a copy."""
         return len(self._copies)
 
     @property
@@ -275,12 +274,16 @@ class DenseWeights:
         return sum(kept.numel() * kept.element_size() for _, kept in self._copies.values())
 
     def __reduce__(self) -> tuple[type[DenseWeights], tuple[int]]:
-        return DenseWeights, (self.budget,)  # a copy of the model makes its own
+        return DenseWeights, (self.budget,)  # a copy of the model creates its own copies
 
 
-_MULTIPLIED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of X that bitsandbytes multiplies
+_MULTIPLIED = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # dtypes of X that bitsandbytes' product supports
 
-# What tells whether a weight is still the one that was copied.
+# Identity of a copied weight.
 _Identity = tuple[int, int, torch.dtype]
 
 
@@ -290,7 +293,7 @@ def _identity(layer: Any, dtype: torch.dtype) -> _Identity | None:
 
 def _memory_of(weight: torch.Tensor, dtype: torch.dtype) -> _Identity | None:
     version = version_of(weight)
-    fake = isinstance(weight, FakeTensor)  # which has no memory, only a storage
+    fake = isinstance(weight, FakeTensor)  # fake tensors have no memory, only a storage
     where = storage_of(weight) if fake else weight.data_ptr()
     return None if version is None else (where, version, dtype)
 
@@ -317,7 +320,7 @@ def _dequantized(
     layer: Any, dtype: torch.dtype, out: torch.Tensor | None = None, state: Any = None
 ) -> torch.Tensor:
     state = quantization_state(layer) if state is None else state
-    if state.dtype != dtype:  # what the layer's own kernel takes; here the product decides
+    if state.dtype != dtype:  # the dtype of the layer's kernel; here the product decides
         state = copy.copy(state)
         state.dtype = dtype
     return dequantize_4bit(layer.weight.data, state, out)
@@ -325,7 +328,7 @@ def _dequantized(
 
 @cache
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory, as its driver reports them; None of a CPU, or where torch does not tell."""
+    """Return the bytes of a GPU's memory from its driver; None for a CPU, or if unknown."""
     if device.type in ("cpu", "meta"):
         return None
     ask = getattr(torch.get_device_module(device), "mem_get_info", None)

@@ -1,1 +1,1 @@
-"""Attention for training on a CPU: block by block in what the caches hold, and the choice of a kernel by measurement."""
+"""Attention for training on a CPU: kernels that work in the caches, and a measured choice among them."""

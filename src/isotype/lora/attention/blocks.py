@@ -1,6 +1,7 @@
-"""Attention in blocks of queries by torch's kernel, to which each block gives the keys that it reads and no others.
+"""Attention in blocks of queries by torch's kernel, each with only the keys that it attends to.
 
-What packed rows and windows gain by where nothing can be compiled: torch's kernel reads every key of a row, the masked ones, too.
+Speeds up packed rows and windows without a compiler: torch's kernel reads every key of a row, including
+masked ones.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from isotype.lora.attention.recomputed import recomputed
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """softmax(scale q kᵀ + mask) v, where the plan says which keys each query reads.
+    """Return softmax(scale q kᵀ + mask) v, with the keys of each query given by the plan.
 
-    Computed in float32, in float64 for float64: in 16 bits torch's kernel rounds what the gradients' sums are made of.
+    Computed in float32, for float64 in float64: in 16 bits torch's kernel rounds the terms of the gradients'
+    sums.
 
     Args:
-        q: see `spec_of`.
-        k: see `spec_of`.
-        v: see `spec_of`.
-        spec: what `spec_of` made for these tensors.
+        q, k, v: see `spec_of`.
+        spec: from `spec_of` for these tensors.
 
     Returns:
         `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
-        `[batch, queries, query heads, value head]`. Zero for queries that attend to nothing.
+            `[batch, queries, query heads, value head]`.
+        Zero for queries without keys.
     """
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
@@ -47,7 +48,7 @@ def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 
 
 def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
-    """`[batch, queries, query heads, value head]`"""
+    """Return the result of one part, `[batch, queries, query heads, value head]`."""
     batch, heads, queries = q.shape[:3]
     done, at = [], 0
     for block in part.blocks:
@@ -59,7 +60,7 @@ def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: 
 
 
 def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """`[batch, query heads, rows, value head]`; query heads of one key head are rows of one matrix, so that keys are not repeated."""
+    """Return `[batch, query heads, rows, value head]`; the heads of a group form one matrix."""
     batch, heads, rows, head = q.shape
     key_heads, keys = k.shape[1], slice(*block.keys)
     mask = None
@@ -68,7 +69,7 @@ def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scal
         mask[..., block.masked[0] - block.keys[0] : block.masked[1] - block.keys[0]] = block.tile / LOG2_E
         group = heads // key_heads
         each = mask.repeat(1, group, 1) if len(mask) == 1 else mask.reshape(key_heads, group * rows, -1)
-        mask = each.unsqueeze(0)  # of four dimensions: for another mask torch writes out all scores
+        mask = each.unsqueeze(0)  # four dimensions: for another mask torch materializes all scores
     folded = q.reshape(batch, key_heads, -1, head)
     out = scaled_dot_product_attention(folded, k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, rows, v.shape[3])

@@ -1,4 +1,4 @@
-"""Which kernel computes attention fastest on this machine, measured once for each class of shapes and kept."""
+"""Measured choice of the fastest attention kernel on this machine, cached by class of shapes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from isotype.lora.attention.plan import Spec, block_rows, plan_of, plan_of_mask,
 from isotype.precision.devices.simulated import working_dtype
 
 REVISION = 5
-"""Of the kernels: what was measured of former ones does not count."""
+"""Version of the kernels: measurements of other versions are ignored."""
 
 MARGIN = 1.05
-"""How much faster a kernel has to be than torch's, in the slower quarter of the repetitions, too, to be taken."""
+"""Minimum speed-up over torch's kernel, also in the slower quarter of the repetitions."""
 
 _SCORES = 1 << 21
 _LONGEST = 1024
@@ -39,7 +39,7 @@ def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> tor
         return scaled_dot_product_attention(q, k, v, is_causal=kind == "causal", enable_gqa=True)
     k, v = (
         x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)
-    )  # as transformers does beside a mask
+    )  # as transformers does with a mask
     return scaled_dot_product_attention(q, k, v, attn_mask=_mask(q, k))
 
 
@@ -56,42 +56,42 @@ def _own(kernel: OwnKernel) -> Kernel:
 
 
 def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """What most masks are: causal, with something else besides."""
+    """Return a typical mask: causal plus other conditions."""
     return torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
 
 
 OWN: dict[Name, OwnKernel] = {"blocks": blocks.attention, "strips": strips.attention}
-"""isotype's own kernels. One that rounds scores to 16 bits is none of them, however fast: its results are other ones."""
+"""isotype's kernels. Kernels that round scores to 16 bits are excluded: their results differ."""
 
 KERNELS: dict[Name, Kernel] = {"sdpa": _torch, **{name: _own(kernel) for name, kernel in OWN.items()}}
 
 
 def offered(dtype: torch.dtype) -> tuple[Name, ...]:
-    """The kernels that run here in a dtype; asking compiles what has to be compiled, once on a machine."""
+    """Return the kernels available here in a dtype; compiles them once per machine."""
     compiled = dtype != torch.float64 and strips.compiled_strips().reason is None
     return tuple(name for name in KERNELS if name != "strips" or compiled)
 
 
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the gradients' products: bfloat16 where it is native, else float32.
+    """Return the dtype of the gradients' products: bfloat16 if it is native, else float32.
 
-    float16 has no room for the gradients of scores under loss scaling.
+    float16 cannot hold the gradients of scores under loss scaling.
     """
     return torch.float32 if x.dtype == torch.float16 else working_dtype(x.dtype, x)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A class of calls that one measurement stands for.
+    """A class of calls that share one measurement.
 
     Attributes:
-        batch: rows that are measured, at most as many as were called with.
-        key_heads: heads of keys that are measured; group: query heads of each.
-        group: query heads of each of them.
+        batch: number of measured rows, at most that of the call.
+        key_heads: number of measured key heads.
+        group: query heads per key head.
         head: dimension of a head of q and k.
-        value_head: that of v.
-        length: the larger number of queries and keys, up to the next power of two.
-        kind: whether queries attend to no later key, to all keys, or as a mask says (measured with a causal one).
+        value_head: dimension of a head of v.
+        length: the larger number of queries and keys, rounded up to a power of two.
+        kind: causal, full or masked attention (measured with a causal mask).
         dtype: of q, k and v.
         trained: whether gradients are computed.
     """
@@ -120,9 +120,9 @@ class Choice:
 
     Attributes:
         kernel: the fastest.
-        own: the fastest of isotype's own.
-        milliseconds: name of each kernel -> median time of one call.
-        faster: in the slower quarter of the repetitions, how many times as fast as torch's kernel `own` is.
+        own: the fastest of isotype's.
+        milliseconds: kernel -> median time of one call.
+        faster: speed of `own` relative to torch's kernel, in the slower quarter of the repetitions.
     """
 
     kernel: Name
@@ -136,7 +136,9 @@ class Choice:
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trained: bool) -> Shape:
-    """The class of a call with q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys, head]`."""
+    """Return the class of a call: q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys,
+    head]`.
+    """
     group, length = q.shape[1] // k.shape[1], 1 << (max(q.shape[2], k.shape[2]) - 1).bit_length()
     measured = min(length, _LONGEST)
     rows = max(1, _SCORES // (group * measured * measured))
@@ -159,23 +161,21 @@ _CHOICES = measured.Kept(Choice)
 
 
 def choose(shape: Shape) -> tuple[Choice, str | None]:
-    """Return the kernel for a class of shapes, measured where it is not known: some tenths of a second, once
-    on a machine.
+    """Return the kernel for a class of shapes, and why it could not be cached (None if it was).
 
-    Returns:
-        The choice, and why it could not be kept for the next process: None if it was.
+    An unknown class is measured: some tenths of a second, once per machine.
     """
     threads = torch.get_num_threads()
     return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
 
 
 def measure(shape: Shape, threads: int) -> Choice:
-    """Time every kernel."""
+    """Time every kernel and choose one."""
     return decided(measured.in_turns(lambda: _calls(shape), _REPETITIONS, threads))
 
 
 def decided(times: dict[Name, list[float]]) -> Choice:
-    """Return the choice by the times in milliseconds that the kernels took in each turn."""
+    """Return the choice for the kernels' times in milliseconds per turn."""
     medians = {name: round(statistics.median(each), 4) for name, each in times.items()}
     own = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
     ratios = sorted(torchs / mine for torchs, mine in zip(times["sdpa"], times[own], strict=True))
@@ -184,7 +184,7 @@ def decided(times: dict[Name, list[float]]) -> Choice:
 
 
 def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
-    """Return a call of each kernel, with its backward where gradients are computed."""
+    """Return a call of each kernel, with its backward if gradients are computed."""
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 

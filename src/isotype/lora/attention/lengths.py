@@ -1,8 +1,8 @@
-"""Attention of rows behind one another by FlashAttention's form for sequences of several lengths, which computes no padding.
+"""Attention of concatenated rows by FlashAttention's kernel for varying lengths, which computes no padding.
 
-`torch.nn.attention.varlen.varlen_attn` (torch 2.11 with a scale and windows) takes 16-bit queries, keys and values `[tokens, heads, head]`
-on NVIDIA GPUs of compute capability 8.0 and later, grouped heads, causal attention and windows, and has a backward. It has no dropout, no
-soft cap, no bias, and one size for all heads.
+`torch.nn.attention.varlen.varlen_attn` (torch 2.11 with a scale and windows) takes 16-bit queries, keys and
+values `[tokens, heads, head]` on NVIDIA GPUs of compute capability 8.0 and later, with grouped heads, causal
+attention, windows and a backward. It has no dropout, soft cap or bias, and one head size.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from isotype.precision.devices.profile import DeviceProfile
 DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD = 256
 _ALIGNED = 8
-"""What the size of a head is a multiple of."""
+"""Head sizes are multiples of this."""
 _SINCE = "2.11"
 _CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask", "position_bias")
 """Keyword arguments of layers that change the result."""
 
 
 def takes_lengths() -> bool:
-    """Whether this torch's function takes a scale and windows; by its version, for importing it brings torch's compiler along."""
+    """Return whether torch's function has a scale and windows, by version: importing it imports torch's compiler."""
     return torch.__version__ >= _SINCE
 
 
 @cache
 def varlen_attention() -> Any:
-    """torch's function, of a torch that `takes_lengths`."""
+    """Return torch's function; requires `takes_lengths`."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
-    """Why a device, a compute dtype or a model's configuration rule this kernel out, as a clause; None if none does."""
+    """Return why a device, compute dtype or model config excludes this kernel, as a clause; None if none does."""
     if profile.kind != "cuda":
         return f"attention by lengths is for NVIDIA GPUs, and this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in DTYPES:
@@ -60,14 +60,15 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
 
 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """What models make their mask by: of sequences that somebody said, these; else transformers' mask for `sdpa`.
+    """Return the mask for a model: announced sequences themselves, else transformers' mask for `sdpa`.
 
     Raises:
-        NotImplementedError: the model's mask is made by a function of its own, of which the sequences say nothing.
+        NotImplementedError: the model's mask comes from its own function, which sequences do not
+            represent.
     """
     from transformers.masking_utils import sdpa_mask
 
-    # A compiler would have to look into the context; positions tell sdpa's mask the same.
+    # A compiler would have to read the context; sdpa's mask gets the same from positions.
     sequences = None if torch.compiler.is_compiling() else current()
     if sequences is None:
         return sdpa_mask(*args, local_size=local_size, **kwargs)
@@ -79,13 +80,13 @@ def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> An
 def why_not_call(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
-    """Why a call computes by a mask after all, as a clause; None if it computes by lengths.
+    """Return why a call uses a mask after all, as a clause; None if it uses lengths.
 
     Args:
         inputs: query, key and value `[batch, heads, tokens, head]`.
         sequences: of the one row.
-        causal: whether a query attends to no key after it.
-        kwargs: what the layer says besides.
+        causal: whether a query attends to no later key.
+        kwargs: other arguments of the layer.
     """
     query, key, value = inputs
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
@@ -108,7 +109,7 @@ def why_not_call(
 def by_lengths(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, *, scale: float | None, causal: bool
 ) -> torch.Tensor:
-    """The result `[1, tokens, query heads, head]` of a call that `why_not_call` has nothing against."""
+    """Return `[1, tokens, query heads, head]` for a call without objections from `why_not_call`."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in inputs)
     window = sequences.window if sequences.window is not None and sequences.window < sequences.longest else 0
     grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() and query.shape[1] != key.shape[1] else {}

@@ -1,4 +1,4 @@
-"""Which keys each block of queries reads: attention is computed there and nowhere else."""
+"""Plans of attention: the keys that each block of queries attends to. Only these scores are computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isotype.compat.torch import base_of, version_of
 LOG2_E = math.log2(math.e)
 
 Span = tuple[int, int]
-"""(first, one past the last)"""
+"""(first, last + 1)"""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Block:
     Attributes:
         rows: the queries.
         keys: the keys that any of them attends to.
-        masked: those of the keys that some of the queries do not attend to, or that have a bias.
-        tile: what is added to the scores of `masked`, in units of log 2: float32 `[1 or heads, rows, masked]`.
+        masked: keys among them that some queries do not attend to, or that have a bias.
+        tile: added to the scores of `masked`, in units of log 2: float32 `[1 or heads, rows, masked]`.
     """
 
     rows: Span
@@ -37,11 +37,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of the batch that attend alike.
+    """Rows of the batch with the same blocks.
 
     Attributes:
-        batch: which rows of the batch.
-        blocks: what they compute. Queries that are in no block attend to nothing: their result is zero.
+        batch: rows of the batch.
+        blocks: their blocks. Queries in no block have the result zero.
     """
 
     batch: Span
@@ -50,15 +50,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which keys each query of a batch attends to.
+    """The keys that each query of a batch attends to.
 
     Attributes:
         batch: rows of the batch.
         queries: of each row.
         keys: of each row.
         parts: the blocks.
-        closed_finitely: whether some queries are closed to every key by finite numbers only. These outweigh the scores but for rounding: torch's
-            kernels let such a query attend to all keys about alike, and no block says so.
+        closed_finitely: whether some queries are masked from every key by finite numbers. These exceed
+            the scores but for rounding: torch's kernels let such a query attend to all keys about equally,
+            which no block represents.
     """
 
     batch: int
@@ -79,7 +80,7 @@ class Plan:
 
     @cached_property
     def area(self) -> int:
-        """How many scores are computed, over all rows of the batch."""
+        """Number of computed scores, over all rows of the batch."""
         return sum(
             (part.batch[1] - part.batch[0])
             * (block.rows[1] - block.rows[0])
@@ -91,13 +92,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Spec:
-    """What one call computes.
-
-    Attributes:
-        plan: which keys each query reads.
-        scale: what q kᵀ is multiplied by.
-        work: dtype that operands which were computed are rounded to.
-    """
+    """A call: its plan, the scale of q kᵀ, and the dtype to which computed operands are rounded."""
 
     plan: Plan
     scale: float
@@ -113,7 +108,7 @@ def spec_of(
     scale: float | None = None,
     work: torch.dtype | None = None,
 ) -> Spec:
-    """What a call with these tensors computes, by whichever kernel.
+    """Return the specification of a call with these tensors, for any kernel.
 
     Args:
         q: `[batch, query heads, queries, head]`, in any layout.
@@ -121,10 +116,11 @@ def spec_of(
         v: `[batch, key heads, keys, value head]`; all three have one dtype.
         plan: of this batch and these lengths.
         scale: by default 1 / √head.
-        work: dtype that products of 16-bit inputs run in; by default that of the inputs. float32 where a CPU only emulates it.
+        work: dtype of products of 16-bit inputs; by default the inputs', float32 if a CPU only emulates
+            it.
 
     Raises:
-        ValueError: shapes or dtypes do not go together, or are not the plan's.
+        ValueError: shapes or dtypes do not match one another or the plan.
     """
     (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
     if k.shape != (batch, key_heads, keys, head) or v.shape[:3] != k.shape[:3] or heads % max(key_heads, 1):
@@ -141,10 +137,10 @@ def spec_of(
 
 
 def block_rows(group: int) -> int:
-    """Queries in a block, where `group` query heads share a key head.
+    """Return the number of queries per block for `group` query heads per key head.
 
-    Measured on a core with AVX512 and 1 MiB of L2: products of some 200 rows run at the machine's rate, and more rows read more
-    keys in vain where attention is causal.
+    Measured on a core with AVX512 and 1 MiB of L2: products of about 200 rows reach the machine's rate, and
+    more rows read more masked keys in causal attention.
     """
     return max(32, min(128, 192 // group))
 
@@ -154,8 +150,9 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
 
     Args:
         size: (batch, queries, keys).
-        rows: queries in a block, see `block_rows`.
-        causal: whether a query attends to no key after it. The last query is at the place of the last key.
+        rows: queries per block, see `block_rows`.
+        causal: whether a query attends to no later key. The last query is at the position of the last
+            key.
     """
     batch, queries, keys = size
     return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
@@ -163,13 +160,13 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
 
 @lru_cache(maxsize=32)
 def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool) -> Plan:
-    """Return the plan without a mask, made once for all layers and steps of one size; see `plan_of`."""
+    """Return the plan without a mask, cached for all layers and steps of one size; see `plan_of`."""
     with torch.inference_mode(False):  # a step that is trained may be the next one to read its tiles
         return plan_of((batch, queries, keys), rows, causal=causal)
 
 
 def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]:
-    later = keys - queries  # the key at the place of query 0
+    later = keys - queries  # the key at the position of query 0
     tiles: dict[int, torch.Tensor] = {}
     for first in range(0, queries if keys else 0, rows):
         last = min(first + rows, queries)
@@ -186,20 +183,20 @@ def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]
 
 
 def _tile(count: int) -> torch.Tensor:
-    """`[1, count, count - 1]`: -inf where the key is after the query; key 0 is the one after query 0."""
+    """Return `[1, count, count - 1]`: -inf where the key is after the query; key 0 follows query 0."""
     after = torch.arange(count)[:, None] <= torch.arange(count - 1)
     return torch.zeros(1, *after.shape, dtype=torch.float32).masked_fill_(after, -math.inf)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A plan, and what tells whether the mask is still the one that it was made of.
+    """A cached plan with the identity of its mask.
 
     Attributes:
-        plan: what was found.
-        view: which part of the mask's memory it is, of which batch, in blocks of which size.
+        plan: the plan.
+        view: the part of the mask's memory, batch and block size.
         version: see `version_of`.
-        values: a copy of a mask whose version nobody counts.
+        values: a copy of a mask without a version counter.
     """
 
     plan: Plan
@@ -217,16 +214,16 @@ _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
-    """Return the plan of a mask, found once for all layers that are called with it.
+    """Return the plan of a mask, cached for all layers that share it.
 
-    Padding, packed sequences and windows are found from the mask alone: a block of queries reads the keys from the first to
-    the last that any of them attends to, and blocks begin where sequences do.
+    Padding, packed sequences and windows are detected in the mask: a block of queries reads the keys from the
+    first to the last that any of them attends to, and blocks begin where sequences do.
 
     Args:
-        mask: `[1 or batch, 1 or heads, queries, keys]`; bool (True: attends), or added to the scores. Values at or below half
-            of its dtype's lowest one count as closed, see `Plan.closed_finitely`.
+        mask: `[1 or batch, 1 or heads, queries, keys]`; bool (True: attends), or added to the scores.
+            Values up to half of its dtype's lowest one count as masked, see `Plan.closed_finitely`.
         batch: rows of the batch.
-        rows: queries in a block, see `block_rows`.
+        rows: queries per block, see `block_rows`.
     """
     owner = base_of(mask)
     view = (mask.storage_offset(), *mask.shape, *mask.stride(), batch, rows)
@@ -241,12 +238,12 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask without the rows of the batch that are the same memory."""
+    """Return a mask without expanded rows of the batch."""
     return mask[:1] if mask.stride(0) == 0 else mask
 
 
 def _opened(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (where queries attend, what is added to their scores or None)."""
+    """Return (where queries attend, bias of their scores or None)."""
     if mask.dtype == torch.bool:
         return mask, None
     opened = mask > torch.finfo(mask.dtype).min / 2
@@ -308,9 +305,9 @@ def _blocks_of(opened: torch.Tensor, bias: torch.Tensor | None, rows: int) -> It
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:
-    """At most `rows` queries that attend to something, from where a sequence begins on: where the first key jumps.
+    """Yield blocks of at most `rows` queries with keys, starting where the first key jumps (a new sequence).
 
-    Short sequences share a block: what a block costs by itself is more than what they would save.
+    Short sequences share a block: the overhead of a block exceeds the savings.
     """
     first, least = 0, rows // 2
     for row in range(1, len(live) + 1):
@@ -324,10 +321,10 @@ def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Itera
 
 
 def attention_to_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Zeros `[batch, query heads, queries, value head]`, with gradients of zero, as torch's kernel has it.
+    """Return zeros `[batch, query heads, queries, value head]` with zero gradients, as torch's kernel does.
 
     A transposed view of contiguous `[batch, queries, query heads, value head]`.
     """
     batch, heads, queries, _ = q.shape
-    nothing = sum(x[..., :0].sum() for x in (q, k, v))  # of no elements: zero, and so is every gradient
+    nothing = sum(x[..., :0].sum() for x in (q, k, v))  # sums of no elements: zero, with zero gradients
     return (q.new_zeros(batch, queries, heads, v.shape[3]) + nothing).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Attention that keeps q, k and v alone, and is computed again in the backward."""
+"""Attention that saves only q, k and v, and is recomputed in the backward."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ Beside = Callable[..., object]
 def recomputed(
     compute: Compute, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beside: Beside = lambda *_: None
 ) -> torch.Tensor:
-    """Compute attention of q, k and v, and keep these three for the backward.
+    """Return `compute(q, k, v)`, and save only these three for the backward.
 
-    Args:
-        compute: (q, k, v) -> the result.
-        q: see `compute`.
-        k: see `compute`.
-        v: see `compute`.
-        beside: gets the tensors that are read and written; its result is alive as long as they are.
+    `beside` gets the tensors that are read and written; its result is alive as long as they are.
     """
     out: torch.Tensor = _Recomputed.apply(q, k, v, compute, beside)  # type: ignore[no-untyped-call]
     return out
 
 
 def float32_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Float32 tensors without values in the shapes of `tensors`: the copies that a kernel works on."""
+    """Return empty float32 tensors in the shapes of `tensors`: the copies that a kernel works on."""
     return [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Attention of transformers' models by the kernel that is fastest here, through transformers' own registries."""
+"""Attention of transformers' models by the fastest kernel here, through transformers' registries."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from isotype.precision.devices.attention import (
 from isotype.precision.devices.profile import DeviceProfile
 
 NAME = "isotype"
-"""The name in transformers' registries, and of `model.set_attn_implementation`."""
+"""Name in transformers' registries, and for `model.set_attn_implementation`."""
 
 REPEATED = "isotype_repeated"
-"""The name of torch's kernel with keys and values repeated before it, see `isotype.lora.attention.repeated`."""
+"""Name of torch's kernel with repeated keys and values, see `isotype.lora.attention.repeated`."""
 
 LENGTHS = "isotype_lengths"
-"""The name of torch's kernels with one for sequences behind one another, see `lengths_attention_forward`."""
+"""Name of torch's kernels with one for concatenated sequences, see `lengths_attention_forward`."""
 
 _NOT_OURS = (
     "softcap",
@@ -61,10 +61,10 @@ _NOT_OURS = (
     "head_mask",
     "output_attentions",
 )
-"""Keyword arguments that change the result and that this kernel is not given."""
+"""Keyword arguments that change the result and that this kernel does not support."""
 
 _SHORT = 32
-"""Calls of up to so many tokens take microseconds, whichever keys they read."""
+"""Calls of up to this many tokens take microseconds with any kernel."""
 
 
 _SPARSE = 0.4
@@ -73,19 +73,20 @@ _SPARSE = 0.4
 
 @dataclass
 class AttentionReport:
-    """What `use_fast_attention` did, and what has been found out since.
+    """Result of `use_fast_attention`, updated by later calls.
 
     Attributes:
-        taken: whether the model's attention goes through isotype's choice.
-        reason: why not, as a clause; None if it is taken.
-        repeated: the device on which keys and values of grouped heads are repeated for torch's kernel; None if they are not.
-        slow: why attention writes out all scores on this device, as a clause; None if it does not.
-        choices: each class of shapes that was called -> the kernel that it got and the times that decided.
-        left: why single calls were left to torch's kernel -> how many.
-        unkept: why choices could not be kept for the next process; None if they were.
-        sides: on which sides of a row padding may be left out of a batch, see `isotype.lora.unpadded`.
-        padded: why padding is computed on this GPU, as a clause; None if it may be left out.
-        name: under which the model's attention is registered; "" where it is transformers' own.
+        taken: whether the model's attention uses isotype's choice.
+        reason: why not, as a clause; None if it does.
+        repeated: the device on which keys and values of grouped heads are repeated for torch's kernel;
+            None if they are not.
+        slow: why attention materializes all scores on this device, as a clause; None if it does not.
+        choices: class of shapes -> chosen kernel and measured times.
+        left: reason for leaving a call to torch's kernel -> number of calls.
+        unkept: why choices could not be cached; None if they were.
+        sides: sides of a row on which padding may be removed from a batch, see `isotype.lora.unpadded`.
+        padded: why padding is computed on this GPU, as a clause; None if it may be removed.
+        name: registered name of the model's attention; "" for transformers' own.
     """
 
     taken: bool
@@ -103,15 +104,15 @@ class AttentionReport:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.taken:
-            _register()  # nobody has, where a fused model is unpickled in another process
+            _register()  # not yet registered if a fused model is unpickled in another process
 
     @property
     def by_lengths(self) -> bool:
-        """True if rows behind one another are computed by their lengths, on a GPU."""
+        """True if concatenated rows are computed by their lengths, on a GPU."""
         return self.taken and self.name == LENGTHS
 
     def undo(self) -> None:
-        """Give the model the attention that it had before."""
+        """Restore the model's former attention."""
         while self._undo:
             model, before = self._undo.pop()
             model.set_attn_implementation(before)
@@ -149,21 +150,21 @@ _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKe
 def use_fast_attention(
     model: nn.Module, device: str | None = None, profile: DeviceProfile | None = None
 ) -> AttentionReport:
-    """Let a model on a CPU compute attention by the kernel that is fastest here, where transformers has chosen `sdpa`.
+    """Let a model on a CPU compute attention by the fastest kernel here, if transformers uses `sdpa`.
 
-    On other devices what transformers has chosen stays: there `sdpa` is FlashAttention or cuDNN. Where FlashAttention takes the compute
-    dtype, rows that lie behind one another without padding are computed by their lengths. An NVIDIA GPU without a fused kernel for
-    grouped heads has keys and values repeated before torch's kernel. What a user chose (`eager`, `flex_attention`) stays, and what models
-    need that torch's kernel cannot do (soft-capping, attention sinks).
-    Every token's results are those of torch's kernel but for rounding, padding included.
+    On other devices transformers' choice stays: there `sdpa` is FlashAttention or cuDNN. If FlashAttention
+    supports the compute dtype, concatenated rows without padding are computed by their lengths. On an NVIDIA
+    GPU without a fused kernel for grouped heads, keys and values are repeated for torch's kernel. The user's
+    choice (`eager`, `flex_attention`) and features that torch's kernel lacks (soft-capping, attention sinks)
+    stay. Results equal torch's kernel's up to rounding for every token, including padding.
 
     Args:
-        model: a transformers model, or one that holds some (a PEFT model); changed in place.
-        device: kind of the device that a model without weights stands for.
-        profile: of the device that the model is on or stands for; None if it is not known.
+        model: a transformers model, or one that contains some (a PEFT model); changed in place.
+        device: device kind for a model without weights.
+        profile: of the model's (simulated) device; None if unknown.
 
     Returns:
-        What was taken and why; it goes on to tell what is measured and which calls are left to torch's kernel.
+        The decision and its reason; later calls add measurements and calls left to torch's kernel.
     """
     from transformers import PreTrainedModel
 
@@ -198,14 +199,14 @@ def _is_grouped(model: nn.Module) -> bool:
 
 
 def _writes_scores(profile: DeviceProfile, dtype: torch.dtype) -> bool:
-    call = AttentionCall(dtype, 2, 1, (64, 64, 64))  # of a common size
+    call = AttentionCall(dtype, 2, 1, (64, 64, 64))  # a common size
     return attention_kernel(profile, call, cudnn=cudnn_is_on()) == "math"
 
 
 def _with_repeated_heads(
     owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
 ) -> AttentionReport:
-    """Keys and values repeated, where that is what it takes for a fused kernel in `dtype`; else `reason` stays."""
+    """Repeat keys and values if that enables a fused kernel in `dtype`; else `reason` stays."""
     if not needs_repeated_heads(profile, dtype):
         slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
         return AttentionReport(False, slow, slow=slow)
@@ -220,7 +221,7 @@ def _with_repeated_heads(
 def _with_lengths(
     model: nn.Module, owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
 ) -> AttentionReport:
-    """Attention by lengths, in a model that is seen to compute the same by it; else `reason` stays, and why padding does."""
+    """Use attention by lengths if a trial of the model gives the same results; else `reason` stays."""
     owner = owners[0]
     why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
     if why is None and any(parameter.is_meta for parameter in owner.parameters()):
@@ -240,13 +241,13 @@ def _with_lengths(
 
 
 def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
-    """Return a batch without its padding, where the model's attention allows it and somebody gains by it; see
+    """Return a batch without its padding if the model's attention allows it and it saves time, see
     `isotype.lora.unpadded`.
 
     Args:
-        model: one that `use_fast_attention` has seen.
+        model: processed by `use_fast_attention`.
         inputs: arguments of its forward.
-        read: at which places results are read, bool `[rows, length]`.
+        read: positions whose results are read, bool `[rows, length]`.
     """
     report = _reports.get(model)
     lengths = report is not None and report.by_lengths
@@ -254,13 +255,13 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
 
 
 def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch, where the model's attention goes by lengths."""
+    """Return the sequences of a packed batch if the model's attention uses lengths."""
     report = _reports.get(model)
     return packed(inputs) if report is not None and report._undo and report.by_lengths else None
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """On which sides of a row a model with isotype's attention may do without padding; on none with any other."""
+    """Return the sides of a row without need for padding, with isotype's attention; none for other models."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 
@@ -293,7 +294,7 @@ def _asks_by_name(cls: type) -> bool:
 
 
 def _implementations(config: Any) -> Any:
-    """The implementations of a configuration and those within it, as `set_attn_implementation` takes them."""
+    """Return the implementations of a config and its sub-configs, as for `set_attn_implementation`."""
     inner = {
         key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None
     }
@@ -314,7 +315,7 @@ def _register() -> None:
 
     for name, forward in ((NAME, attention_forward), (REPEATED, repeated_attention_forward)):
         AttentionInterface.register(name, forward)
-        # Who attends to whom is the model's to say, and nobody else's.
+        # The mask is the model's decision.
         AttentionMaskInterface.register(name, sdpa_mask)
     AttentionInterface.register(LENGTHS, lengths_attention_forward)
     AttentionMaskInterface.register(LENGTHS, lengths_mask)
@@ -330,16 +331,15 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What models call for attention, as transformers' `AttentionInterface` has it.
+    """Compute attention for a model, as transformers' `AttentionInterface`.
 
     Args:
         module: the attention layer.
-        query: `[batch, query heads, queries, head]`; key and value `[batch, key heads, keys, head]`.
-        key: see `query`.
-        value: see `query`.
+        query: `[batch, query heads, queries, head]`.
+        key, value: `[batch, key heads, keys, head]`.
         attention_mask: 4-d, bool or added; None for causal or full attention.
-        scaling: of the scores; 1 / √head where it is None.
-        is_causal: where no mask is given; by default what the module says.
+        scaling: of the scores; None: 1 / √head.
+        is_causal: used without a mask; by default the module's attribute.
 
     Returns:
         (`[batch, queries, query heads, head]`, None)
@@ -353,8 +353,8 @@ def attention_forward(
     reason = _why_not_call(inputs, attention_mask, causal, kwargs)
     if reason is None and not (q.numel() and k.numel()):
         return attention_to_nothing(q, k, v).transpose(1, 2), None
-    # A preflight measures nothing, and thousands of operators on blocks would tell it no more than torch's one: both kernels
-    # take and give the same dtypes, and do the same FLOPs or fewer.
+    # A preflight measures nothing, and thousands of block operators would add no information: both kernels
+    # accept and return the same dtypes, with the same FLOPs or fewer.
     if reason is None and q.shape[2] > 1 and not isinstance(q, FakeTensor):
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
@@ -377,7 +377,8 @@ def attention_forward(
         return out
 
     if reason is None and isinstance(q, FakeTensor) and attention_dtype(q) != q.dtype:
-        # A CPU that emulates the dtype takes one of isotype's kernels: they keep no result and work on float32 copies.
+        # On a CPU that emulates the dtype use one of isotype's kernels: they save no results and work on
+        # float32 copies.
         return recomputed(of_torch, q, k, v, float32_copies), None
     return of_torch(query, key, value), None
 
@@ -392,13 +393,14 @@ def lengths_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Transformers' `sdpa`, and torch's attention by lengths where the mask is the sequences of a row.
+    """Use transformers' `sdpa`, and torch's attention by lengths if the mask is the sequences of a row.
 
-    A call that this kernel does not take computes by the mask of the sequences: the same numbers. Arguments and results as of
-    `attention_forward`.
+    Calls that this kernel does not support use the sequences' mask, with the same result. Arguments and
+    results as for `attention_forward`.
 
     Raises:
-        NotImplementedError: the mask has a window and the layer another one, as layers of attention in chunks do.
+        NotImplementedError: the layer's window differs from the mask's, as in layers with chunked
+            attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -421,7 +423,7 @@ def lengths_attention_forward(
 
 
 def _under_autocast(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In autocast's dtype, as torch's own kernel takes them under it."""
+    """Return the inputs in autocast's dtype, as torch's kernel does."""
     low = autocast_dtype(inputs[0].device.type)
     return inputs if low is None else tuple(x.to(low) for x in inputs)
 
@@ -463,7 +465,7 @@ def _why_not_call(
 
 
 def _is_sparse(plan: Plan, q: torch.Tensor) -> bool:
-    """Whether so few keys are read that torch's kernel, which reads all of them, is no choice: packed sequences."""
+    """Return whether so few keys are read (packed sequences) that torch's kernel, which reads all, is excluded."""
     return q.shape[2] > _SHORT and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
 
 

@@ -1,4 +1,4 @@
-"""Torch's attention with keys and values repeated before it."""
+"""torch's attention with repeated keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class _Ungrouped:
-    """The attributes of an attention layer without grouped heads that `sdpa_attention_forward` reads."""
+    """The attributes that `sdpa_attention_forward` reads from an attention layer without grouped heads."""
 
     is_causal: bool
 
@@ -25,11 +25,12 @@ def repeated_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Transformers' `sdpa` with keys and values repeated for each head of the queries, where transformers would leave that to torch.
+    """Use transformers' `sdpa` with keys and values repeated for each query head, where it would pass grouped
+    heads to torch.
 
-    It leaves it to torch where there is no mask, and on GPUs without FlashAttention (torch up to 2.13) torch's plain operators then compute
-    all scores in float32. Calls with a mask, of one query or with a cache of pages are transformers' own. Arguments and results as of
-    `isotype.lora.attention.registered.attention_forward`.
+    That is the case without a mask; on GPUs without FlashAttention (torch up to 2.13) torch then materializes
+    all scores in float32. Calls with a mask, with one query or with a paged cache are unchanged. Arguments
+    and results as for `isotype.lora.attention.registered.attention_forward`.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 

@@ -1,6 +1,6 @@
-"""Attention in strips of query rows by compiled loops (strips.cpp), whose scores never leave a core's caches.
+"""Attention in strips of query rows by compiled loops (strips.cpp), whose scores stay in a core's caches.
 
-Products of 16-bit matrices with sums in float32, which torch has no operator for on a CPU.
+Products of 16-bit matrices are summed in float32, for which torch has no CPU operator.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 
 @cache
 def compiled_strips() -> Loops:
-    """Return the compiled loops; compiling takes some seconds, once on a machine."""
+    """Return the compiled loops; compiling takes some seconds, once per machine."""
     return loops_of(SOURCE, *HEADERS)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """softmax(scale q kᵀ + mask) v, as `isotype.lora.attention.blocks.attention` computes it.
+    """Return softmax(scale q kᵀ + mask) v, as `isotype.lora.attention.blocks.attention`.
 
-    Scores, their softmax and the gradients of both are float32, and so are all sums. Operands that were computed here
-    (probabilities, gradients of scores) are rounded to `spec.work`, as in torch's own kernel, or stay float32 where nothing was
-    compiled for it.
+    Scores, softmax, their gradients and all sums are float32. Computed operands (probabilities, gradients of
+    scores) are rounded to `spec.work`, as in torch's kernel, or stay float32 if no loops were compiled for
+    it.
 
     Args:
-        q: see `spec_of`; not float64.
-        k: see `spec_of`.
-        v: see `spec_of`.
-        spec: what `spec_of` made for these tensors.
+        q, k, v: see `spec_of`; not float64.
+        spec: from `spec_of` for these tensors.
 
     Returns:
         `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
-        `[batch, queries, query heads, value head]`. Zero for queries that attend to nothing. Keys and values of up to 32 places
-        beside a block's own are multiplied by zero: what is not finite there is seen, as beside a mask in torch's kernel.
+            `[batch, queries, query heads, value head]`.
+        Zero for queries without keys. Up to 32 keys and values next to a block's are multiplied by zero:
+            non-finite ones propagate, as
+        masked ones do in torch's kernel.
 
     Raises:
         ValueError: the tensors are float64.
-        NotCompiledError: nothing could be compiled here.
+        NotCompiledError: the loops could not be compiled.
     """
     if q.dtype == torch.float64:
         raise ValueError("q, k and v are torch.float64; these loops sum in float32")
@@ -70,9 +70,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of the operators: `blocks` are nine numbers each, the last one which of the tiles is added, -1 for none.
+    """Arguments of the operators: `blocks` are nine numbers each, the last one the index of its tile, -1 for
+    none.
 
-    `whole`: every query is in a block; else what no block writes has to be zero.
+    `whole`: every query is in a block; otherwise the result is zeroed first.
     """
 
     blocks: list[int]
@@ -153,7 +154,7 @@ def _backward(
 
 
 def _empty(like: torch.Tensor, size: int, whole: bool) -> torch.Tensor:
-    """`[batch, heads, tokens, size]`, which lies in memory as `[batch, tokens, heads, size]`."""
+    """Return `[batch, heads, tokens, size]` with memory layout `[batch, tokens, heads, size]`."""
     batch, heads, tokens = like.shape[:3]
     return (like.new_empty if whole else like.new_zeros)((batch, tokens, heads, size)).transpose(1, 2)
 
@@ -166,7 +167,7 @@ def _run(
     blocks: list[int],
     scale: float,
 ) -> None:
-    """Hand one call to the compiled loops; whoever calls holds every tensor until they are done."""
+    """Call the compiled loops; the caller keeps all tensors alive."""
     strips, q, k, v = compiled_strips(), matrices["q"], matrices["k"], matrices["v"]
     each = array("q")
     for start in range(0, len(blocks), 9):

@@ -1,1 +1,1 @@
-"""What isotype computes on GPUs by kernels of its own, in Triton; every other product there is torch's or bitsandbytes'."""
+"""isotype's Triton kernels for GPUs; all other products there are torch's or bitsandbytes'."""

@@ -1,6 +1,7 @@
-"""torch's operators of the Triton kernels: what `isotype.lora.loops.elementwise` is for CPUs, of tensors on one GPU.
+"""torch operators of the Triton kernels: the GPU counterpart of `isotype.lora.loops.elementwise`.
 
-As operators they are seen by everything that watches operators, and known to fake tensors. Contiguous tensors, but for `rotate`.
+As operators they are visible to dispatch modes and work with fake tensors. Tensors are contiguous, except in
+`rotate`.
 """
 
 from __future__ import annotations
@@ -15,23 +16,18 @@ from isotype.core.operators import operator
 ACTIVATIONS = {
     name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"))
 }
-"""Names of `isotype.lora.gates.GATES` -> numbers of the kernels."""
+"""Names of `isotype.lora.gates.GATES` -> numbers in the kernels."""
 
 _KEYS = ("CUDA", "XPU")  # ROCm's is CUDA
-_BLOCK = 1024  # numbers of one program
+_BLOCK = 1024  # elements per program
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in the dtype that both promote to, one over the
-    root for each row in float32).
+    """Return (x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in the promoted dtype, float32 1 / root per row).
 
-    Args:
-        x: `[…, n]` in any float dtype.
-        weight: `[n]` in any float dtype.
-        eps: see above.
-        offset: see above.
+    `x` is `[…, n]`, `weight` `[n]`, both in any float dtype.
     """
     return _rms_norm(x.contiguous(), weight.contiguous(), eps, offset)
 
@@ -39,31 +35,31 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x in its dtype; `inverse` is what `rms_norm` gave."""
+    """Return the gradient of x in its dtype; `inverse` is from `rms_norm`."""
     return _rms_norm_backward(grad.contiguous(), x.contiguous(), weight.contiguous(), inverse, offset)
 
 
 def product(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`act(gate) * up` of two tensors of one shape and dtype."""
+    """Return `act(gate) * up` of two tensors of one shape and dtype."""
     return _gated(gate.contiguous(), up.contiguous(), ACTIVATIONS[activation])
 
 
 def product_backward(
     activation: str, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient, which is written over."""
+    """Return (the product, gradients of `gate` and `up`) from the product's gradient, which is overwritten."""
     written = grad.contiguous()
     d_gate, d_up = _gated_backward(written, gate.contiguous(), up.contiguous(), ACTIVATIONS[activation])
     return written, d_gate, d_up
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Rotary positions of `[batch, heads, tokens, dim]`, or with `back` the gradient, see `isotype.lora.loops.elementwise.rotate`."""
+    """Rotate `[batch, heads, tokens, dim]`, or its gradient with `back`, as `lora.loops.elementwise.rotate`."""
     return _rotate(x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous(), back)
 
 
 def _on(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which of several need not be the tensor's."""
+    """Make the tensor's device current, on which Triton launches."""
     # `TRITON_INTERPRET=1` runs kernels on a CPU, which has no index.
     return nullcontext() if x.device.index is None else torch.accelerator.device_index(x.device.index)
 
@@ -73,8 +69,8 @@ def _power_of_two(count: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Warps of a program on so many numbers: 16 of them for a thread, for whose registers 128 are too many."""
-    return min(16, max(1, block // 512))  # AMD's warps of 64 threads are 1024 threads at most, too
+    """Return the warps of a program for so many elements: 16 per thread, as 128 exceed its registers."""
+    return min(16, max(1, block // 512))  # AMD's warps of 64 threads also give at most 1024 threads
 
 
 def _rms_norm_shapes(

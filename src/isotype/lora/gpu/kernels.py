@@ -1,12 +1,13 @@
-"""RMSNorm, gated products and rotary positions in Triton: every value is read once, computed in float32, rounded once.
+"""Triton kernels of RMSNorm, gated products and rotary positions: one read, float32 arithmetic, one rounding.
 
-Formulas: `isotype.lora.norms`, `isotype.lora.gates`, `isotype.lora.rotary`, which compute the same by torch's operators. Offsets are
-int64: a batch has more than 2³¹ numbers sooner than one thinks. Activations are numbered as in `isotype.lora.gpu.elementwise`.
+Formulas: `isotype.lora.norms`, `isotype.lora.gates`, `isotype.lora.rotary`, which compute the same by torch's
+operators. Offsets are int64: batches can have more than 2³¹ elements. Activations are numbered as in
+`isotype.lora.gpu.elementwise`.
 """
 
 from __future__ import annotations
 
-# Arguments have no annotations: Triton compiles them, too, and knows none of Python's.
+# Arguments have no annotations: Triton compiles them too, and does not support Python's.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 import triton
 import triton.language as tl
@@ -14,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm(x_at, weight_at, y_at, inverse_at, n, eps, offset, block: tl.constexpr):
-    """One row a program: y = x · inverse · (offset + weight), inverse = 1 / sqrt(mean(x²) + eps)."""
+    """Compute y = x · inverse · (offset + weight), inverse = 1 / sqrt(mean(x²) + eps), one row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < n
@@ -36,7 +37,9 @@ def rms_norm_backward(
     offset,
     block: tl.constexpr,
 ):
-    """One row a program: d_x = inverse · (g - x̂ · mean(g x̂)), g = grad · (offset + weight), x̂ = x · inverse."""
+    """Compute d_x = inverse · (g - x̂ · mean(g x̂)), g = grad · (offset + weight), x̂ = x · inverse, a row
+    per program.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < n
@@ -95,7 +98,7 @@ def gated_backward(
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The gradients of gate and up; the product itself is written over its gradient."""
+    """Compute the gradients of gate and up; the product overwrites its gradient."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
     gate = tl.load(gate_at + place, mask=inside, other=0.0).to(tl.float32)
@@ -127,7 +130,7 @@ def rotary(
     pairs_block: tl.constexpr,
     back: tl.constexpr,
 ):
-    """All heads of one token a program: (a, b) -> (a cos - b sin, b cos + a sin), or with back the gradient of (a, b)."""
+    """Compute (a, b) -> (a cos - b sin, b cos + a sin), with `back` its gradient; one token per program."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // tokens, token % tokens
     pair = tl.arange(0, pairs_block)

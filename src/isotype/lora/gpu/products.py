@@ -1,7 +1,7 @@
-"""torch's own operators: RMSNorm, and products of 16-bit matrices that are summed in float32 and not rounded to 16 bits after.
+"""torch operators: RMSNorm, and products of 16-bit matrices with float32 results.
 
-`aten::mm.dtype` and `aten::addmm.dtype` (`torch.mm(…, out_dtype=torch.float32)`; `_mm_dtype_out_cuda` in aten/src/ATen/native/cuda/Blas.cpp).
-cuBLAS has products of bfloat16 from compute capability 8.0 on.
+`aten::mm.dtype` and `aten::addmm.dtype` (`torch.mm(…, out_dtype=torch.float32)`; `_mm_dtype_out_cuda` in
+aten/src/ATen/native/cuda/Blas.cpp). cuBLAS has products of bfloat16 from compute capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import torch
 
 @dataclass(frozen=True)
 class Products:
-    """One way to form them.
+    """A way to compute the products.
 
-    Attributes:
-        scales: whether `addmm` takes a float32 sum beside 16-bit factors: it multiplies and adds as it writes. Some releases of torch want
-            the sum in the factors' dtype.
+    `scales`: whether `addmm` takes a float32 sum with 16-bit factors; some torch releases require the
+    factors' dtype.
     """
 
     scales: bool
 
     def write(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
-        """Write factor · left @ right into the float32 `out`; `left` `[rows, depth]`, `right` `[depth, columns]` of one 16-bit dtype."""
+        """Write factor · left @ right (`[rows, depth]`, `[depth, columns]` in 16 bits) into the float32 `out`."""
         if self.scales and factor != 1:
             torch.addmm(out, left, right, out_dtype=out.dtype, beta=0, alpha=factor, out=out)
             return
@@ -45,10 +44,10 @@ ADDMM, MM = Products(scales=True), Products(scales=False)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `isotype.lora.gpu.elementwise.rms_norm`, of a weight in x's dtype and without an offset.
+    """As `isotype.lora.gpu.elementwise.rms_norm`, with a weight in x's dtype and without an offset.
 
-    float32 inside, rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and later). With a weight in another dtype
-    torch warns and computes by single operators.
+    float32 inside, rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and later). For a
+    weight in another dtype torch warns and uses single operators.
     """
     y, inverse = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
     return y, inverse

@@ -1,1 +1,1 @@
-"""Loops in C++ for what torch has no operator for on a CPU, or several: compiled where there is a compiler, beside torch's operators."""
+"""C++ loops for CPU operations that torch lacks or splits into several: compiled if there is a compiler."""

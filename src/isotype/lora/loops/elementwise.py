@@ -1,6 +1,7 @@
-"""Gated products, RMSNorms and rotations by compiled loops (elementwise.cpp): every value is read once, computed in float32, rounded once.
+"""Gated products, RMSNorms and rotations by compiled loops (elementwise.cpp): one read, float32, one
+rounding.
 
-torch has an operator for each factor, and each of them reads and writes all values.
+torch has one operator per factor, each of which reads and writes all values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _loops() -> Loops:
 
 
 class _Heads(ctypes.Structure):
-    """`[batch, heads, tokens, dim]` of any strides but the last, which is one."""
+    """`[batch, heads, tokens, dim]` with any strides but a last one of 1."""
 
     _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_int64) for n in ("batch", "head", "token"))]
 
@@ -42,7 +43,7 @@ def compiled() -> bool:
 
 
 def known(*tensors: Any) -> bool:
-    """Whether these are plain tensors on a CPU, of one shape and a dtype that the compiled loops know, and there are such."""
+    """Return whether these are plain CPU tensors of one shape and a dtype of the compiled loops."""
     if not _PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
@@ -57,22 +58,22 @@ def known(*tensors: Any) -> bool:
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Return whether the compiled loops take these tensors.
+    """Return whether the compiled loops support these tensors.
 
-    They have no derivatives: who computes with gradients takes torch's operators, or calls these from a function of autograd's.
+    The loops have no derivatives: with gradients use torch's operators, or call them in an autograd function.
     """
     return known(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of two tensors of one shape."""
+    """Return `silu(gate) * up` of two tensors of one shape."""
     return _silu_product(gate.contiguous(), up.contiguous())
 
 
 def silu_product_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the product again, the gradient of `gate`, that of `up`) from the product's own gradient, which is written over."""
+    """Return (the product, gradients of `gate` and `up`) from the product's gradient, which is overwritten."""
     product = grad.contiguous()
     d_gate, d_up = _silu_product_backward(product, gate.contiguous(), up.contiguous())
     return product, d_gate, d_up
@@ -81,14 +82,14 @@ def silu_product_backward(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in x's dtype, one over the root for each row); x `[…, n]`, weight `[n]`."""
+    """Return (x / sqrt(mean(x²) + eps) ⊙ (offset + weight), 1 / root per row); x `[…, n]`, weight `[n]`."""
     return _rms_norm(x.contiguous(), _factor(weight, offset), eps)
 
 
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x; `inverse` is what `rms_norm` gave."""
+    """Return the gradient of x; `inverse` is from `rms_norm`."""
     return _rms_norm_backward(
         grad.contiguous(), x.contiguous(), _factor(weight, offset), inverse.contiguous()
     )
@@ -100,14 +101,14 @@ def _factor(weight: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Rotary positions, or with `back` the gradient of x from theirs.
+    """Return rotary positions, or with `back` the gradient of x.
 
-    The halves (a, b) of a head become (a cos - b sin, b cos + a sin), each with the cosines and sines of its own place.
+    The halves (a, b) of a head become (a cos - b sin, b cos + a sin), each with the cosines and sines of its
+    position.
 
     Args:
-        x: `[batch, heads, tokens, dim]`, dim even; the result lies in memory as it does.
-        cos: `[batch or 1, tokens, dim]` in x's dtype, as `sin`.
-        sin: see `cos`.
+        x: `[batch, heads, tokens, dim]`, dim even; the result has its memory layout.
+        cos, sin: `[batch or 1, tokens, dim]` in x's dtype.
         back: whether x is a gradient.
     """
     return _rotate(x, cos.contiguous(), sin.contiguous(), back)

@@ -1,4 +1,4 @@
-"""What this room's compiled sources share on Python's side: how they are loaded."""
+"""Loading of this room's compiled sources."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ from isotype.core.compiled import NotCompiledError, load_compiled
 from isotype.precision.devices.cpu import compiler_options
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""What the loops of a dtype are called: `forward_float32`."""
+"""Suffixes of loops by dtype: `forward_float32`."""
 
 
 @dataclass(frozen=True)
 class Loops:
-    """What was compiled of a source for this CPU.
-
-    Attributes:
-        reason: why there is nothing, as a clause; None if there is.
-        library: the functions.
-    """
+    """The compiled functions of a source for this CPU; `reason` says why there are none, as a clause."""
 
     reason: str | None
     library: ctypes.CDLL | None = None
@@ -35,7 +30,7 @@ class Loops:
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """Call a loop: tensors as their addresses, int as int64, float as float, anything else as a pointer."""
+        """Call a loop: tensors by address, int as int64, float as float, others as pointers."""
         function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
         if function.argtypes is None:
             function.restype, function.argtypes = None, _types_of(arguments)
@@ -44,15 +39,15 @@ class Loops:
 
 @cache
 def loops_of(source: Path, *headers: Path) -> Loops:
-    """Return the compiled loops of a source; compiling takes some seconds, once on a machine."""
+    """Return the compiled loops of a source; compiling takes some seconds, once per machine."""
     try:
         return Loops(None, load_compiled(source, compiler_options(), headers))
     except NotCompiledError as error:
         return Loops(str(error))
 
 
-# As operators of torch's the loops are seen by everything that watches operators: the search for the first value that is not
-# finite names them.
+# As torch operators the loops are visible to dispatch modes, such as the search for the first non-finite
+# value.
 
 
 def _types_of(arguments: Sequence[Any]) -> list[Any]:

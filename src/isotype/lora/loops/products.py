@@ -1,7 +1,7 @@
-"""Sums of products of matrices on a CPU by compiled loops (products.cpp): summed in float32, rounded once.
+"""Sums of matrix products on a CPU by compiled loops (products.cpp): summed in float32, rounded once.
 
-A LoRA layer is made of them: X Wᵀ + (X Aᵀ) Bᵀ is one, and so is the gradient of an input that several layers read. torch has an
-operator for each product, and each reads and writes the whole sum.
+A LoRA layer consists of them: X Wᵀ + (X Aᵀ) Bᵀ is one, and so is the gradient of a shared input. torch has
+one operator per product, each of which reads and writes the whole sum.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
 
 FEWEST = 64
-"""Rows of an input from which on the compiled loops are used: they pack a weight for each product, which few rows do not pay for."""
+"""Minimum rows for the compiled loops: they pack a weight for each product, which does not pay for fewer rows."""
 
 
 REVISION = 2
-"""Of the loops: what was measured of former ones does not count."""
+"""Version of the loops: measurements of other versions are ignored."""
 
 MARGIN = 0.95
-"""How fast the loops have to be, torch's operators being 1, to be taken: they round less, and what is measured is noisy."""
+"""Minimum speed of the loops relative to torch's operators: they round less, and times are noisy."""
 
 _ROWS, _WIDTH, _RANK, _TURNS = 512, 768, 16, 9
 
 
 class Sum(NamedTuple):
-    """`out` = factor · Σ left @ right + bias; matrices of one dtype, of any strides.
+    """`out` = factor · Σ left @ right + bias, for matrices of one dtype and any strides.
 
     Attributes:
         out: `[rows, columns]` of that dtype or float32.
-        terms: left `[rows, depth]` and right `[depth, columns]` of each product, at least one. torch's operators take one
-            after another, the smallest first, see `write_sums`: an iterator may make each when it is its turn, without a bias.
+        terms: left `[rows, depth]` and right `[depth, columns]` of each product, at least one. torch's
+            operators process them in order, smallest first (see `write_sums`), so an iterator may create them
+            on demand if there is no bias.
         bias: `[columns]`.
-        factor: what the products are multiplied by.
+        factor: of the products.
     """
 
     out: torch.Tensor
@@ -60,12 +61,12 @@ class Sum(NamedTuple):
 
 @cache
 def compiled_products() -> Loops:
-    """Return the compiled loops; compiling takes some seconds, once on a machine."""
+    """Return the compiled loops; compiling takes some seconds, once per machine."""
     return loops_of(SOURCE, *HEADERS)
 
 
 def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
-    """Whether the compiled loops take products of an input with others in a dtype: they can, and are faster here."""
+    """Return whether the compiled loops are usable and faster here for products of an input in a dtype."""
     return (
         not torch.compiler.is_compiling()
         and not is_transformed()
@@ -78,24 +79,25 @@ def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
 
 
 def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
-    """Write sums of products of matrices of one dtype on one device; no derivatives.
+    """Compute sums of products of matrices of one dtype on one device, without derivatives.
 
     Args:
-        sums: what to compute, none of which reads what another writes. torch's operators take one after another: an iterator
-            may make each when it is its turn.
-        compiled: by the compiled loops, see `is_used`, where they can take all of them; else by torch's operators, which round
-            after each product, but for float32 results on a GPU that has products with such (`isotype.lora.kernels`). These add a product to what is there before they round: what is small is lost if it comes after
-            what is large, and is not if it comes before. A bias comes last, for it may be large.
+        sums: none reads what another writes. torch's operators process them in order, so an iterator may
+            create them on demand.
+        compiled: use the compiled loops (see `is_used`) if they support all sums; else torch's operators,
+            which round after each product, except for float32 results on a GPU with such products
+            (`isotype.lora.kernels`). These add a product to the existing sum before rounding, so small terms
+            come first, and a bias, which may be large, last.
 
     Raises:
-        RuntimeError: the matrices do not fit each other, as torch says it.
+        RuntimeError: torch's error for matrices that do not match.
     """
-    # Who watches torch's operators sees them, as on a machine without a compiler.
+    # Dispatch modes see torch's operators, as on a machine without a compiler.
     if not compiled or dispatch_depth():
         for each in sums:
             _by_torch(each, each.terms)
         return
-    held = [(each, tuple(each.terms)) for each in sums]  # until they have been read
+    held = [(each, tuple(each.terms)) for each in sums]  # kept alive until they are read
     if not _by_loops(held):
         for each, terms in held:
             _by_torch(each, terms)
@@ -134,7 +136,7 @@ def _by_torch(asked: Sum, terms_in: _Terms) -> None:
 
 
 def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> bool:
-    """Compute sums by the loops, which read memory as they are told; False, and nothing is done, where they cannot take all."""
+    """Compute sums by the loops; return False without computing if they do not support all of them."""
     if not sums:
         return False
     dtype = sums[0][1][0][0].dtype
@@ -173,7 +175,7 @@ _PLAIN = frozenset(PLAIN)
 
 @cache
 def _kinds(*dtypes: torch.dtype) -> frozenset[tuple[bool, torch.layout, torch.dtype]]:
-    """`_memory_of` tensors that the loops can read: of one of these dtypes, in plain memory of the CPU."""
+    """Return `_memory_of` readable tensors: of one of these dtypes, in plain CPU memory."""
     return frozenset((True, torch.strided, dtype) for dtype in dtypes)
 
 
@@ -183,12 +185,12 @@ def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Timing:
-    """How the products of a LoRA layer were measured.
+    """Measured times of a LoRA layer's products.
 
     Attributes:
         torch: milliseconds by torch's operators.
-        loops: by the compiled loops.
-        ratio: the median over the turns of one over the other.
+        loops: milliseconds by the compiled loops.
+        ratio: median over the turns of torch's time over the loops'.
     """
 
     torch: float
@@ -197,7 +199,7 @@ class Timing:
 
     @property
     def faster(self) -> bool:
-        """True if the loops are, or as fast: torch multiplies by instructions that they do not have on some CPUs (AMX)."""
+        """True if the loops are at least about as fast; on some CPUs torch uses instructions they lack (AMX)."""
         return self.ratio > MARGIN
 
 
@@ -205,7 +207,7 @@ _TIMINGS = measured.Kept(Timing)
 
 
 def timing(dtype: torch.dtype) -> Timing:
-    """How long both ways take here: measured once on a machine for each dtype and number of threads, in some tenths of a second."""
+    """Return the times of both ways, measured once per machine, dtype and thread count in tenths of a second."""
     return _timing(dtype, torch.get_num_threads())
 
 
@@ -233,7 +235,7 @@ def measure(dtype: torch.dtype, threads: int) -> Timing:
 
 
 def _layer_of(dtype: torch.dtype) -> list[list[Sum]]:
-    """What two layers with LoRA on the same input compute: X Aᵀ, the outputs, and in the backward the gradients."""
+    """Return the products of two LoRA layers with the same input: X Aᵀ, the outputs, and the backward's gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

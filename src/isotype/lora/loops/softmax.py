@@ -27,7 +27,7 @@ def _loops() -> Loops:
 
 
 def usable(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> bool:
-    """Whether the compiled loops take a block: plain tensors on a CPU that lie together, of the dtypes that they know."""
+    """Return whether the compiled loops support a block: plain contiguous CPU tensors of known dtypes."""
     return (
         not torch.compiler.is_compiling()
         and not is_transformed()
@@ -36,7 +36,7 @@ def usable(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> 
         and (exact.dtype, targets.dtype) == (torch.float32, torch.int64)
         and exact.shape == targets.shape == logits.shape[:1]
         and all(type(each) is torch.Tensor and each.is_contiguous() for each in (logits, exact, targets))
-        and not dispatch_depth()  # who watches torch's operators sees them
+        and not dispatch_depth()  # dispatch modes see torch's operators
         and _loops().reason is None
     )
 
@@ -49,18 +49,18 @@ def softmax(
     outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
-    """What `isotype.lora.loss.softmax.softmax` does of logits `[n, V]` without a soft cap.
+    """Compute `isotype.lora.loss.softmax.softmax` of logits `[n, V]` without a soft cap.
 
     Args:
-        logits: written over with `ahead`.
+        logits: overwritten with `ahead`.
         exact: the targets' own logits, float32 `[n]`.
         targets: int64 `[n]`, each in `[0, V)`.
-        factors: what logits are multiplied by, and what gradients are.
-        outputs: the results that are wanted, by name, contiguous `[n]`.
+        factors: of logits and of gradients.
+        outputs: requested results by name, contiguous `[n]`.
         ahead: whether the gradients are written over the logits.
 
     Returns:
-        With `ahead`, what each row of gradients is to be multiplied by.
+        With `ahead`, the factor of each row of gradients.
     """
     factor = torch.empty_like(exact) if ahead else None
     written = {**outputs, **({} if factor is None else {"factor": factor})}

@@ -1,1 +1,1 @@
-"""Log-probabilities of a language model in the place of its logits: the head and softmax in chunks, and the forward that TRL calls for them."""
+"""Log-probabilities of a language model instead of its logits: head and softmax in chunks, and TRL's forward."""

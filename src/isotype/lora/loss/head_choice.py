@@ -1,7 +1,8 @@
-"""The language-model head that a training takes on a GPU, isotype's or TRL's: timed once by card, torch and class of shapes, and kept.
+"""Choice of isotype's or TRL's language-model head on a GPU, timed once per card, torch version and class of
+shapes.
 
-TRL's Triton kernel folds a tile of logits in one pass, but projects three times where `isotype.lora.loss.log_probs` does twice: which of the two
-is faster is a matter of the card, the vocabulary and the width.
+TRL's Triton kernel reduces a tile of logits in one pass, but projects three times,
+`isotype.lora.loss.log_probs` twice: the faster one depends on the card, the vocabulary and the width.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from isotype.model.walk import kind_of
 from isotype.precision.devices.simulated import working_dtype
 
 REVISION = 1
-"""Of both functions: what was measured of former ones does not count."""
+"""Version of both functions: measurements of other versions are ignored."""
 
 _FEWEST, _MOST = 256, 2048
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A class of calls that one measurement decides for.
+    """A class of calls that share one measurement.
 
     Attributes:
         vocabulary, hidden: of the weight, `[vocabulary, hidden]`.
-        tokens: with labels, rounded up to a power of two of 256 to 2048: from there on both take their time in proportion.
+        tokens: number with labels, rounded up to a power of two from 256 to 2048, above which both scale
+            linearly.
         stored: dtype of the weight.
         compute: dtype of the products.
-        outputs: results beside the log-probabilities.
+        outputs: results besides the log-probabilities.
         gradients: results that are differentiated.
         trained: whether the weight gets a gradient.
         capped: whether the logits have a soft cap.
@@ -69,14 +71,14 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class HeadTimes:
-    """Milliseconds of forward and backward: medians of turns."""
+    """Median milliseconds of forward and backward."""
 
     isotype: float
     trl: float
 
     @property
     def own_is_faster(self) -> bool:
-        """True if isotype's is."""
+        """True if isotype's head is faster."""
         return self.isotype < self.trl
 
     def __str__(self) -> str:
@@ -84,40 +86,40 @@ class HeadTimes:
 
 
 def token_class(tokens: int) -> int:
-    """Return the number of tokens that stands for so many."""
+    """Return the class of a number of tokens."""
     return int(min(_MOST, max(_FEWEST, 2 ** ceil(log2(max(tokens, 1))))))
 
 
 def card_of(device: torch.device) -> str:
-    """Return the name of a GPU, as its driver has it."""
+    """Return a GPU's driver name."""
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 TIMES = measured.Kept(HeadTimes)
-"""Of every card, by the text of the shape."""
+"""Measured times of every card, by the shape's text."""
 
 
 def times_file(card: str) -> Path:
-    """Where the times on a card with this torch are kept."""
+    """Return the file with the times of a card with this torch."""
     return measured.file_of_card("heads", card, REVISION)
 
 
 Timer = Callable[[Callable[[], object]], float]
-"""Runs a call and returns the milliseconds that it took on the device."""
+"""Runs a call and returns its milliseconds on the device."""
 
 _TURNS = 5
 
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """Whether isotype's head computes the log-probabilities, and why, in a line."""
+    """A choice: whether isotype's head computes the log-probabilities, with a one-line reason."""
 
     own: bool
     text: str
 
 
 def event_timer(device: torch.device) -> Timer:
-    """Times calls by events of a GPU's stream: the host's own time is in it only where the device waits for it."""
+    """Return a timer by events of a GPU's stream: host time counts only if the device waits for it."""
     backend = torch.get_device_module(device)
 
     def timed(call: Callable[[], object]) -> float:
@@ -139,18 +141,19 @@ def choose(
     timer: Timer | None = None,
     card: str | None = None,
 ) -> HeadChoice:
-    """Return the faster head for a class of calls; measured where that is not known: a dozen calls, once on a
+    """Return the faster head for a class of calls; an unknown class is measured by a dozen calls, once per
     card.
 
     Args:
-        weight: `[V, H]`, on the device that is to be measured.
+        weight: `[V, H]`, on the measured device.
         bias: `[V]`, or None.
-        shape: what is called.
-        timer: takes the time of a call; by default the device's events.
-        card: the name under which times are kept; by default the device's.
+        shape: the class.
+        timer: times a call; by default by the device's events.
+        card: name for the cache; by default the device's.
 
     Returns:
-        TRL's where nothing can be measured (a sharded weight, no room for both), with the reason.
+        TRL's head if nothing can be measured (a sharded weight, not enough memory for both), with the
+            reason.
     """
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
@@ -179,7 +182,7 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
     """Time forward and backward of both heads in turns.
 
     Raises:
-        torch.OutOfMemoryError: there is no room for them.
+        torch.OutOfMemoryError: there is not enough memory.
         TheirsFailedError: TRL's head does not run on this device.
     """
     device = weight.device
@@ -209,7 +212,7 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
         differentiate(_theirs(head, hidden, targets, shape.outputs))
 
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        timer(ours)  # the first ones build kernels and take memory
+        timer(ours)  # the first calls build kernels and allocate memory
         _trial(partial(timer, theirs))
         turns = [(timer(ours), timer(theirs)) for _ in range(_TURNS)]
     return HeadTimes(*(round(statistics.median(each), 4) for each in zip(*turns, strict=True)))
@@ -221,7 +224,7 @@ def _theirs(
     from trl.kernels import ChunkedLogProbFunction
     from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 
-    words = 32768  # of a tile, as trl.trainer.utils has it
+    words = 32768  # vocabulary entries of a tile, as in trl.trainer.utils
     results = ChunkedLogProbFunction.apply(
         hidden, head.weight, head.bias, targets, 1.0, words, head.softcap, 1.0, ("log_probs", *outputs)
     )
@@ -233,24 +236,23 @@ def _trial(call: Callable[[], object]) -> None:
         call()
     except torch.OutOfMemoryError:
         raise
-    except Exception as failure:  # a compiler, a driver or a launch raises whatever it likes
+    except Exception as failure:  # compilers, drivers and launches may raise anything
         first = first_line(failure)
         raise TheirsFailedError(f"{type(failure).__name__}: {first}") from failure
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """Return the head of a causal language model, tied or not, trained beside adapters (`modules_to_save`) or
+    """Return the head of a causal language model: tied, trained beside adapters (`modules_to_save`) or
     quantized.
 
-    A quantized weight is dequantized, once a call. A sharded one is gathered.
+    A quantized weight is dequantized once per call, a sharded one is gathered.
 
     Args:
-        model: a transformers model with output embeddings; below PEFT's wrapper.
-        temperature: what the logits are divided by.
+        model: a transformers model with output embeddings, without PEFT's wrapper.
+        temperature: divisor of the logits.
 
     Raises:
-        ValueError: a LoRA adapter is on the head, which the product with its base weight alone would
-            leave out.
+        ValueError: the head has a LoRA adapter, which the product with the base weight would ignore.
     """
     config, module = model.config.get_text_config(), model.get_output_embeddings()
     if hasattr(module, "lora_A"):
@@ -266,8 +268,8 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
 
 
 def _scale(config: Any) -> float:
-    """Return the factor of the model's logits: each family has a name of its own for it."""
-    # Cohere, MPT (where it may be None); Muse Glimmer; Falcon-H1.
+    """Return the factor of the model's logits, which has a different name in each family."""
+    # Cohere, MPT (may be None); Muse Glimmer; Falcon-H1.
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale = getattr(config, name, None)
         if scale is not None:

@@ -1,18 +1,20 @@
-"""Per-token log-probabilities of a language model, from hidden states: head and softmax in chunks over the tokens.
+"""Per-token log-probabilities of a language model, from hidden states: head and softmax in chunks over the
+tokens.
 
-With y = W h + b, z = cap(scale y) / temperature, p = softmax(z) and t the target, cap(x) = softcap tanh(x / softcap):
+With y = W h + b, z = cap(scale y) / temperature, p = softmax(z) and t the target, cap(x) = softcap tanh(x /
+softcap):
 
     log p_t = z_t - logsumexp(z)
     d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
 
-The log-probability of a token depends on its own hidden state only. So its gradient is formed in the forward, while the
-logits are at hand, and the backward only multiplies each row by the gradient that comes in, whatever loss it is of. The
-projection is not computed twice, and logits never exist for more than one chunk. A chunk holds the whole vocabulary: each product is
-summed in float32 and rounded once. Where more is differentiated (entropy, a trained head), the backward computes the
-logits again, chunk by chunk.
+The log-probability of a token depends only on its own hidden state, so its gradient is computed in the
+forward from the logits, and the backward only multiplies each row by the incoming gradient of any loss. There
+is one projection, and logits exist for one chunk at a time. A chunk covers the whole vocabulary: each product
+is summed in float32 and rounded once. If more is differentiated (entropy, a trained head), the backward
+recomputes the logits, chunk by chunk.
 
-The target's own logit is computed in float32 beside the product, for a rounded logit would be an error of the log-probability
-itself: 0.06 for a logit of 20 in bfloat16.
+The target's logit is also computed in float32, because its rounding error is an error of the log-probability:
+0.06 for a logit of 20 in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from isotype.lora.loss.logits import Call, Head, add_outer, blocks, buffers_for,
 from isotype.lora.loss.softmax import gradient, softmax
 
 OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
-"""What `log_probs` computes besides, where it is asked for. All but the last two can be differentiated."""
+"""Optional results of `log_probs`. All but the last two can be differentiated."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,10 @@ class Precision:
     """Dtypes and memory of one call.
 
     Attributes:
-        compute: dtype of the products; None: autocast's where it is on, else the weight's.
-        working: dtype that they run in, where it is another one: float32 on a device that only emulates `compute`.
-        scratch: bytes for the logits of one chunk; None: 64 MiB on a CPU, on a GPU 1 GiB or a 64th of its memory.
+        compute: dtype of the products; None: autocast's if it is on, else the weight's.
+        working: actual dtype of the products if different: float32 on a device that emulates `compute`.
+        scratch: bytes for the logits of one chunk; None: 64 MiB on a CPU, on a GPU 1 GiB or a 64th of its
+            memory.
     """
 
     compute: torch.dtype | None = None
@@ -49,7 +52,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class PerToken:
-    """Results for each token, float32 `[N]`; None if they were not asked for.
+    """Results per token, float32 `[N]`; None if not requested.
 
     Attributes:
         log_probs: log p of the target.
@@ -77,19 +80,19 @@ def log_probs(
     gradients: Sequence[str] = ("log_probs",),
     precision: Precision | None = None,
 ) -> PerToken:
-    """Log-probabilities of `targets` after `hidden`, and what else is asked for.
+    """Return the log-probabilities of `targets` after `hidden`, and other requested results.
 
     Args:
-        head: what the logits are computed by; weight and bias get gradients where they require them.
+        head: of the logits; weight and bias get gradients if they require them.
         hidden: `[N, H]` in any float dtype.
         targets: int64 `[N]`, each in `[0, V)`.
-        outputs: names out of `OUTPUTS`.
-        gradients: which results a backward may come through; with others than the log-probabilities it computes the
-            logits again.
+        outputs: names from `OUTPUTS`.
+        gradients: results with a backward; with others than the log-probabilities it recomputes the
+            logits.
         precision: dtypes and memory.
 
     Raises:
-        RuntimeError: in the backward, where a gradient that is not zero comes in that `gradients` does not name.
+        RuntimeError: in the backward, for a nonzero gradient of a result not in `gradients`.
     """
     precision = precision or Precision()
     device = hidden.device.type
@@ -109,7 +112,7 @@ def log_probs(
 
 
 def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
-    """All results from whole logits `[N, V]`, for a model whose logits are more than a projection of its hidden states."""
+    """Return all results from whole logits `[N, V]`, for a model whose logits are more than a projection."""
     z = logits.float() / temperature
     logsumexp, own = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]
     logp = z - logsumexp[:, None]
@@ -123,7 +126,7 @@ def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature
     )
 
 
-_KNOWN = ("log_probs", "logsumexp", "entropy")  # results that the backward needs
+_KNOWN = ("log_probs", "logsumexp", "entropy")  # results needed in the backward
 
 
 class _LogProbs(torch.autograd.Function):
@@ -163,7 +166,7 @@ class _LogProbs(torch.autograd.Function):
             for name, grad in zip(("log_probs", *call.outputs), grads, strict=True)
             if grad is not None
         }
-        # A compiled graph that only reads a result gives it a gradient of zeros.
+        # A compiled graph that only reads a result passes a zero gradient.
         others = {name: gradients.pop(name) for name in gradients.keys() - call.gradients}
         if unnamed := sorted(name for name, grad in others.items() if grad.any()):
             raise RuntimeError(
@@ -189,7 +192,7 @@ def _forward(
     *,
     ahead: bool,
 ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Results by name, and with `ahead`: (rows of gradients in the working dtype, their float32 factors)."""
+    """Return results by name, and with `ahead` (rows of gradients in the working dtype, their float32 factors)."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     outputs = {
@@ -218,7 +221,7 @@ def _backward(
     saved: Sequence[Any],
     gradients: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden states, weight and bias from those of the results, with the logits computed again."""
+    """Return the gradients of hidden states, weight and bias from those of the results, recomputing the logits."""
     hidden, weight, bias, targets = saved[:4]
     known = dict(zip(_KNOWN, saved[4:], strict=False))
     tokens = hidden.shape[0]
@@ -237,7 +240,7 @@ def _backward(
             values = gradient(call, buffers, logits[rows], exact[rows], targets[place], own, coming)
             if d_bias is not None:
                 d_bias.add_(values.sum(0))
-            # Each row with its largest entry as 1 (float16: as what `_LIFT` says), so that none overflows.
+            # Each row with its largest entry scaled to 1 (in float16 to `_LIFT`), so that none overflows.
             norm = torch.linalg.vector_norm(values, torch.inf, dim=-1).clamp_min(1e-30)
             torch.mul(values, (call.lift / norm)[:, None], out=logits[rows])
             factor[rows] = norm / call.lift

@@ -1,4 +1,4 @@
-"""Logits of a chunk of tokens: the products with a language-model head, and scratch memory for them."""
+"""Logits of a chunk of tokens: products with a language-model head, and their scratch memory."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from isotype.lora.loops.products import Sum, is_used, write_sums
 from isotype.lora.weights import total_memory
 
 SCRATCH = 64 << 20
-"""Bytes that the logits of one chunk may take on a CPU, and on a GPU of which torch does not tell the memory."""
+"""Bytes for the logits of one chunk on a CPU, and on a GPU of unknown memory."""
 
-_ROWS = 384  # tokens of a chunk on a CPU: with more, a product is no faster
-# On a GPU every chunk reads the whole head again, and launches its kernels again.
+_ROWS = 384  # tokens of a chunk on a CPU: more are no faster
+# On a GPU every chunk reads the whole head and launches its kernels again.
 _ROWS_OF_A_GPU, _SCRATCH_OF_A_GPU, _SHARE_OF_A_GPU = 2048, 1 << 30, 64
-_PART = 16 << 20  # bytes of the weight that are cast at a time
-_BLOCK = 3 << 19  # bytes of float32 that one core's softmax works on at a time: they stay in its cache
-# What rows of gradients are multiplied by before a product in float16, so that small probabilities are not subnormal. The
-# product's results are at most twice this times the largest weight.
+_PART = 16 << 20  # bytes of the weight cast at a time
+_BLOCK = 3 << 19  # bytes of float32 that one core's softmax processes at a time: they stay in its cache
+# Factor of gradient rows before a product in float16, so that small probabilities are not subnormal. Results
+# are at most twice this times the largest weight.
 _LIFT = 64.0
 
 
 @dataclass(frozen=True)
 class Head:
-    """What turns hidden states into logits.
+    """A language-model head.
 
     Attributes:
         weight: `[V, H]` in any float dtype.
         bias: `[V]`, or None.
-        scale: what the projection is multiplied by (`logit_scale`).
-        softcap: `softcap * tanh(logits / softcap)` follows (`final_logit_softcapping` of Gemma 2); None: it does not.
-        temperature: what the logits are divided by last.
+        scale: factor of the projection (`logit_scale`).
+        softcap: of `softcap * tanh(logits / softcap)` (Gemma 2's `final_logit_softcapping`); None without
+            it.
+        temperature: final divisor of the logits.
     """
 
     weight: torch.Tensor
@@ -46,15 +47,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Call:
-    """What one call computes, without its tensors.
+    """Settings of one call.
 
     Attributes:
         scale, softcap, temperature: as in `Head`.
         working: dtype of the products.
         scratch: bytes for the logits of one chunk; None: by the device, see `buffers_for`.
-        outputs: what is wanted besides the log-probabilities.
-        gradients: which results a backward may come through.
-        differentiated: whether there may be a backward at all.
+        outputs: requested results besides the log-probabilities.
+        gradients: results with a backward.
+        differentiated: whether a backward is possible at all.
     """
 
     scale: float
@@ -72,16 +73,16 @@ class Call:
 
     @property
     def slope(self) -> float:
-        """dz/dy, but for the soft cap."""
+        """dz/dy, without the soft cap."""
         return self.scale / self.temperature
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Scratch of one call, used again by every chunk.
+    """Scratch memory of one call, reused by every chunk.
 
     Attributes:
-        logits: `[chunk, V]` in the working dtype; rows of gradients are written over it.
+        logits: `[chunk, V]` in the working dtype, overwritten by rows of gradients.
         values, other, slope: float32 `[block, V]`; the last two None if they are not needed.
     """
 
@@ -92,14 +93,14 @@ class Buffers:
 
 
 def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
-    """Scratch for `tokens` tokens; `slope`: where there is a soft cap.
+    """Return the scratch memory for `tokens` tokens; `slope`: with a soft cap.
 
-    Where the call does not say: on a CPU 64 MiB and 384 rows, on a GPU 1 GiB or a 64th of its memory, and 2048 rows.
+    By default 64 MiB and 384 rows on a CPU; on a GPU 1 GiB or a 64th of its memory, and 2048 rows.
     """
     vocabulary = weight.shape[0]
     slope = slope and call.softcap is not None
     on_cpu = weight.device.type == "cpu"
-    # Elsewhere a block is a whole chunk: what counts there is the number of kernels.
+    # On other devices a block is a whole chunk: the number of kernels dominates.
     wide = 0 if on_cpu else 4 * (1 + other + slope)
     scratch = _scratch_on(weight.device) if call.scratch is None else call.scratch
     most = _ROWS if on_cpu else _ROWS_OF_A_GPU
@@ -136,7 +137,7 @@ def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
         stop = min(start + rows, chunk.stop)
         yield slice(start - chunk.start, stop - chunk.start), slice(start, stop)
         if isinstance(buffers.values, FakeTensor):
-            return  # a trace needs each operator once: the blocks use the same memory, and no FLOPs that count
+            return  # a trace needs each operator once: blocks share memory and have no counted FLOPs
 
 
 def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -161,7 +162,7 @@ def project(
     targets: torch.Tensor,
     logits: torch.Tensor,
 ) -> torch.Tensor:
-    """Write W x + b into `logits`; returns that of the targets, in float32."""
+    """Write W x + b into `logits`; return those of the targets, in float32."""
     compiled = is_used(call.working, x)
     for part, matrix in _parts(weight, call.working):
         own = None if bias is None else bias[part].to(call.working)
@@ -186,7 +187,7 @@ def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Ten
 
 
 def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
-    """From y to z in place, both float32; what the soft cap makes of dz/dy goes into `slope`."""
+    """Transform y to z in place, both float32; write the soft cap's derivative into `slope`."""
     if call.scale != 1:
         values.mul_(call.scale)
     if call.softcap is not None:

@@ -1,4 +1,4 @@
-"""The softmax over a chunk's logits, block by block in float32, and the gradients of what it gives."""
+"""The softmax over a chunk's logits, block by block in float32, and its gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def softmax(
     outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
-    """Fill in the results of a block of tokens; with `ahead`, write their gradients over the logits, but for factors.
+    """Compute the results of a block of tokens; with `ahead`, write their gradients over the logits and
+    return factors.
 
-    The gradient -(1[j = t] - p_j) is divided by 1 - p_t: that leaves -1 at the target and the others' shares of the rest, and
-    nothing underflows or cancels, however sure the model is. The factors, which are returned, make up for it.
+    The gradient -(1[j = t] - p_j) is divided by 1 - p_t, which gives -1 at the target and the shares of the
+    other entries, without underflow or cancellation however confident the model is. The returned factors
+    compensate.
     """
     if call.softcap is None and loops.usable(logits, exact, targets):
         return loops.softmax(logits, exact, targets, (call.slope, call.lift), outputs, ahead)
@@ -39,7 +41,7 @@ def softmax(
         torch.mean(z, -1, out=outputs["mean_logits"])
     z.sub_(top)
     e = torch.exp(z, out=z if buffers.other is None else buffers.other[:n])
-    # The target apart from the others: its exact logit takes the place of the rounded one, and log1p is exact near p = 1.
+    # The target separately: its exact logit replaces the rounded one, and log1p is exact near p = 1.
     e.scatter_(1, at, 0.0)
     own_z = own - top[:, 0]
     own_e = own_z.exp()
@@ -48,7 +50,7 @@ def softmax(
     torch.sub(own_z, log_total, out=outputs["log_probs"])
     torch.add(top[:, 0], log_total, out=outputs["logsumexp"])
     if "entropy" in outputs:
-        weighted = z.mul_(e).sum(-1) + own_e * own_z  # `other` is there: e is not z
+        weighted = z.mul_(e).sum(-1) + own_e * own_z  # `other` exists: e is not z
         torch.sub(log_total, weighted / (others + own_e), out=outputs["entropy"])
     if "log_sum_sq_probs" in outputs:
         squares = torch.mul(e, e, out=None if e is z else z).sum(-1) + own_e.square()
@@ -65,10 +67,10 @@ def softmax(
 
 
 def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return whether each target is where `argmax` would be."""
+    """Return whether each target is at the `argmax`."""
     if z.device.type != "cpu" or isinstance(z, FakeTensor):
         return z.argmax(-1) == targets
-    # argmax takes twenty times as long as amax on a CPU.
+    # argmax is twenty times slower than amax on a CPU.
     largest = z.gather(1, targets[:, None]) == top
     for row in largest[:, 0].nonzero()[:, 0].tolist():
         before = z[row, : targets[row]]
@@ -88,9 +90,8 @@ def gradient(
 ) -> torch.Tensor:
     """Return the gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
 
-    `known`: log-probabilities, logsumexp and entropy of the forward.
-
     d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d logsumexp / dz_j = p_j.
+    `known`: log-probabilities, logsumexp and entropy of the forward.
     """
     own, logsumexp, entropy = known["log_probs"], known["logsumexp"], known.get("entropy")
     assert buffers.other is not None
@@ -100,7 +101,7 @@ def gradient(
     values, own_p = torch.exp(z, out=buffers.other[:n]), own.exp()
     of_log_prob, of_entropy = gradients.get("log_probs", nothing), gradients.get("entropy")
     both = gradients.get("logsumexp", nothing) - of_log_prob
-    # At the target 1 - p_t cancels where p_t is near 1: expm1 does not.
+    # At the target 1 - p_t cancels for p_t near 1; expm1 does not.
     target = gradients.get("logsumexp", nothing) * own_p - of_log_prob * torch.expm1(own)
     if of_entropy is None or entropy is None:
         values.mul_(both[:, None])

@@ -1,10 +1,10 @@
-"""TRL's fused language-model head, computed by isotype's own loss where that is better.
+"""TRL's fused language-model head, replaced by isotype's loss if that is better.
 
-TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, called with `fused_lm_head=True`, returns log-probabilities in the
-place of logits: SFT, DPO, KTO, GRPO and RLOO call it for every batch. Its function projects every position, in the
-forward and again in the backward, and multiplies gradients in float32. That is the price of one Triton kernel for all; without Triton
-`isotype.lora.loss.log_probs` takes a fifth of the time (`benchmarks/loss.py`). So a model's forward is put before TRL's, returns the same
-`FusedCausalLMOutput`, and hands every other call on.
+TRL 1.16 (`add_fused_lm_head`) gives a model a forward that returns log-probabilities instead of logits with
+`fused_lm_head=True`: SFT, DPO, KTO, GRPO and RLOO use it for every batch. It projects every position, in the
+forward and again in the backward, and multiplies gradients in float32, for a single Triton kernel; without
+Triton `isotype.lora.loss.log_probs` takes a fifth of the time (`benchmarks/loss.py`). The replacement wraps
+TRL's forward, returns the same `FusedCausalLMOutput`, and passes all other calls on.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ from isotype.precision.devices.simulated import has_value, working_dtype
 _SMOOTHER = "_isotype_label_smoother"
 _PACKED = "_isotype_packed_rows"
 _HEAD = "_isotype_head"
-"""Attribute of a forward of ours: what it was made for."""
+"""Attribute of isotype's forward: its request."""
 HEAD_CHOICE = "_isotype_head_choice"
-"""Attribute of a trainer: which head was taken by measurement, in a line; not there where there was nothing to choose."""
+"""Attribute of a trainer with the measured choice of the head, in a line; missing if there was no choice."""
 
 
 @dataclass(frozen=True)
 class _HeadRequest:
-    """What TRL was asked for (the arguments of `add_fused_lm_head`), and what the trainer does with it.
+    """The arguments of `add_fused_lm_head`, and their use by the trainer.
 
     Attributes:
-        temperature, cast_lm_head_to_fp32, outputs: TRL's own.
+        temperature, cast_lm_head_to_fp32, outputs: TRL's arguments.
         gradients: results that the trainer may differentiate.
-        smoothing: label smoothing: the log-probabilities are of the smoothed labels.
-        autocast: to be entered, for a model whose forward accelerate has already put under autocast.
-        result: makes what is returned; TRL's class where a trainer reads it. A check does without TRL, whose import costs seconds.
-        faster: whether isotype's function was the faster one where both can compute it, see `own_is_better`.
+        smoothing: label smoothing of the log-probabilities.
+        autocast: context for a model whose forward accelerate has already wrapped in autocast.
+        result: class of the result: TRL's for a trainer. A check avoids importing TRL, which takes
+            seconds.
+        faster: whether isotype's function is faster if both are usable, see `own_is_better`.
     """
 
     temperature: float
@@ -66,9 +67,9 @@ class _HeadRequest:
 
 
 def use_own_head(trainer: Any) -> None:
-    """Let the models of a TRL trainer that has just been built compute their log-probabilities by isotype's loss.
+    """Let the models of a new TRL trainer compute their log-probabilities by isotype's loss.
 
-    A trainer without TRL's head is left as it is.
+    A trainer without TRL's head is unchanged.
     """
     from trl.trainer.utils import FusedCausalLMOutput
 
@@ -80,7 +81,8 @@ def use_own_head(trainer: Any) -> None:
         if own is None:
             continue
         outermost, keywords = own
-        # accelerate puts autocast around the trained model when training begins, and around a reference model before, if at all
+        # accelerate wraps the trained model in autocast when training begins, and a reference model before
+        # that, if at all
         autocast = nullcontext if outermost and model is trained else trainer.accelerator.autocast
         request = _HeadRequest(
             **keywords,
@@ -99,12 +101,12 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Rows behind one another cost attention no more than each by itself: it has no mask of all pairs."""
+    """Return whether concatenated rows cost attention no more than separate ones: it has no full mask."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
 def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
-    """`isotype.fuse` would let a model without weights go by lengths on a device, as far as it can be known."""
+    """Return whether `isotype.fuse` would probably use attention by lengths for a weightless model on a device."""
     config, policy = model.config, policy_of(model)
     dtype = model.dtype if policy is None else policy.compute
     return (
@@ -113,12 +115,11 @@ def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
 
 
 def take_packed_rows(trainer: Any) -> bool:
-    """Let the models of a trainer take rows that hold several documents, with their padding in a mask beside the documents' positions.
+    """Let the models of a trainer take rows with several documents, with a padding mask beside the positions.
 
-    transformers would read positions only where no mask is given: the mask then says what a router's loss and a count of tokens leave out.
-
-    Returns:
-        False where another forward computes the loss: it would take the mask alone, or padding for tokens.
+    transformers uses positions only without a mask; here the mask is for a router's loss and token counts.
+    Returns False if another forward computes the loss, which would use only the mask, or count padding as
+    tokens.
     """
     models = list(_models(trainer))
     heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
@@ -134,7 +135,7 @@ def take_packed_rows(trainer: Any) -> bool:
 
 
 def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a batch as the layers of a model that computes its loss by this forward get them: of packed rows no mask."""
+    """Return a batch's inputs for the model's layers under this forward: no mask for packed rows."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     packed = base.__dict__.get(_PACKED, False) and inputs.get("position_ids") is not None
     left_out = ("fused_lm_head", "attention_mask") if packed else ("fused_lm_head",)
@@ -142,7 +143,7 @@ def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_head(model: Any) -> None:
-    """Give a causal language model that no trainer has the forward that SFT would call: for a check of the step to come."""
+    """Give a causal language model without a trainer the forward of SFT, for a check of the step."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))
@@ -157,11 +158,11 @@ def use_trl_head(trainer: Any) -> None:
 
 
 def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
-    """Return whether isotype's function computes the log-probabilities, and not TRL's: the one place that decides.
+    """Return whether isotype's function computes the log-probabilities instead of TRL's.
 
-    On CUDA and XPU with Triton, TRL's kernel folds the logits of a tile in one pass and writes no probabilities in float32: `faster` says
-    how the two compared on the card (`isotype.lora.loss.head_choice`). TRL's has no label smoothing, cannot read a quantized head, and does not
-    know of heads that do more than project.
+    On CUDA and XPU with Triton, TRL's kernel reduces the logits of a tile in one pass and writes no float32
+    probabilities: `faster` is the measured comparison on the card (`isotype.lora.loss.head_choice`). TRL's
+    has no label smoothing, cannot read a quantized head, and ignores heads that do more than project.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available
@@ -176,7 +177,7 @@ def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) 
 
 
 def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | None:
-    """Which head is the faster one, measured by the first process for all; None if only one can compute it, or is known to be better."""
+    """Return the faster head, measured by rank 0 for all; None if only one is usable or known to be better."""
     smoothing = request.smoothing > 0
     if own_is_better(model, smoothing=smoothing) or not own_is_better(
         model, smoothing=smoothing, faster=True
@@ -207,16 +208,17 @@ def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | Non
     return cast("HeadChoice", broadcast_object_list(choices)[0])
 
 
-# Model types whose forward does more to its logits than their config tells: masks some, divides by a number of its own, leaves the text
-# config's scale out, or predicts several tokens ahead.
+# Model types whose forward does more to its logits than the config shows: masks some, divides by a constant,
+# omits the text config's scale, or predicts several tokens ahead.
 _MORE = ("aya_vision", "chameleon", "cohere2_vision", "inkling_mm_model", "inkling_text", "prophetnet")
 
 
 def _projects(model: Any) -> bool:
-    """Return whether the logits are a projection of what the model's backbone returns, but for scale and soft cap.
+    """Return whether the logits are a projection of the backbone's output, except for scale and soft cap.
 
-    Then the model consists of a backbone and of output embeddings. BERT and its like have heads with layers of their own, of which TRL
-    leaves out all but the last; some models (Llama 4's text model) have no backbone under the name that transformers uses.
+    Then the model consists of a backbone and output embeddings. BERT-like models have heads with more layers,
+    of which TRL uses only the last; some models (Llama 4's text model) have no backbone under transformers'
+    name.
     """
     if model.config.model_type in _MORE:
         return False
@@ -232,9 +234,9 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _asked(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (whether TRL's forward is the outermost, the arguments of its head); None if there is none.
+    """Return (whether TRL's forward is the outermost, its head's arguments); None if there is none.
 
-    TRL keeps them in the closure of its forward and nowhere else.
+    TRL stores them only in the closure of its forward.
     """
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
@@ -245,7 +247,7 @@ def _asked(forward: Any) -> tuple[bool, dict[str, Any]] | None:
 
 
 def _smoothing(trainer: Any) -> float:
-    """The label smoothing of a trainer that would compute whole logits for it: SFT's, with its usual loss."""
+    """Return the label smoothing of an SFT trainer with its default loss, which would compute whole logits for it."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     smoother = getattr(trainer, "label_smoother", None)
@@ -254,7 +256,7 @@ def _smoothing(trainer: Any) -> float:
 
 
 def _entropy_is_differentiated(arguments: Any) -> bool:
-    """GRPO's entropy bonus, fixed or adaptive."""
+    """Return whether GRPO has an entropy bonus, fixed or adaptive."""
     return bool(getattr(arguments, "entropy_coef", 0.0) or getattr(arguments, "use_adaptive_entropy", False))
 
 
@@ -284,10 +286,9 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
 
 
 def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Unpadded | None:
-    """Return the batch of a call of the model as its fused head will take it, without padding; None if it
-    stays as it is.
+    """Return the batch of a fused head's call without padding; None if it stays as it is.
 
-    A trace cannot tell: its batch is fakes, which have no lengths.
+    In a trace it stays: fake tensors have no lengths.
     """
     named = {name: kwargs.get(name) for name in _NAMED}
     if args or not kwargs.get("fused_lm_head") or (named["labels"] is None and named["shift_labels"] is None):
@@ -304,13 +305,13 @@ def _said(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(named: dict[str, Any]) -> torch.Tensor:
-    """Return the label of what each token predicts, `[rows, length]`; -100 for none."""
+    """Return the label that each token predicts, `[rows, length]`; -100 for none."""
     shifted: torch.Tensor | None = named["shift_labels"]
     return nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if shifted is None else shifted
 
 
 def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """What TRL's forward returns; it is called without padding where that may be left out."""
+    """Return the result of TRL's forward, called without padding if possible."""
     theirs = former_forward(model)
     labels = _labels(named)
     bare = None if args or not _projects(model) else without_padding(model, kwargs, labels != -100)
@@ -321,7 +322,7 @@ def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]
     more = _said({**named, "labels": None, "shift_labels": shifted})
     with in_one_row(model, bare):
         outputs = theirs(fused_lm_head=True, **more, **bare.inputs)
-    # As it would be of the padded batch: zero where there is no label, and without the last token of the rows, which has none.
+    # As for the padded batch: zero without a label, and without the last token of the rows, which has none.
     last = labels.shape[1] - (named["shift_labels"] is None)
     mask = labels[:, :last] != -100
     place = bare.place[:, :last].flatten()
@@ -344,7 +345,7 @@ def _fused(
     kwargs: dict[str, Any],
     present: torch.Tensor | None,
 ) -> Any:
-    """The result of TRL's forward, of a model that is called with `args` and `kwargs`; `present` says what is no padding beside positions."""
+    """Return the result of TRL's forward for a model call with `args` and `kwargs`; `present` is the padding mask."""
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -353,15 +354,15 @@ def _fused(
     labels = _labels(named)
     output, states, bare = _run(model, projects, labels != -100, args, kwargs)
     place = None if bare is None else bare.place.to(states.device)
-    if named["shift_labels"] is None:  # the last token has none
+    if named["shift_labels"] is None:  # the last token has no label
         labels, place = labels[:, :-1], None if place is None else place[:, :-1]
         states = states[:, :-1] if place is None else states
     labels = labels.to(states.device)
     mask = labels != -100
-    # Of large fakes it is not known which positions have labels: all of them, which is the most.
+    # The labelled positions of large fake tensors are unknown: assume all.
     known = not isinstance(states, FakeTensor) or has_value(mask)
     chosen = mask if known else torch.ones_like(mask)
-    if bare is not None and place is not None:  # how many there are is known without waiting for the device
+    if bare is not None and place is not None:  # their number is known without synchronization
         index = torch.nonzero_static(chosen.flatten(), size=bare.reads).squeeze(1)
     elif known:
         index = mask.flatten().nonzero().squeeze(1)
@@ -375,7 +376,7 @@ def _fused(
         if projects
         else log_probs_of_logits(rows, targets, request.temperature)
     )
-    # `masked_scatter` keeps the graph where no position has a label: the gradient is zero then, not missing.
+    # `masked_scatter` keeps the graph without labels: the gradient is then zero, not missing.
     fields = {
         name: value.new_zeros(mask.shape).masked_scatter(chosen, value)
         for name, value in _trl_fields(each, request).items()
@@ -394,10 +395,10 @@ def _fused(
 def _run(
     model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, Unpadded | None]:
-    """Return (what the model returns; its states, or logits where they are not projected states; the batch
-    without its padding).
+    """Return (the model's output; its states, or logits if these are not projected states; the batch without
+    padding).
 
-    The states are `[1, tokens, hidden]` where it was run without.
+    The states are `[1, tokens, hidden]` for a batch without padding.
     """
     if not projects:
         output = former_forward(model)(*args, **kwargs)
@@ -425,7 +426,7 @@ def _trl_fields(per_token: PerToken, request: _HeadRequest) -> dict[str, torch.T
     if request.smoothing:
         assert per_token.mean_logits is not None
         assert per_token.logsumexp is not None
-        mean = per_token.mean_logits - per_token.logsumexp  # the mean of log p over the vocabulary
+        mean = per_token.mean_logits - per_token.logsumexp  # mean of log p over the vocabulary
         fields["log_probs"] = (1 - request.smoothing) * per_token.log_probs + request.smoothing * mean
     return fields
 
@@ -433,7 +434,7 @@ def _trl_fields(per_token: PerToken, request: _HeadRequest) -> dict[str, torch.T
 def _load_balancing(config: Any, router_logits: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    experts = getattr(config, "num_experts", None) or config.num_local_experts  # as Llama 4 has it
+    experts = getattr(config, "num_experts", None) or config.num_local_experts  # Llama 4's name
     loss: torch.Tensor = load_balancing_loss_func(
         router_logits, experts, config.num_experts_per_tok, attention_mask
     )
