@@ -160,7 +160,7 @@ class Peer:
         import transformers
 
         import isotype
-        from isotype.train.enforce import masters_of
+        from isotype.train.policy import masters_of
 
         quantization = None if self.storage == "none" else self.storage
         source = str(self.request.model)
@@ -240,7 +240,7 @@ class Peer:
 
         import isotype
         from isotype.lora.loss.trl_head import HEAD_CHOICE
-        from isotype.train.enforce import enforce_trainer
+        from isotype.train.policy import enforce_trainer
         from isotype.train.trainer import policy_trainer
 
         data = Dataset.from_dict({"input_ids": self._batches(setting).flatten(0, 1).tolist()})

@@ -35,7 +35,7 @@ from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.tokenizer import tokenizer_of
-from isotype.checkpoint.values.dequantize import dense_weight
+from isotype.checkpoint.values import dense_weight
 from isotype.cli.main import main as isotype_command
 from isotype.cli.training import DEMO
 from isotype.core.names import format_bytes
@@ -376,7 +376,7 @@ def resident(key: str) -> int:
 
 def timed(folder: str, what: str) -> None:
     """In a process of its own: seconds of processor, and bytes that the peak lies above what was there before."""
-    from isotype.checkpoint.damage.measure import session_of
+    from isotype.checkpoint.damage import session_of
     from isotype.checkpoint.measure_ranges import TOKENS, to_measure
 
     small = Path(folder) / "small"

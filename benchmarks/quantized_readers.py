@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.stored import stored_tensors
-from isotype.checkpoint.values.unpack import dense
+from isotype.checkpoint.values import dense
 
 SHAPES = ((64, 96), (65, 192), (130, 320), (7, 32), (1, 64), (200, 35), (33, 37))
 Case = tuple[str, Mapping[str, torch.Tensor], Mapping[str, Any], torch.Tensor, float]

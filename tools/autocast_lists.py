@@ -27,7 +27,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isotype.contracts.autocast import TABLE, AutocastLists
+from isotype.contracts.contract import TABLE, AutocastLists
 from isotype.contracts.measure import write_json
 
 AUTOCAST_KINDS: tuple[str, ...] = ("cpu", "cuda", "xpu", "mps")

@@ -14,7 +14,7 @@ from typing import Any
 from isotype.compat.standard import actions_of
 from isotype.data.methods import METHODS
 from isotype.train.command.arguments import IsotypeArguments
-from isotype.train.command.spec import HOLDERS, RECOMPUTE, TABLE, Spec
+from isotype.train.command.command import HOLDERS, RECOMPUTE, TABLE, Spec
 
 LIBRARIES = ("trl", "transformers")
 DEFAULTS = {"dtype": "auto", "use_peft": True, "lora_target_modules": "all-linear"}

@@ -13,7 +13,7 @@ from isotype.core.package import VERSION
 from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:
-    from isotype.checkpoint.damage.measure import measure_quality
+    from isotype.checkpoint.damage import measure_quality
     from isotype.checkpoint.load_named import load
     from isotype.checkpoint.measure_ranges import measure_ranges
     from isotype.checkpoint.modules import StateDictAdapter, load_module
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from isotype.records.finding import Finding, Fix
     from isotype.records.request import StepRequest
     from isotype.report.check.report import Report
-    from isotype.train.callback.callback import PrecisionCallback
-    from isotype.train.enforce import enforce
+    from isotype.train.callback import PrecisionCallback
+    from isotype.train.policy import enforce
 
 __version__ = VERSION
 
@@ -51,13 +51,13 @@ _HOME = {
     "add_lora": "isotype.model.adapters",
     "fuse": "isotype.lora.fuse",
     "unfuse": "isotype.lora.fuse",
-    "enforce": "isotype.train.enforce",
+    "enforce": "isotype.train.policy",
     "check": "isotype.preflight.check",
     "plan": "isotype.planning.from_request",
     "repair": "isotype.preflight.repair",
     "measure_ranges": "isotype.checkpoint.measure_ranges",
-    "measure_quality": "isotype.checkpoint.damage.measure",
-    "PrecisionCallback": "isotype.train.callback.callback",
+    "measure_quality": "isotype.checkpoint.damage",
+    "PrecisionCallback": "isotype.train.callback",
     "Damages": "isotype.precision.damages",
     "Finding": "isotype.records.finding",
     "Fix": "isotype.records.finding",

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.damage.layers import pieces, rounded
-from isotype.checkpoint.damage.measure import _divergence, _of_signs
+from isotype.checkpoint.damage import _divergence, _of_signs, pieces, rounded
 from isotype.checkpoint.kept import kept
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import UsageError

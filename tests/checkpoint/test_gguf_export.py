@@ -17,8 +17,7 @@ from transformers import GgufConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import isotype
-from isotype.checkpoint.export.gguf_model import ARCHITECTURES, Tensors, write_tensors
-from isotype.checkpoint.export.gguf_tokenizer import _LLAMA3
+from isotype.checkpoint.export import _LLAMA3, ARCHITECTURES, Tensors, write_tensors
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.locate import embedded_file

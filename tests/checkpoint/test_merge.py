@@ -36,7 +36,7 @@ from isotype.checkpoint.merge.report import (
 )
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, PrecisionError, SaveError, UsageError
-from isotype.core.lock import held, remove_abandoned
+from isotype.core.files import held, remove_abandoned
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import POLICY_FILE, ModuleException
 from isotype.report.merge import show_merge

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import isotype
 from isotype.checkpoint.merge.merge import merge_adapter
-from isotype.checkpoint.values.dequantize import dequantize
+from isotype.checkpoint.values import dequantize
 from tests.adapters import save_trained
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_load import mxfp4_checkpoint

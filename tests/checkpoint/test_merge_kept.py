@@ -17,7 +17,7 @@ from isotype.checkpoint.merge import merge
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.merge.rounding import WrittenModel, codes, unbiased
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.values.dequantize import held_weight
+from isotype.checkpoint.values import held_weight
 from isotype.core.errors import CheckpointError
 from isotype.model.adapters import add_lora
 from isotype.ranges.batches import Rows

@@ -16,7 +16,7 @@ import isotype
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.opened import config_of, open_model
-from isotype.checkpoint.values.dequantize import dense_weight
+from isotype.checkpoint.values import dense_weight
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError

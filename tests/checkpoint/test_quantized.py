@@ -21,7 +21,7 @@ from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
 from isotype.checkpoint.modules import load_module
 from isotype.checkpoint.opened import open_checkpoint
-from isotype.checkpoint.values.unpack import dense
+from isotype.checkpoint.values import dense
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError
 from isotype.model.quantize import quantize_int8

@@ -14,7 +14,7 @@ import isotype
 from isotype.compat.liger import without_liger
 from isotype.lora.modules import FusedMlp, FusedNorm
 from isotype.model.enforce import enforce_model
-from isotype.train.enforce import enforce_trainer
+from isotype.train.policy import enforce_trainer
 from tests.models import quiet, tiny_model
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tools.autocast_lists import AUTOCAST_KINDS, category, registered
 
-from isotype.contracts.autocast import TABLE, autocast_lists
+from isotype.contracts.contract import TABLE, autocast_lists
 
 
 def test_the_lists_hold_what_torch_documents_for_cuda() -> None:

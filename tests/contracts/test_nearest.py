@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from isotype.contracts import contract
-from isotype.contracts.contract import TABLES, contracts_for, contracts_of, doubts, judged_by
+from isotype.contracts.contract import (
+    TABLES,
+    contracts_for,
+    contracts_of,
+    doubts,
+    judged_by,
+    nearest,
+    table_name,
+    tables_in,
+)
 from isotype.contracts.measure import write_json
-from isotype.contracts.nearest import nearest, table_name, tables_in
 from isotype.precision.devices.profile import device_profile
 
 B, F, H = torch.bfloat16, torch.float32, torch.float16

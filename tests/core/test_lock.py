@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from isotype.core.errors import SaveError, UsageError
-from isotype.core.lock import LOCK_FILE, only_writer
+from isotype.core.files import LOCK_FILE, only_writer
 
 fcntl = pytest.importorskip("fcntl")
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from isotype.core.lock import only_writer
+from isotype.core.files import only_writer
 with only_writer(Path(sys.argv[1]), "isotype sft") as unlocked:
     print("held", flush=True)
     time.sleep(60)

@@ -11,7 +11,7 @@ from rich.console import Console
 from isotype.cli import training
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
-from isotype.planning.auto import resolve_auto, words_of
+from isotype.planning.from_request import resolve_auto, words_of
 from isotype.planning.nearest import advice, ran_out, with_nearest
 from isotype.planning.record import Row
 from isotype.records.finding import Finding

@@ -13,8 +13,7 @@ import isotype
 from isotype.checkpoint.kept import keep
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.formats import FITTED
-from isotype.planning.auto import resolve_auto
-from isotype.planning.from_request import Plan
+from isotype.planning.from_request import Plan, resolve_auto
 from isotype.precision.by_damage import base_bytes
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
 from isotype.records.memory import Memory
@@ -96,7 +95,7 @@ def test_mixed_alone_takes_what_the_device_leaves(path: str) -> None:
 
 def test_auto_takes_the_mixture(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(path, 2**30, quantization="mixed", base_memory="150KiB")
-    monkeypatch.setattr("isotype.planning.auto.plan_of_request", lambda request: plan)
+    monkeypatch.setattr("isotype.planning.from_request.plan_of_request", lambda request: plan)
     argv = ["--model_name_or_path", path, "--dataset_name", "x", "--quantization", "auto"]
     command, _ = resolve_auto(parse_command("sft", argv)[0])
     assert (command["quantization"], command["base_memory"]) == ("mixed", "153600")

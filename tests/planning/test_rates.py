@@ -12,7 +12,7 @@ from isotype.planning.rates import REACHED, with_rates
 from isotype.planning.record import Time
 from isotype.planning.text import cells_of, speed_of
 from isotype.precision.devices.profile import device_profile
-from isotype.records.step_time import StepTime
+from isotype.records.memory import StepTime
 from isotype.records.trace import Call
 from isotype.rules.kit.costs import bytes_moved
 from isotype.rules.kit.step_time import step_time, traffic_of

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from isotype.core.errors import UsageError
 from isotype.preflight.check import check
 from isotype.rules import Rule, all_rules
-from isotype.train.callback.first_step import before_first_step
+from isotype.train.callback import before_first_step
 from tests.small import BF16, WIDTH, ids, net, wide_norms
 
 X = {"x": torch.ones(2, WIDTH)}
@@ -217,7 +217,7 @@ def test_a_training_goes_on_where_its_check_fails(
     def failing(*_: Any, **__: Any) -> Any:
         raise LookupError("in the check")
 
-    monkeypatch.setattr("isotype.train.callback.first_step.run", failing)
+    monkeypatch.setattr("isotype.train.callback.run", failing)
     arguments = SimpleNamespace(
         device="cpu", fp16=False, bf16=False, optim="adamw_torch", learning_rate=1e-3, world_size=1,
         gradient_accumulation_steps=1,

@@ -21,7 +21,7 @@ import isotype
 from isotype.core.errors import UsageError
 from isotype.model.recompute import checkpointing
 from isotype.preflight.from_trainer import request_of_trainer
-from isotype.train.callback.first_step import before_first_step
+from isotype.train.callback import before_first_step
 from tests.models import quiet
 from tests.pairwise import few
 from tests.refusals import refused

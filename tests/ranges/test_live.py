@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.values.dequantize import dequantize
+from isotype.checkpoint.values import dequantize
 from isotype.core import console
 from isotype.core.errors import UsageError
 from isotype.model.boundary import Boundary, BoundarySettings, set_boundary

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from isotype.report.charts import (
+from isotype.report.html import (
     Area,
     Part,
     Span,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isotype import __version__
-from isotype.report.check.sarif import SCHEMA
+from isotype.report.check.json import SCHEMA
 from isotype.rules import all_rules
 from tests.report.check_samples import SAMPLES, costly, crash, not_traced
 

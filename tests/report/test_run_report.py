@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 from isotype.core.errors import IsotypeError, SaveError
 from isotype.core.names import format_bytes
 from isotype.report.run import html as page
-from isotype.report.run.card import model_card
 from isotype.report.run.headroom import Headroom, HeadroomSample, by_block, in_words
 from isotype.report.run.html import charts_of, to_html
 from isotype.report.run.record import (
@@ -43,7 +42,7 @@ from isotype.report.run.record import (
     to_json,
 )
 from isotype.report.text import format_duration
-from isotype.train.output.run_report import write_run_report
+from isotype.train.output.run_report import model_card, write_run_report
 from tests.refusals import refused
 
 STEPS = 150

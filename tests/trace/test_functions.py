@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as nnf
 
-from isotype.contracts.autocast import autocast_lists
-from isotype.contracts.contract import contracts_for
+from isotype.contracts.contract import autocast_lists, contracts_for
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import fake_inputs, fake_mode

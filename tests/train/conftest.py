@@ -16,7 +16,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     The check costs as much as ten steps of a tiny model. Runs with it are those of test_methods.py (each method in each
     dtype), test_callback.py, tests/preflight/test_from_trainer.py and tests/cli/test_main.py.
     """
-    monkeypatch.setattr("isotype.train.callback.callback.before_first_step", lambda *_: None)
+    monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
     # Neither is the step traced to choose which layers are computed again: all are, as TRL has it.
     monkeypatch.setattr("isotype.train.training.choice_of_run", _as_asked)
 

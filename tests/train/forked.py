@@ -19,7 +19,7 @@ import isotype.checkpoint.resolve
 import isotype.cli.main
 import isotype.cli.training
 import isotype.data.load
-import isotype.train.callback.callback
+import isotype.train.callback
 import isotype.train.models
 import isotype.train.monitor.progress
 import isotype.train.monitor.recorder
@@ -36,7 +36,7 @@ def start(argv: Sequence[str], log: Path) -> int:
     if pid:
         return pid
     os.setsid()
-    isotype.train.callback.callback.before_first_step = lambda *_: None  # type: ignore[attr-defined]
+    isotype.train.callback.before_first_step = lambda *_: None  # type: ignore[attr-defined]
     # A shell that runs the tests in the background has Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -15,8 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from isotype.core.files import STAGING
-from isotype.core.lock import LOCK_FILE
+from isotype.core.files import LOCK_FILE, STAGING
 from tests.train.forked import start, wait_for
 from tests.train.tiny import rows, save_rows
 

@@ -19,7 +19,7 @@ from typing import Any
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
-import isotype.train.callback.callback
+import isotype.train.callback
 from isotype.cli.main import main
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -108,7 +108,7 @@ def run(root: Path, few: bool) -> dict[str, Any]:
 def start() -> None:
     root = Path(sys.argv[1])
     constants.HF_HUB_CACHE = str(root / "hub" / "hub")  # as HF_HOME sets it before the libraries are imported
-    isotype.train.callback.callback.before_first_step = lambda *_: None  # type: ignore[attr-defined]
+    isotype.train.callback.before_first_step = lambda *_: None  # type: ignore[attr-defined]
     put_into_cache(root)
     save_rows(root / "train.jsonl", rows("sft"))
     save_rows(root / "dpo.jsonl", rows("dpo"))

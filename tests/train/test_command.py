@@ -16,9 +16,17 @@ from tools.command_table import LIBRARIES, table_text
 from isotype.core.errors import UsageError
 from isotype.core.terminal import printed_command
 from isotype.data.methods import METHODS
-from isotype.train.command.command import Command, with_dtype, with_storage
+from isotype.train.command.command import (
+    PLANNED,
+    RECOMPUTE,
+    TABLE,
+    Command,
+    Spec,
+    specs,
+    with_dtype,
+    with_storage,
+)
 from isotype.train.command.parse import parse_command
-from isotype.train.command.spec import PLANNED, RECOMPUTE, TABLE, Spec, specs
 
 _TEXTS = (
     "a",

@@ -245,7 +245,7 @@ def run(model: Path, data: Path, out: Path, *more: object) -> tuple[training.Out
 def test_a_run_says_what_it_chose_and_goes_on_with_it(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isotype.train.callback.callback.before_first_step", lambda *_: None)
+    monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
     on: list[bool] = []
     began = training._train
 

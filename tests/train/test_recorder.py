@@ -20,7 +20,7 @@ from rich.console import Console
 
 from isotype.core.errors import SaveError, TrainingError
 from isotype.report.run.record import EvalRecord, StepRecord
-from isotype.train.callback.callback import PrecisionCallback
+from isotype.train.callback import PrecisionCallback
 from isotype.train.monitor import step as steps
 from isotype.train.monitor.memory import SAMPLING_SECONDS, memory_meter
 from isotype.train.monitor.meter import StepMeter

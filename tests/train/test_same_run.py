@@ -41,7 +41,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_chat_model(root / "model")
     save_rows(root / "train.jsonl", rows("sft"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isotype.train.callback.callback.before_first_step", lambda *_: None)
+        patch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
         train(root)
     return root
 
@@ -195,7 +195,7 @@ def test_bytes_that_have_changed_are_found_and_an_older_checkpoint_is_taken(run:
 
 def test_a_second_run_into_a_folder_is_refused(run: Path):
     from isotype.core.errors import UsageError
-    from isotype.core.lock import LOCK_FILE, only_writer
+    from isotype.core.files import LOCK_FILE, only_writer
 
     with only_writer(run / "out", "isotype sft --seed 1") as unlocked:
         assert unlocked is None

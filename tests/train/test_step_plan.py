@@ -9,8 +9,8 @@ import pytest
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
+from isotype.train.command.command import specs
 from isotype.train.command.settings import parse_settings
-from isotype.train.command.spec import specs
 from isotype.train.preflight.step_plan import parse_options, plan_of
 
 

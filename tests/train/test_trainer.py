@@ -22,9 +22,9 @@ import isotype
 from isotype.cli.main import main
 from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
-from isotype.train.enforce import enforce_trainer, masters_of, precision_arguments
 from isotype.train.monitor.step import Step, count_tokens
 from isotype.train.output.checkpoints import whole_checkpoints
+from isotype.train.policy import enforce_trainer, masters_of, precision_arguments
 from isotype.train.trainer import policy_trainer
 from tests.adapters import loaded
 from tests.pairwise import few, pairwise

@@ -17,7 +17,7 @@ from torch import nn
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
-from isotype.checkpoint.values.dequantize import DenseStack, dequantize, held_weight
+from isotype.checkpoint.values import DenseStack, dequantize, held_weight
 from isotype.compat.glibc import give_back_memory
 from isotype.core.names import grouped, unparametrized
 from isotype.model.experts.stack import QuantizedStack, codes_of, place_stack, quantized_stack

@@ -16,7 +16,7 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap
 from isotype.checkpoint.parts import Tensors, read_parts, read_source
-from isotype.checkpoint.values.unpack import Turn
+from isotype.checkpoint.values import Turn
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.console import Bar
 from isotype.core.formats import FORMATS, MXFP4

@@ -35,7 +35,7 @@ from isotype.checkpoint.opened import (
     open_checkpoint,
     require_complete_gguf,
 )
-from isotype.checkpoint.values.unpack import turning
+from isotype.checkpoint.values import turning
 from isotype.checkpoint.weightless import (
     concrete_class,
     forget_quantization,

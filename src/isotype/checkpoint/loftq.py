@@ -19,7 +19,7 @@ import torch
 
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
-from isotype.checkpoint.values.dequantize import dense_weight
+from isotype.checkpoint.values import dense_weight
 from isotype.core.console import Bar
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name

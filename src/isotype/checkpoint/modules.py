@@ -16,7 +16,7 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import dense_dtype, dense_shape, stored_tensors
-from isotype.checkpoint.values.unpack import dense
+from isotype.checkpoint.values import dense
 from isotype.checkpoint.weightless import wanted_quantization
 from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError

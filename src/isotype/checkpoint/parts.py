@@ -11,7 +11,7 @@ import torch
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import dense_shape
 from isotype.checkpoint.mapping.weight_map import CONVERSION_ERRORS, TURNED, Source, converted
-from isotype.checkpoint.values.unpack import Turn, dense
+from isotype.checkpoint.values import Turn, dense
 from isotype.core.names import grouped
 
 

@@ -11,7 +11,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, weight_map
 from isotype.checkpoint.parts import read_source, rows_of
-from isotype.checkpoint.values.unpack import turning
+from isotype.checkpoint.values import turning
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError
 from isotype.core.formats import MXFP4

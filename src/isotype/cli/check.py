@@ -45,7 +45,7 @@ def _run(argv: Sequence[str], console: Console) -> int:
     else:
         options, command = parse_options(argv)
         if command.planned:
-            from isotype.planning.auto import resolve_auto, words_of
+            from isotype.planning.from_request import resolve_auto, words_of
 
             command, row = resolve_auto(command)
             if not options.json and options.sarif != "-":

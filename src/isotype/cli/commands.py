@@ -170,7 +170,7 @@ def quality(argv: Sequence[str], console: Console) -> int:
     options = parser.parse_args(list(argv))
     parser.refuse(count_problems({"tokens": options.tokens}))
     quiet_libraries()
-    from isotype.checkpoint.damage.measure import measure_quality
+    from isotype.checkpoint.damage import measure_quality
     from isotype.train.rows.measured import batch_of_data
 
     with interrupts_kept():

@@ -102,7 +102,7 @@ def _planned(command: Command, console: Console) -> Command:
     """Return the command with the plan's values for this machine in place of `auto`."""
     if not command.planned:
         return command
-    from isotype.planning.auto import resolve_auto, words_of
+    from isotype.planning.from_request import resolve_auto, words_of
 
     with console.status("tracing what fits …"):
         planned, row = resolve_auto(command)

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import OpOverload
-from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table
+from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table, table_name
 from isotype.contracts.example import (
     REFUSALS,
     Json,
@@ -56,7 +56,6 @@ from isotype.contracts.example import (
     results_of,
     tensors_in,
 )
-from isotype.contracts.nearest import table_name
 from isotype.contracts.pattern import (
     CORRUPTS,
     FLOAT_DTYPES,

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from isotype.core.cache import LIBRARIES, default_cache_dir
-from isotype.core.files import bring_to_disk
-from isotype.core.lock import wait_for_turn
+from isotype.core.files import bring_to_disk, wait_for_turn
 
 SWITCH = "ISOTYPE_COMPILE"
 """Environment variable; 0 disables compiling and loading of libraries."""

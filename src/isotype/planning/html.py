@@ -8,8 +8,7 @@ from isotype.core.names import format_bytes
 from isotype.core.package import VERSION
 from isotype.planning.record import Device, Record, Row, front
 from isotype.planning.text import cells_of, heads_of, lines_of, speed_of, title_of
-from isotype.report.charts import escape, nice_ticks, percent, tick_labels, value_axis
-from isotype.report.html import package_file, render
+from isotype.report.html import escape, nice_ticks, package_file, percent, render, tick_labels, value_axis
 
 _GIB = 2**30
 _MARGIN = 1.08

@@ -24,7 +24,7 @@ from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
-from isotype.records.step_time import StepTime
+from isotype.records.memory import StepTime
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.step import PlannedStep, row_length
 from isotype.train.preflight.synthetic import least_length

@@ -8,7 +8,7 @@ from typing import Any
 
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.preflight.run import trace_of
-from isotype.records.step_time import StepTime
+from isotype.records.memory import StepTime
 from isotype.records.trace import Trace
 from isotype.rules.kit.step_time import step_time
 from isotype.train.preflight.step import PlannedStep

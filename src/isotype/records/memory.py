@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate", "generate"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -58,3 +60,78 @@ class Memory:
     def peak(self) -> int:
         """Bytes at the overall peak."""
         return max((sum(kinds.values()) for kinds in self.phases.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The matmul-like operators of one dtype.
+
+    Attributes:
+        flops: FLOPs of a step; half of attention's.
+        flops_per_second: the device's dense peak rate.
+        emulated_in: the dtype of that rate if the device has no units for this dtype and converts its
+            operands; else None.
+    """
+
+    flops: float
+    flops_per_second: float
+    emulated_in: torch.dtype | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Minimum seconds of a step."""
+        return self.flops / self.flops_per_second
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The minimum time of one step.
+
+    Attributes:
+        seconds: minimum seconds of the products, each bound by compute or traffic; fusing other operators cannot
+            be faster.
+        traced_seconds: minimum of all traced operators, fused and launched as in `DeviceProfile.steps`,
+            if known.
+        products: by dtype.
+        bytes: read and written by all operators.
+        bytes_per_second: the device's memory bandwidth.
+        launches: operators that run on the device, at least one kernel each.
+        tokens: of the step's batch on one device; None if it has none.
+        host_seconds: host time of the kernel launches; 0 if unknown.
+    """
+
+    seconds: float
+    traced_seconds: float
+    products: Mapping[torch.dtype, Products]
+    bytes: int
+    bytes_per_second: float
+    launches: int
+    tokens: int | None
+    host_seconds: float = 0.0
+
+    @property
+    def products_seconds(self) -> float:
+        """Minimum seconds of all products."""
+        return sum(each.seconds for each in self.products.values())
+
+    @property
+    def traffic_seconds(self) -> float:
+        """Minimum seconds of all reads and writes."""
+        return self.bytes / self.bytes_per_second
+
+    @property
+    def bound(self) -> Literal["products", "memory traffic", "launches"]:
+        """The largest part of the traced step."""
+        if self.host_seconds >= self.traced_seconds:
+            return "launches"
+        return "products" if self.products_seconds > self.traced_seconds / 2 else "memory traffic"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Maximum tokens per second on one device."""
+        return self.tokens / self.seconds if self.tokens is not None else None
+
+    @property
+    def launch_seconds(self) -> float:
+        """Maximum host seconds per launch at which a device that reaches `traced_seconds` does not wait."""
+        return self.traced_seconds / self.launches

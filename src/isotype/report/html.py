@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape as _escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import SaveError
 from isotype.core.files import write_whole
-from isotype.report.charts import xml_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -128,3 +130,204 @@ def write_report(path: Path, text: str) -> Path:
             expected,
             "free the path or give another one",
         ) from error
+
+
+# Differences of larger numbers could overflow.
+PLOTTABLE = 1e150
+
+_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def xml_text(text: str) -> str:
+    """Replace characters that XML forbids by U+FFFD."""
+    return _NOT_XML.sub("\ufffd", text)
+
+
+def escape(text: str) -> str:
+    """Escape text for HTML and XML, also in attributes; characters that XML forbids become U+FFFD."""
+    return _escape(xml_text(text), quote=True)
+
+
+# --- axes -------------------------------------------------------------------------------------------------
+
+
+def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
+    """Return the multiples of 1, 2 or 5 times a power of ten in `[low, high]`.
+
+    Args:
+        low, high: ends of the axis; they differ by more than 1e-12 of the larger magnitude and more than 1e-300.
+        target: wanted number of intervals; the result has at most this many, and at least a fifth.
+
+    Raises:
+        ValueError: the ends are not ordered, too close or beyond ten times `PLOTTABLE`.
+    """
+    magnitude = max(abs(low), abs(high))
+    if not (magnitude <= 10 * PLOTTABLE and high - low > max(1e-12 * magnitude, 1e-300)):
+        raise ValueError(f"no axis from {low} to {high}")
+    raw = (high - low) / target
+    exponent = math.floor(math.log10(raw))
+    mantissa = next((m for m in (1, 2, 5) if m * 10.0**exponent >= raw), 10)
+    step = mantissa * 10.0**exponent
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    # Dividing by an exact power of ten gives 0.3 where multiplying by 0.1 gives 0.30000000000000004.
+    scale = 10.0 ** abs(exponent)
+    return tuple(
+        i * mantissa * scale if exponent >= 0 else i * mantissa / scale for i in range(first, last + 1)
+    )
+
+
+def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
+    """Return labels with as many decimals as the ticks' distance needs; exponents below 0.001 and from 1e6."""
+    if len(ticks) < 2:
+        return tuple(_minus(f"{tick:,.10g}") for tick in ticks)
+    largest = max(abs(tick) for tick in ticks)
+    # The step is recovered from rounded ticks, so its exponent is read from a rounded mantissa.
+    step = int(f"{(ticks[-1] - ticks[0]) / (len(ticks) - 1):.3e}".split("e")[1])
+    if not 1e-3 <= largest < 1e6:
+        digits = int(f"{largest:.3e}".split("e")[1]) - step
+        return tuple(_exponent(tick, digits) for tick in ticks)
+    return tuple(_minus(f"{tick + 0.0:,.{max(0, -step)}f}") for tick in ticks)
+
+
+def format_number(value: float, digits: int = 4) -> str:
+    """Format a number with that many significant digits: `2.843`, `12,345`, `2e-4`, `NaN`, `∞`."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0:
+        return "0"
+    magnitude = int(f"{value:.{digits - 1}e}".split("e")[1])
+    if not -3 <= magnitude < 6:
+        return _exponent(value, digits - 1)
+    return _minus(f"{value:,.{max(0, digits - 1 - magnitude)}f}")
+
+
+def _exponent(value: float, digits: int) -> str:
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{max(0, digits)}e}".split("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return _minus(f"{mantissa}e{int(exponent)}")
+
+
+def _minus(text: str) -> str:
+    return f"−{text[1:]}" if text.startswith("-") else text
+
+
+# --- drawing ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a whole: its name, its amount (not negative) and its CSS class."""
+
+    label: str
+    amount: float
+    css_class: str
+
+
+def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str] = format_number) -> str:
+    """Return one horizontal bar of full width, divided in proportion to the parts; empty if they add up to 0."""
+    total = sum(part.amount for part in parts)
+    words = "; ".join(f"{part.label} {number(part.amount)}" for part in parts)
+    rects, left = [], 0.0
+    for part in parts if total > 0 else ():
+        share = part.amount / total
+        text = escape(f"{part.label} · {number(part.amount)} · {100 * share:.1f} %")
+        rects.append(
+            f'<rect class="part {escape(part.css_class)}" x="{percent(left)}" width="{percent(share)}" height="100%">'
+            f"<title>{text}</title></rect>"
+        )
+        left += share
+    return f'<svg class="bar" role="img" aria-label="{escape(f"{title}: {words}")}">{"".join(rects)}</svg>'
+
+
+def percent(share: float) -> str:
+    """Format a place or length in a chart: `12.50%`."""
+    return f"{100 * share:.2f}%"
+
+
+@dataclass(frozen=True)
+class Area:
+    """One layer of a stack of areas: its name, its amount at each point (not negative) and its CSS class."""
+
+    label: str
+    amounts: tuple[float, ...]
+    css_class: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of points with a name under it; `start` is the position of its first point."""
+
+    label: str
+    start: int
+
+
+def stacked_areas(
+    title: str, areas: Sequence[Area], spans: Sequence[Span], unit: str, limit: float | None = None
+) -> str:
+    """Return areas stacked over points in order, with a value axis.
+
+    Args:
+        title: text for screen readers.
+        areas: from the bottom up, all with the same number of points.
+        spans: ranges of the points, in order.
+        unit: of the amounts, the title of the value axis.
+        limit: amount to mark with a line.
+    """
+    count = len(areas[0].amounts)
+    sums = [0.0] * count
+    tops = [sums := [low + amount for low, amount in zip(sums, area.amounts, strict=True)] for area in areas]
+    high = 1.06 * max(max(sums), limit or 0.0)
+    grid = value_axis(high, 4)
+    floor, shapes = [0.0] * count, []
+    for area, top in zip(areas, tops, strict=True):
+        points = [f"{1000 * i / count:.1f} {1000 * (1 - value / high):.1f}" for i, value in _stairs(top)]
+        back = [
+            f"{1000 * i / count:.1f} {1000 * (1 - value / high):.1f}" for i, value in reversed(_stairs(floor))
+        ]
+        shapes.append(
+            f'<path class="part {escape(area.css_class)}" d="M{"L".join(points + back)}Z"><title>{escape(area.label)}</title></path>'
+        )
+        floor = top
+    ends = [*(span.start for span in spans[1:]), count]
+    marks = "".join(
+        f'<line class="axis" x1="{at}" x2="{at}" y1="0" y2="100%"/>{_span_label(span, end, count, at)}'
+        for span, end in zip(spans, ends, strict=True)
+        for at in (percent(span.start / count),)
+    )
+    over = (
+        ""
+        if limit is None
+        else f'<line class="capacity" x1="0" x2="100%" y1="{percent(1 - limit / high)}" y2="{percent(1 - limit / high)}"/>'
+    )
+    return (
+        f'<svg class="areas" role="img" aria-label="{escape(title)}">{grid}'
+        f'<text class="tick" x="-8" y="0" dy="-0.6em" text-anchor="end">{escape(unit)}</text>'
+        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%">{"".join(shapes)}</svg>'
+        f"{marks}{over}</svg>"
+    )
+
+
+def value_axis(high: float, target: int, unit: str = "") -> str:
+    """Return horizontal lines of a chart up to `high`, with their values at the left; `target` as for `nice_ticks`."""
+    ticks = nice_ticks(0.0, high, target)
+    places = [percent(1 - tick / high) for tick in ticks]
+    return "".join(
+        f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
+        f'<text class="tick" x="-8" y="{at}" dy="0.32em" text-anchor="end">{label}{unit}</text>'
+        for at, label in zip(places, tick_labels(ticks), strict=True)
+    )
+
+
+def _span_label(span: Span, end: int, count: int, at: str) -> str:
+    if end - span.start < count / 12:
+        return ""  # a short stretch has no room for its name
+    return f'<text class="tick" x="{at}" y="100%" dx="4" dy="1.4em">{escape(span.label)}</text>'
+
+
+def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:
+    """Return each value as a step from its point to the next."""
+    return [corner for i, value in enumerate(values) for corner in ((i, value), (i + 1, value))]

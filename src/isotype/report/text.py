@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.core.terminal import printed_command
-from isotype.report.charts import format_number
+from isotype.report.html import format_number
 
 
 def format_duration(seconds: float) -> str:

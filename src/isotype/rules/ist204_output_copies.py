@@ -38,7 +38,7 @@ from isotype.core.names import agree, format_bytes, short
 from isotype.records.finding import Cost, Finding, finding_at
 from isotype.records.trace import Call, Origin, Trace
 from isotype.rules.kit import costs
-from isotype.rules.kit.per_trace import per_trace
+from isotype.rules.kit.groups import per_trace
 from isotype.rules.kit.words import advice
 
 TITLE = "Whole outputs copied to float32"

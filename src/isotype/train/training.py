@@ -24,8 +24,7 @@ from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.templates import ERRORS
 from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
-from isotype.core.files import recover
-from isotype.core.lock import only_writer
+from isotype.core.files import only_writer, recover
 from isotype.core.terminal import printed_command
 from isotype.data.pictures import PICTURE_COLUMNS
 from isotype.lora.fuse import FusionReport, fuse
@@ -36,7 +35,6 @@ from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.report.run.card import model_card
 from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
 from isotype.train import describe
@@ -44,7 +42,6 @@ from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
-from isotype.train.enforce import enforce_trainer, masters_of, precision_arguments
 from isotype.train.generate import Prompt, answer, answers_after, as_asked_before
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
@@ -66,9 +63,15 @@ from isotype.train.output.resume import (
     say_what_is_overwritten,
     say_where,
 )
-from isotype.train.output.run_report import earlier_report, files_of_checkpoint, report_failure, write_report
+from isotype.train.output.run_report import (
+    earlier_report,
+    files_of_checkpoint,
+    model_card,
+    report_failure,
+    write_report,
+)
 from isotype.train.output.saving import Hooks
-from isotype.train.policy import policy_of_run
+from isotype.train.policy import enforce_trainer, masters_of, policy_of_run, precision_arguments
 from isotype.train.preflight.step import SAVED_AS, choice_of_run
 from isotype.train.recompute_choice import Choice
 from isotype.train.rows.assistant import labelled_rows
@@ -124,7 +127,11 @@ def run(settings: Settings, console: Console) -> Outcome:
         profile = training_device(settings)
         settings = _here(settings, sharding, profile)
         say_one_gpu(settings, console)
-        rewards = _rewards(settings)
+        rewards, script = dict[str, Any](), settings.script
+        if hasattr(script, "reward_funcs"):
+            from isotype.train.rewards import reward_functions
+
+            rewards["reward_funcs"] = reward_functions(script.reward_funcs, script.reward_model_name_or_path)
     with _output_directory(settings):
         with interrupts_kept():
             check_settings(settings)
@@ -389,16 +396,6 @@ def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
     return next((each for each in names if isinstance(each, str) and not Path(each).exists()), None)
 
 
-def _rewards(settings: Settings) -> dict[str, Any]:
-    """Return the trainer's argument for the rewards of grpo and rloo; empty for others."""
-    if not hasattr(settings.script, "reward_funcs"):
-        return {}
-    from isotype.train.rewards import reward_functions
-
-    script = settings.script
-    return {"reward_funcs": reward_functions(script.reward_funcs, script.reward_model_name_or_path)}
-
-
 def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:
     if not run.settings.method.answers:
         return []
@@ -412,7 +409,7 @@ def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> li
 
 
 def _train(run: Run, built: Built, console: Console) -> Outcome:
-    from isotype.train.callback.callback import PrecisionCallback
+    from isotype.train.callback import PrecisionCallback
     from isotype.train.monitor.progress import ProgressView
 
     settings, root = run.settings, Path(run.settings.training.output_dir)

@@ -20,7 +20,7 @@ import trl
 
 import isotype
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
-from isotype.train.callback.policy import (
+from isotype.train.callback import (
     optimizer_error,
     policy_of_current_dtypes,
     raise_optimizer_state,

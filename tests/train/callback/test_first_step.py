@@ -16,7 +16,7 @@ import isotype
 from isotype.lora.loss.trl_head import put_head
 from isotype.report.check.report import Report
 from isotype.trace.fake.values import Values
-from isotype.train.callback.first_step import before_first_step
+from isotype.train.callback import before_first_step
 
 
 def report_of(model: Any, batch: dict[str, Any], folder: Path) -> Report:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isotype.train.command.spec import specs
+from isotype.train.command.command import specs
 from isotype.train.dialects import axolotl, llama_factory
 from isotype.train.dialects.reader import Reader, tables
 from isotype.train.dialects.translate import Translation, dialect_of, translated

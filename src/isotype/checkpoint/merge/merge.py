@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter
-from isotype.checkpoint.export.gguf_model import check_exportable, is_exportable, require_program
+from isotype.checkpoint.export import check_exportable, is_exportable, require_program
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.kept import (
     Candidate,

@@ -12,7 +12,7 @@ from torch import nn
 from isotype.checkpoint.deferred import Block, DeferredBlocks
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.values.dequantize import held_weight
+from isotype.checkpoint.values import held_weight
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.transformers import without_bars
 from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES, parse_dtype

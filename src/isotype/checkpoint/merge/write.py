@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.export.gguf_model import Tensors, quantize_by_llama_cpp, write_tensors
+from isotype.checkpoint.export import Tensors, quantize_by_llama_cpp, write_tensors
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
@@ -25,9 +25,16 @@ from isotype.compat.transformers import name_of, never_saved
 from isotype.core.cache import why_unusable
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES, to_safetensors_name
 from isotype.core.errors import SaveError, UsageError
-from isotype.core.files import NO_ROOM, fsync_tree, publish_directory, publish_file, write_failure
+from isotype.core.files import (
+    NO_ROOM,
+    fsync_tree,
+    held,
+    publish_directory,
+    publish_file,
+    remove_abandoned,
+    write_failure,
+)
 from isotype.core.formats import QUANTIZATIONS
-from isotype.core.lock import held, remove_abandoned
 from isotype.core.names import format_bytes
 from isotype.model.boundary import original_class
 from isotype.model.walk import places

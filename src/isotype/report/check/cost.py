@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, plural
-from isotype.records.step_time import Products
+from isotype.records.memory import Products
 from isotype.records.trace import Setup
-from isotype.report.charts import format_number
 from isotype.report.check.record import Record
+from isotype.report.html import format_number
 from isotype.report.text import format_duration, format_flops, format_share
 
 

@@ -19,17 +19,6 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Finding, Fix
 from isotype.records.memory import MEMORY_KINDS, Memory, MemoryKind
 from isotype.records.trace import Operand
-from isotype.report.charts import (
-    Area,
-    Part,
-    Span,
-    format_number,
-    nice_ticks,
-    percent,
-    stacked_areas,
-    stacked_bar,
-    tick_labels,
-)
 from isotype.report.check.cost import device_words, sharding_words, time_rows
 from isotype.report.check.map import Row, dtype_map, layer_counts
 from isotype.report.check.reach import reach_picture
@@ -45,7 +34,21 @@ from isotype.report.check.text import (
     trust,
     verdict,
 )
-from isotype.report.html import dtype_class, package_file, palette_css, render
+from isotype.report.html import (
+    Area,
+    Part,
+    Span,
+    dtype_class,
+    format_number,
+    nice_ticks,
+    package_file,
+    palette_css,
+    percent,
+    render,
+    stacked_areas,
+    stacked_bar,
+    tick_labels,
+)
 from isotype.report.text import format_duration, format_flops, format_share, short_source
 from isotype.rules.ist605_memory import unquantized_experts
 

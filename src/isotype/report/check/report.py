@@ -9,9 +9,8 @@ from isotype.core.errors import PrecisionError, Problem
 from isotype.records.finding import Finding, marked
 from isotype.records.trace import Setup
 from isotype.report.check.html import to_html
-from isotype.report.check.json import to_json
+from isotype.report.check.json import to_json, to_sarif
 from isotype.report.check.record import Record
-from isotype.report.check.sarif import to_sarif
 from isotype.report.check.text import to_text, verdict
 from isotype.report.html import write_report
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isotype.precision.ranges import FLOAT16_LARGEST
-from isotype.report.charts import escape, format_number
+from isotype.report.html import escape, format_number
 
 _LEAST = 6
 """Minimum number of samples for a change over the run."""

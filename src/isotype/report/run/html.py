@@ -15,8 +15,15 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from isotype.core.names import format_bytes, plural
-from isotype.report.charts import Part, format_number, stacked_bar
-from isotype.report.html import dtype_class, package_file, palette_css, render
+from isotype.report.html import (
+    Part,
+    dtype_class,
+    format_number,
+    package_file,
+    palette_css,
+    render,
+    stacked_bar,
+)
 from isotype.report.run.headroom import bar, by_block
 from isotype.report.run.headroom import in_words as headroom_in_words
 from isotype.report.run.record import (

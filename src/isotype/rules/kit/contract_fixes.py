@@ -12,8 +12,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, grouped, listed, short, starred
 from isotype.records.finding import Fix
 from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
-from isotype.rules.kit.groups import SCATTERS, Group
-from isotype.rules.kit.per_trace import per_trace
+from isotype.rules.kit.groups import SCATTERS, Group, per_trace
 from isotype.rules.kit.words import fix
 
 

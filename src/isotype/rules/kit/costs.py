@@ -20,7 +20,7 @@ from isotype.compat.torch import UNNAMED_VIEW, operator_schema
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
 from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace
-from isotype.rules.kit.per_trace import per_trace
+from isotype.rules.kit.groups import per_trace
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 _UNWRITTEN = (

@@ -5,8 +5,11 @@ A group knows the operand to blame, how its dtype came about, and which rule cla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,8 +17,24 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
 from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.claims import Broken, Refused, claimed
-from isotype.rules.kit.per_trace import per_trace
 from isotype.trace.sides import Sides, is_adapter, sides_of
+
+T = TypeVar("T")
+
+
+def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
+    """`function`, called once for each trace: a training that was checked at its start must not keep the trace."""
+    known: WeakKeyDictionary[Trace, Any] = WeakKeyDictionary()
+
+    @wraps(function)
+    def once(trace: Trace) -> T:
+        if trace not in known:
+            known[trace] = function(trace)
+        result: T = known[trace]
+        return result
+
+    return once
+
 
 SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
 """Operators that write rows into a tensor, by parts of their names."""

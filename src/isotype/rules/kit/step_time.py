@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import torch
 
-from isotype.records.step_time import Products, StepTime
+from isotype.records.memory import Products, StepTime
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
-from isotype.rules.kit.per_trace import per_trace
+from isotype.rules.kit.groups import per_trace
 
 _RANDOM = ("aten.bernoulli", "aten.native_dropout", "aten.rand", "aten.uniform_", "aten.normal_")
 _ATTENTION = (

@@ -24,7 +24,7 @@ from isotype.precision.ranges import (
     is_fill,
 )
 from isotype.records.trace import FLOATS, Call, Operand, Trace
-from isotype.rules.kit.per_trace import per_trace
+from isotype.rules.kit.groups import per_trace
 
 _CAST = "aten._to_copy.default"
 

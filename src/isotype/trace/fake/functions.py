@@ -65,7 +65,7 @@ class Functions(TorchFunctionMode):
         self._stand_in = contextlib.ExitStack()
         self.attention = None if profile is None else Attention(profile)
         if self._foreign:
-            from isotype.contracts.autocast import autocast_lists
+            from isotype.contracts.contract import autocast_lists
 
             self._lists, self._cpu = autocast_lists(kind), autocast_lists("cpu")
 

@@ -15,8 +15,7 @@ from isotype.core.arguments import Parser, closest, renamed
 from isotype.core.errors import Problem, UsageError, one_line
 from isotype.data.methods import METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument
-from isotype.train.command.command import Command, ConfigFile, Value
-from isotype.train.command.spec import specs
+from isotype.train.command.command import Command, ConfigFile, Value, specs
 from isotype.train.dialects.translate import in_own_names
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}

@@ -22,10 +22,9 @@ from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.train.command.arguments import IsotypeArguments, number_problems
-from isotype.train.command.command import Command
+from isotype.train.command.command import AUTO, HOLDERS, RECOMPUTE, Command
 from isotype.train.command.parse import MODELS, parse_command
 from isotype.train.command.precision import FLAGS, read_precision_request
-from isotype.train.command.spec import AUTO, HOLDERS, RECOMPUTE
 from isotype.train.launched import Sharding
 from isotype.train.libraries import require_names
 

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from isotype.core.errors import SaveError, first_line
 from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
-from isotype.train.monitor.diverged import stopped
 from isotype.train.monitor.memory import HeadroomMeter
+from isotype.train.monitor.meter import stopped
 from isotype.train.monitor.progress import ProgressView
 from isotype.train.monitor.step import Step, skipping_optimizer
 

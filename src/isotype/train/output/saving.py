@@ -26,7 +26,7 @@ from isotype.core.files import (
     write_whole,
 )
 from isotype.model.finite import all_finite
-from isotype.train.monitor.diverged import not_finite
+from isotype.train.monitor.meter import not_finite
 from isotype.train.output.checkpoints import (
     Order,
     all_checkpoints,

@@ -13,10 +13,9 @@ from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING, checkpointing
 from isotype.train.command.arguments import count_problems, number_problems
-from isotype.train.command.command import Command
+from isotype.train.command.command import Command, specs
 from isotype.train.command.parse import parse_command
 from isotype.train.command.precision import read_precision_request
-from isotype.train.command.spec import specs
 from isotype.train.launched import processes, requested_sharding
 from isotype.train.preflight.plan import Options, StepPlan
 

@@ -1,1 +1,0 @@
-"""Export a model to another program's format."""

@@ -1,1 +1,0 @@
-"""Values of weights that are stored quantized or in blocks, and checks that they are finite."""
