@@ -59,7 +59,6 @@ class Adapter:
         base: the model it was trained on, by its config, or None.
         revision: commit of a base on the hub that it was trained on, if its config has one.
         policy: the policy it was trained under, None unless written by isotype.
-        headers: its tensors.
     """
 
     directory: Path
@@ -77,11 +76,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_adapter(directory: str | Path) -> Adapter:
-    """Read an adapter without its weights.
-
-    Raises:
-        CheckpointError: there is no adapter, or it is damaged.
-    """
+    """Read an adapter without its weights; raise CheckpointError if there is none, or it is damaged."""
     path = Path(directory)
     if not path.is_dir():
         what, expected = f"adapter {path}", "a directory that exists"
@@ -113,7 +108,6 @@ def inference_policy(
     """Return the policy to run a model under: as requested, else as trained, else the best here.
 
     Args:
-        source: the base model.
         saved: the policy it was trained under, or None.
         dtype: compute dtype, or `"auto"`.
         quantization: a quantization format, `"none"`, or None for that of `saved`.

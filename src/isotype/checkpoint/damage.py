@@ -96,7 +96,6 @@ class Layers:
     need hundreds of samples.
 
     Attributes:
-        wanted: names of the measured layers.
         form: format to which weights are rounded in a forward without gradients; None: no rounding.
         sums: of each layer that the backward has reached.
     """
@@ -313,9 +312,6 @@ class Session:
     """A model that is run several times.
 
     Attributes:
-        run: its inputs.
-        layers: the measured layers.
-        twin: the model with these layers.
         known: log probabilities `[tokens, vocabulary]` of each batch in float32.
         rows: materializes the embedding rows that are looked up.
     """

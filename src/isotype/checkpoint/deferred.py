@@ -35,7 +35,6 @@ class Block:
         sources: of its deferred weights, by their names in the model.
         owners: the module with each of them, from before it was wrapped.
         dense: quantized layer -> its dense replacement.
-        stacks: stacked experts that were quantized.
     """
 
     name: str
@@ -164,11 +163,7 @@ class DeferredBlocks:
         dequantize(model, dtype, later, stack_later)
 
     def read(self, block: Block) -> None:
-        """Read the weights of a block.
-
-        Raises:
-            CheckpointError: a file is damaged, or values are not finite.
-        """
+        """Read the weights of a block; raise CheckpointError if a file is damaged, or values are not finite."""
         if block.sources:
             assert self._placement is not None
             block._blank = {name: _held(block, name) for name in block.sources}
@@ -244,7 +239,6 @@ def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
-    """Return the block of a tensor or module, or None."""
     while name:
         name = name.rpartition(".")[0]
         if name in blocks:
@@ -253,7 +247,6 @@ def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
 
 
 def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]:
-    """Return a weight, or codes with their parametrization."""
     owner, own = block.owners[name], name.rpartition(".")[2]
     stack = quantized_stack(owner, own)
     return (owner.get_parameter(own), None) if stack is None else (codes_of(owner, own), stack)

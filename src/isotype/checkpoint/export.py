@@ -29,7 +29,6 @@ class Architecture:
     """How models of one `model_type` are written.
 
     Attributes:
-        name: llama.cpp's.
         change: (name in the file, values, config) -> llama.cpp's values.
         epsilon: key and config field of the norms' epsilon.
         more: further keys, and their config fields.
@@ -132,9 +131,7 @@ class Tensors:
     """A dense model to write.
 
     Attributes:
-        config: its config.
         shapes: its parameters by name, in order; their values are not read.
-        values: (name, values) of each.
     """
 
     config: Any
@@ -151,10 +148,7 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
 
     Args:
         tensors: of a model of a type in `ARCHITECTURES`.
-        tokenizer: a fast tokenizer.
-        path: the file to write.
         kind: f32, f16, bf16 or one of `isotype.core.dtypes.GGUF_BLOCKS`.
-        name: display name of the model.
 
     Raises:
         UsageError: as `check_exportable`; a parameter without a name in GGUF; another kind of tokenizer.
@@ -234,7 +228,6 @@ def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dic
 
 
 def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
-    """Write the sizes and constants of the architecture, from the config."""
     rope, prefix = _rope(config), architecture.name
     heads = config.num_attention_heads
     head = _head(config)
@@ -371,7 +364,6 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
 
     Args:
         writer: `gguf.GGUFWriter`.
-        tokenizer: a fast tokenizer of transformers.
         rows: of the embedding; those without a token are named and marked as unused.
 
     Raises:

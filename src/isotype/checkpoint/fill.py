@@ -44,7 +44,6 @@ class Placement:
 
     Attributes:
         dtypes: of every float tensor, by name; for a quantized weight, the dtype before quantization.
-        quantized: weights that are stored quantized.
         device: returns the device of a tensor, by name.
         turn: converts tensors of a GGUF file.
         modules: by name, if the model's own were replaced (wrapped by adapters).
@@ -96,8 +95,6 @@ def fill(
 
     Args:
         model: on the meta device; its quantized layers are bitsandbytes' already.
-        weights: sources of each tensor.
-        shown: allow a progress bar.
         staging: bytes of each read buffer; None: `staged.BUFFER` if a weight goes to a GPU, else no buffers.
 
     Returns:
@@ -124,7 +121,6 @@ def fill(
 
 
 def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with the mapped files, with read-ahead by the system."""
     for source, after in zip(sources, [*sources[1:], None], strict=True):
         if after is not None:
             files.ahead(_headers(after))
@@ -153,7 +149,6 @@ def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
 
 
 def _is_saved(source: Source, placement: Placement) -> bool:
-    """Return True if a weight is saved in the quantized format of its layer."""
     first, _ = source.tensors[0]
     if first.form == MXFP4:
         return placement.stacks.get(source.target) == MXFP4 and first.problem is None
@@ -167,7 +162,6 @@ def _headers(source: Source) -> Iterator[TensorHeader]:
 
 
 def _place(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> dict[str, torch.Tensor]:
-    """Read, convert and place the tensors of a source; return them by name."""
     target = source.target
     first, _ = source.tensors[0]
     if _is_saved(source, placement):
@@ -228,7 +222,6 @@ def _looked_at(
 
 
 def _put(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Set `value` as the parameter, buffer or extra state `name`."""
     leaf = name.rpartition(".")[2]
     module: Any = placement.owner(model, name)
     if leaf == EXTRA_STATE:
@@ -241,7 +234,6 @@ def _put(model: nn.Module, name: str, value: torch.Tensor, placement: Placement)
 
 
 def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Return a dense tensor as the model stores it."""
     device = placement.device(name)
     if name in placement.quantized:
         dense = value.to(device, placement.dtypes[name])
@@ -279,7 +271,6 @@ def _quantized(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) ->
 def _saved(
     model: nn.Module, name: str, tensor: StoredTensor, files: Tensors, placement: Placement
 ) -> torch.Tensor:
-    """Return the weight of a bitsandbytes layer that was saved quantized, with its state."""
     layer: Any = placement.owner(model, name)
     device = placement.device(name)
     weight = files.tensor(tensor.weight)

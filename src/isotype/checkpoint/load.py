@@ -222,7 +222,6 @@ def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -
 
 
 def _headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
-    """Return the headers of the files that `from_pretrained` has found for `source`."""
     tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
     form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
     return CheckpointHeaders(

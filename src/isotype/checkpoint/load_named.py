@@ -85,7 +85,6 @@ def load_for_inference(
         path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
         dtype: compute dtype; `"auto"`: as trained.
         quantization: storage of the base weights; None: as trained, `"none"`: not quantized.
-        device: a device of this machine.
         revision: branch, tag or commit of a hub id: of `path`, or of an adapter's base instead of the one it was
             trained on.
 

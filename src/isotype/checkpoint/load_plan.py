@@ -44,7 +44,6 @@ class PlannedTensor:
 
     Attributes:
         name: fully qualified name in the model.
-        shape: sizes in the model.
         sources: its tensors in the files (name, dtype, file, first byte, bytes), quantization constants included.
         stored: in the files: a dtype's name or a quantization format.
         storage: in the loaded model: a dtype's name or a quantization format.
@@ -81,7 +80,6 @@ class LoadPlan:
     """The loading of every tensor of a model, with missing and surplus ones.
 
     Attributes:
-        tensors: in the model's order.
         match: the comparison of the model with the checkpoint; its `weights` are the sources of each tensor.
     """
 
@@ -94,7 +92,6 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
     Args:
         model: the dense model, of transformers or not; on the meta device it costs nothing. It is not changed.
-        headers: of the checkpoint.
         policy: from `isotype.resolve_precision`.
 
     Raises:

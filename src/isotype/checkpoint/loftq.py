@@ -28,7 +28,6 @@ from isotype.model.quantized import holds_turned
 from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ADAPTER = "default"
-"""PEFT's name of the adapter that a training adds."""
 _TURNS = 4
 """Products with D and Dᵀ that refine the singular vectors; with fewer, the last of r are off by some percent."""
 
@@ -41,7 +40,6 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
 
     Args:
         model: PEFT's, with LoRA layers on a base that was loaded from the checkpoint.
-        checkpoint: with the original weights.
         moments: layer name in the base model -> relative second moments `[in]` of its input channels; equal if
             missing.
 

@@ -26,7 +26,6 @@ from isotype.ranges.measure import Measured, base_of, measure, of_module
 from isotype.ranges.weights import Weight
 
 TOKENS = 256
-"""Default number of tokens."""
 
 
 def measure_ranges(

@@ -49,7 +49,6 @@ class Checkpoint:
         files: the local directory or GGUF file with the weights; None if there is none.
         config: of transformers; None for a GGUF file, see `config_of`.
         headers: of the weights; None if there are none, or the hub does not provide them.
-        facts: the basis of a policy.
         revision: branch, tag or commit of a hub id.
     """
 
@@ -164,21 +163,13 @@ def downloaded(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def require_weights(checkpoint: Checkpoint) -> None:
-    """Check that a local checkpoint has weights; one on the hub is assumed to.
-
-    Raises:
-        CheckpointError: there is only a config.
-    """
+    """Raise CheckpointError if a local checkpoint has no weights; one on the hub is assumed to have them."""
     if checkpoint.files is None and not checkpoint.on_hub:
         raise _without_weights(checkpoint)
 
 
 def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
-    """Return the headers of a checkpoint's weights.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """Return the headers of a checkpoint's weights; raise CheckpointError if it has none."""
     if checkpoint.headers is None:
         raise _without_weights(checkpoint)
     return checkpoint.headers

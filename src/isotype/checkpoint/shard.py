@@ -122,10 +122,6 @@ class _Rows:
 
     Attributes:
         stored: the files, by the model's names.
-        policy: for the conversion.
-        mesh: the processes.
-        device: of the rows.
-        source: the checkpoint, for messages.
     """
 
     stored: StoredWeights
@@ -223,7 +219,6 @@ class _Rows:
 
 
 def _fill(model: nn.Module, rows: _Rows) -> None:
-    """Read this process's rows of every parameter on the meta device."""
     from torch.distributed.tensor import DTensor, Shard
 
     owners: dict[Any, list[tuple[str, Place, str]]] = {}  # names in the checkpoint, places, names there

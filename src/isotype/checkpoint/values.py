@@ -200,9 +200,6 @@ class DenseStack:
 
     Attributes:
         name: of the weight in the model.
-        module: with the weight.
-        codes, stack: its quantized values.
-        dtype: of its dense values.
     """
 
     name: str
@@ -242,7 +239,6 @@ def dequantize(
         dtype: of the dense weights. 4-bit layers dequantize to the dtype of their quantization state; int8 ones to
             float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
         later: (quantized layer, dense one) -> True if the dense weights are filled later.
-        stack_later: the same for stacked experts.
     """
     quantized = [each for each in stacked_weights(model) if quantized_stack(*each[1:]) is not None]
     for path, module, name in quantized:

@@ -85,7 +85,6 @@ def exit_status(report: Report, fail_on: str) -> int:
 
 
 def _check_plan(plan: StepPlan, options: Options, command: Command) -> tuple[Report, Repaired | None]:
-    """Return the report on a plan, and the repaired command if requested."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     from isotype.preflight.repair import plan as planned

@@ -114,7 +114,6 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
 
 
 def _amount(text: str | None) -> int | None:
-    """Return the bytes of `--base_memory`."""
     amount = None if text is None else parse_size(text)
     if text is not None and amount is None:
         raise UsageError.of(
@@ -201,11 +200,7 @@ def explain_parser() -> Parser:
 
 
 def explain(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype explain` and return its exit status.
-
-    Raises:
-        UsageError: an unknown code.
-    """
+    """Run `isotype explain` and return its exit status; raise UsageError for an unknown code."""
     from rich.markdown import Markdown
 
     from isotype.rules import all_rules, page

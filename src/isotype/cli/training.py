@@ -32,7 +32,6 @@ DEMO = shlex.split(
     "--gradient_checkpointing False --eval_strategy steps --eval_steps 32 --eval_on_start True "
     "--save_strategy no --seed 0"
 )
-"""`isotype demo` is `isotype sft` with these arguments."""
 
 SHAPES_MODEL = "runs/shapes-model"
 PICTURES = shlex.split(
@@ -41,7 +40,6 @@ PICTURES = shlex.split(
     "--lora_r 16 --lora_alpha 32 --lora_dropout 0 --gradient_checkpointing False --eval_strategy steps --eval_steps 24 "
     "--eval_on_start True --save_strategy no --seed 0"
 )
-"""Arguments of `isotype demo --pictures`."""
 
 
 def train(command: str, argv: Sequence[str], console: Console) -> int:
@@ -90,7 +88,6 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
 
 
 def _say_what_fits(command: Command, error: Exception) -> None:
-    """Print the settings that fit after a training ran out of memory."""
     from isotype.planning.nearest import advice, ran_out
 
     if ran_out(error):
@@ -172,7 +169,6 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
 
 
 def _uses(trained: Path, settings: Settings) -> dict[str, tuple[str, ...]]:
-    """Return the command of each use of a trained model."""
     chat: dict[str, tuple[str, ...]] = (
         {"try it": ("isotype", "chat", str(trained))} if settings.method.answers else {}
     )

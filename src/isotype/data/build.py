@@ -50,7 +50,6 @@ class Job:
 
     Attributes:
         text_field: name of SFT's plain text column.
-        wanted: splits to take.
         say: prints a line for the user.
     """
 
@@ -73,7 +72,6 @@ class Prepared:
         dataset: the split unless it is made of text files.
         files, digest, shapes, reading: sources of a split of text files.
         first: first row as the trainer takes it.
-        notes: lines for the user.
     """
 
     problems: Sequence[Problem]
@@ -414,7 +412,6 @@ def _applied(row: Row, index: int, reading: Reading, parts: Parts, seen: bool) -
 
 
 def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
-    """Return the problem of a row, with its number in its file."""
     for source, count in parts:
         if count is None or index < count:
             return _at(f"{source}, row {index + 1}", problem)

@@ -112,7 +112,6 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
 
 
 def _named(formats: Sequence[Format]) -> str:
-    """Return the argument that names the columns of the largest of `formats`."""
     wanted = max(formats, key=lambda each: len(each.required)).required
     return f"--columns {','.join(f'{want}=COLUMN' for want in wanted)}"
 
@@ -129,7 +128,6 @@ class Survey:
     Attributes:
         findings: lines by (source, problem); an empty list if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
-        count: rows seen, valid or not.
         first: first row with columns, valid or not; None if there is none.
         keys: (row, message or part; name) of what is not read -> count.
     """

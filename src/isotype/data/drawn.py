@@ -26,7 +26,6 @@ from isotype.data.pictures import NEEDS_PILLOW
 NAME = "shapes"
 CELL = 16
 SIDE = 3 * CELL
-"""Width and height of a picture in pixels."""
 NUMBERS = ("one", "two", "three", "four")
 FORMS = ("circle", "square", "triangle")
 COLOURS = {

@@ -119,7 +119,6 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
 
 
 def _chosen(loaded: Any, name: str, job: Job) -> DatasetDict | IterableDatasetDict:
-    """Return the wanted splits of a dictionary of data sets, checked."""
     problems = splits_problems(name, loaded, job.wanted)
     chosen = {}
     notes: list[str] = []

@@ -46,7 +46,6 @@ class LocalData:
     """A data set on this machine.
 
     Attributes:
-        name: as the user named it.
         splits: files of every split; for a directory of `save_to_disk`, that directory.
         saved: written by `save_to_disk`.
     """
@@ -194,11 +193,7 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the data files among `paths`.
-
-    Raises:
-        DataError: one has such a name but is a pipe or a dead link.
-    """
+    """Return the data files among `paths`; raise DataError for a pipe or a dead link with such a name."""
     named = sorted(
         path
         for path in paths

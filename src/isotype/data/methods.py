@@ -30,7 +30,6 @@ class Format:
     """One set of columns that a trainer accepts.
 
     Attributes:
-        required: columns that must exist.
         excludes: columns by which TRL reads the row as another format, and then fails.
     """
 
@@ -39,7 +38,6 @@ class Format:
 
 
 CHAT_COLUMNS = ("tools", "chat_template_kwargs", "image", "images")
-"""Further columns of a chat."""
 
 _PAIRS = (Format(("prompt", "chosen", "rejected")), Format(("chosen", "rejected")))
 _PROMPTS = (Format(("prompt",)),)
@@ -52,14 +50,12 @@ class Method:
 
     Attributes:
         name: the command, and TRL's script module.
-        title: one-line description.
         trainer: name of the trainer class in `trl`.
         formats: accepted sets of columns, in TRL's order of preference.
         optional: columns with a special meaning. Others are allowed: GRPO and RLOO pass them to the reward functions,
             the other trainers ignore them.
         task_type: PEFT's task type; it decides which parts beside the adapters are trained.
         auto_class: name of transformers' auto class, or None for the class that the config names.
-        model_kwargs: arguments of the model head.
         reference: see `Reference`; `compares` decides it for a training.
         dropped: rows that the trainer drops by `max_length`, as the beginning of a clause; "" if it drops none.
         fused_head: the trainer takes log-probabilities from TRL's fused head and never reads logits.

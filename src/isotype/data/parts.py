@@ -91,7 +91,6 @@ def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | 
     """Describe the unused keys of a data set with their counts; None if everything is used.
 
     Args:
-        source: name of the data set.
         keys: (row, message or part; name) -> count.
         sample: number of rows counted, None if all.
     """

@@ -21,7 +21,6 @@ from isotype.data.cells import CHATS, TURN_COLUMNS, Row
 from isotype.data.pictures import PICTURE_COLUMNS, pictures_in, stored
 
 QUESTION = "Describe the picture."
-"""Question for a picture that has only a caption."""
 
 PLACE: Mapping[str, Any] = {"type": "image"}
 PART_KINDS = ("image", "image_url", "input_image")
@@ -53,7 +52,6 @@ def with_places(
 
     Args:
         row: under the trainer's names, its messages with roles.
-        folder: base of relative paths.
         listed: move a single picture of a column `image` into `images`.
         pictured: use the form of rows with pictures even if there are none.
     """
@@ -92,8 +90,6 @@ class _Pictures:
     Attributes:
         waiting: pictures beside the messages without a place so far.
         marked: there were any, so `<image>` in a text is a place.
-        taken: pictures with a place.
-        places: for pictures beside the messages.
     """
 
     waiting: deque[Any]
@@ -150,7 +146,6 @@ def _parts(row: Row) -> Iterator[Mapping[str, Any]]:
 
 
 def _split(content: str) -> list[Any]:
-    """Split a text into parts, with a place for each mark."""
     parts: list[Any] = []
     for at, text in enumerate(_MARK.split(content)):
         parts += [dict(PLACE)] * bool(at)

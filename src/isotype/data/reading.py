@@ -77,11 +77,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
 
 
 def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
-    """Parse `alpaca` or `prompt=question,completion=answer`; None for None.
-
-    Raises:
-        DataError: neither.
-    """
+    """Parse `alpaca` or `prompt=question,completion=answer` (None for None); raise DataError for other texts."""
     if text is None:
         return None
     if text in PRESETS:

@@ -111,7 +111,6 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _excerpt(text: str, at: int) -> str:
-    """Return the line around position `at`, shortened."""
     first = text.rfind("\n", 0, at) + 1
     last = text.find("\n", at) if "\n" in text[at:] else len(text)
     start, end = max(first, at - 20), min(last, at + 20)

@@ -76,7 +76,6 @@ def roles_line(source: str, names: Counter[str], sample: int | None = None) -> s
     """Describe how speakers' names were mapped to roles; None if there were none.
 
     Args:
-        source: name of the data set.
         names: counts of `standard_chats`.
         sample: number of rows counted, None if all.
     """

@@ -113,11 +113,7 @@ def plan(
 
 
 def plan_of_request(request: PlanRequest) -> Plan:
-    """Answer a request.
-
-    Raises:
-        UsageError, PrecisionError, CheckpointError: as `plan`.
-    """
+    """Answer a request; raises the errors of `plan`."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     source = request.step.source
@@ -245,7 +241,6 @@ def _length(request: PlanRequest, config: Any) -> int:
 
 
 def _micro(request: PlanRequest, length: int) -> int:
-    """Return rows of a step on one device."""
     if request.step_tokens is not None:
         rows = max(1, round(request.step_tokens / length))
     else:
@@ -271,7 +266,6 @@ def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
 
 
 def _settings(request: PlanRequest, notes: Iterable[str]) -> str:
-    """Describe adapters, optimizer and step."""
     step = request.step
     lora = step.lora
     read: Any = lora.get if isinstance(lora, Mapping) else lambda name: getattr(lora, name, None)

@@ -18,7 +18,6 @@ from isotype.precision.devices.probe import clock, measure_all, wait_for
 from isotype.precision.devices.profile import DeviceProfile, StepRates
 
 _SECONDS = 1.0
-"""For the products of all dtypes."""
 
 
 class _Load(NamedTuple):
@@ -129,7 +128,6 @@ def page_rate(device: torch.device) -> float | None:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one run, the least of several."""
     took, seconds, queued = [], clock(device), _load(device).queued
     for _ in range(_TRIES):
         wait_for(device)

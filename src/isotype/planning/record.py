@@ -19,7 +19,6 @@ GOALS: Mapping[str, str] = {
     "fastest": "the most tokens a second",
     "best": "the least damage by storage, then the most tokens a second",
 }
-"""Criteria for the choice of a row."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,6 @@ class Search:
                 yield Option(step, arguments)
 
     def _planned_steps(self) -> Iterator[PlannedStep]:
-        """Yield a step for each storage and sharding that the device and the model support."""
         base = self.request.step
         for storage in self._storages():
             precision = replace(base.precision, quantization=storage or base.precision.quantization)

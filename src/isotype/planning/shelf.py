@@ -47,7 +47,6 @@ SHELF: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
 }
-"""Hub id -> config, the largest first."""
 
 
 def names_a_model(argv: Sequence[str]) -> bool:

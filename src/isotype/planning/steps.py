@@ -21,7 +21,6 @@ class Traced:
 
     Attributes:
         peak: bytes at the peak of any step.
-        phase: of that peak.
         kinds: kind -> bytes alive at the peak.
         times: profile name -> its least and traced time; None if it has no rates.
         notes: what the trace leaves out, and layers without adapter.
@@ -47,11 +46,7 @@ class Steps:
     traced: dict[tuple[int, int], Traced] = field(default_factory=dict)
 
     def at(self, rows: int, tokens: int) -> Traced:
-        """Return the step with `rows` rows of `tokens` tokens.
-
-        Raises:
-            NotForeseenError: it cannot be traced to its end.
-        """
+        """Return the step with `rows` rows of `tokens` tokens; raise NotForeseenError if it cannot be traced."""
         key = (rows, tokens)
         if key not in self.traced:
             request = self.step.request(self.arguments, rows, tokens)

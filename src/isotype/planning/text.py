@@ -30,7 +30,6 @@ WIDTH = 100
 _WORDS = ("", "device", "model", "storage", "checkpointing", "sharding", "fits", "bound by")
 """Columns with words; the others have numbers."""
 _DETAILS = ("spare", "s/step", "bound by")
-"""Columns only of a verbose plan."""
 _DROPPED = ("spare", "bound by", "s/step", "training", "longest", "damage", "sharding", "tokens/s")
 """Columns that a narrow terminal omits, in this order."""
 
@@ -103,7 +102,6 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
 
 
 def _say(console: Console, text: str = "", style: str = "") -> None:
-    """Print lines, wrapped at words."""
     if text or not style:
         say(console, text, style)
 
@@ -141,7 +139,6 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
 
 
 def _check(row: Row) -> tuple[str, ...]:
-    """Return the command that checks a row's step on its device."""
     command = row.command
     here = "device" in command or device_profile(row.device).present  # the check's default is this machine
     device = () if here else ("--device", row.device)
@@ -192,7 +189,6 @@ def _print_table(
 
 
 def _notes(device: Device) -> Iterator[str]:
-    """Yield the costs of a device's dtypes."""
     for note in device.notes:
         yield f"precision  {note}"
 

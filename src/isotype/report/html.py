@@ -271,7 +271,6 @@ def stacked_areas(
     """Return areas stacked over points in order, with a value axis.
 
     Args:
-        title: text for screen readers.
         areas: from the bottom up, all with the same number of points.
         spans: ranges of the points, in order.
         unit: of the amounts, the title of the value axis.

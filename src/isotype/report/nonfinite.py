@@ -51,7 +51,6 @@ def _place(event: NonFinite) -> str:
 
 
 def _name(event: NonFinite) -> str:
-    """`mm`."""
     return event.op.split(".")[1] if event.op.count(".") else event.op
 
 
@@ -69,7 +68,6 @@ def _counts(value: Value) -> str:
 
 
 def _arithmetic(event: NonFinite) -> str:
-    """`0 / 0`, `log(0)`."""
     entries, name = [number(entry) for entry in event.entries], _name(event).rstrip("_")
     sign = _INFIX.get(name)
     return f" {sign} ".join(entries) if sign and len(entries) == 2 else f"{name}({', '.join(entries)})"

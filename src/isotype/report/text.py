@@ -135,7 +135,6 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _at_dots(name: str, width: int) -> str:
-    """Break a dotted name longer than `width` after dots."""
     if len(name) <= width or " " in name:
         return name
     lines = [""]

@@ -236,7 +236,6 @@ def before_first_step(
     """Check the step of a running trainer when its first training batch reaches the model.
 
     Args:
-        optimizer: accelerate's, with its GradScaler.
         tell: called with the report before that batch's forward; may raise.
         outermost: the model as the trainer calls it. If compiled as a whole, only its own hooks run outside of the
             graph.

@@ -80,11 +80,7 @@ def chat(options: argparse.Namespace, console: Console) -> int:
 
 
 def opened_picture(path: str, processor: Any) -> Any:
-    """Open a picture with pillow, in RGB.
-
-    Raises:
-        UsageError: it does not exist or cannot be read, or the model takes none.
-    """
+    """Open a picture in RGB; raise UsageError if it cannot be read or the model takes none."""
     if not hasattr(processor, "image_processor"):
         expected, fix = "a model that takes pictures, with its processor", "leave the picture out"
         raise UsageError.of("the model takes text alone", f"the picture {path}", expected, fix)
@@ -238,7 +234,6 @@ def _turn(
     interactive: bool,
     console: Console,
 ) -> list[Message]:
-    """Answer one question and return the conversation with it."""
     asked = [*messages, question]
     kept = _fitting(model, tokenizer, asked, options.max_new_tokens)
     if not kept:

@@ -27,17 +27,12 @@ from isotype.core.errors import Problem
 from isotype.core.names import plural
 
 Options = tuple[tuple[str, Any], ...]
-"""Keyword arguments of `torch.compile`."""
 
 
 class CompiledBlock(Swapped):
     """Block whose forward is compiled when differentiated; evaluation and generation run eagerly.
 
     Generation would compile each block separately, by its number in the key cache.
-
-    Attributes:
-        compiled_original: the replaced class.
-        compiled_options: options of the compilation.
     """
 
     compiled_original: type[nn.Module]

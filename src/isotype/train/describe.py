@@ -223,7 +223,6 @@ def unquantized_experts(model: Any) -> list[str]:
 
 
 _PICTURED = 4
-"""Number of sample questions with pictures; one without."""
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
@@ -350,6 +349,5 @@ def head_rows(trainer: Any) -> list[tuple[str, str]]:
 
 
 def _allocator(profile: DeviceProfile) -> tuple[tuple[str, str], ...]:
-    """Return torch's allocator setting for an NVIDIA GPU, if set."""
     setting = allocator_setting() if profile.kind == "cuda" else None
     return () if setting is None else (("allocator", setting),)

@@ -32,8 +32,6 @@ class Sharding:
 
     Attributes:
         reshard: free a block's gathered weights after its forward and gather them again for its backward.
-        checkpointing: FSDP's configuration requests gradient checkpointing.
-        version: requested version of FSDP.
         offload: parts in CPU memory were requested.
         source: name of the argument with the version.
     """

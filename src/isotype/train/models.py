@@ -328,7 +328,6 @@ def weightless_model(
         policy: from `isotype.resolve_precision`.
         model_class: a transformers model class or auto class; default: the class that the config names.
         lora: a `peft.LoraConfig` or its arguments; None for no adapters.
-        adapt: the parts that get adapters.
         fold: fold equal layers (see `isotype.model.fold`): before adapters are made, unless layers are chosen by
             number.
         attn_implementation: as in `from_pretrained`.

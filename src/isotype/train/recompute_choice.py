@@ -26,7 +26,6 @@ class Choice:
 
     Attributes:
         arguments: of the model's `gradient_checkpointing_enable`; None for no layer.
-        reason: as a clause.
     """
 
     arguments: Mapping[str, Any] | None

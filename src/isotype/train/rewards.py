@@ -53,7 +53,6 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
 
 
 def _explained(function: Any) -> Any:
-    """Wrap a function so that its error names the line."""
     if isinstance(function, nn.Module):
         return function  # a reward model
     name = getattr(function, "__name__", type(function).__name__)

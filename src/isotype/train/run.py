@@ -28,13 +28,10 @@ class Run:
         settings: the command, with the base model in place of an adapter to train further.
         start: the adapter to train further; None for a new one.
         ranges: the measurement behind the policy; None if there is none.
-        profile: the device.
-        data: splits of rows.
         rewards: the trainer's argument for rewards; empty for methods without.
         resume: the run's checkpoint to resume; None to start from the beginning.
         earlier: the report of the run up to there.
         identity: the settings that determine its numbers, see `isotype.train.output.resume.identity_of`.
-        notes: for the user.
     """
 
     settings: Settings
@@ -56,11 +53,8 @@ class Built:
     """The objects that a run has built for training.
 
     Attributes:
-        trainer: under the policy.
         asked: questions to answer before and after.
-        choice: the recomputed layers.
         fusion: the fused functions; None if nothing was fused.
-        notes: for the user.
         lengths: of the training rows, if known.
     """
 

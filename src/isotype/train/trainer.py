@@ -27,7 +27,6 @@ class PolicyTrainer(WholeCheckpoints):
 
     Attributes:
         compilation: arguments of `torch.compile` for the model's blocks; None without compilation.
-        steps: measures the steps during training.
     """
 
     compilation: Mapping[str, Any] | None = None

@@ -98,9 +98,7 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        record: the data of the report.
         adapter: directory of the saved adapter (or model), None if nothing was saved.
-        report: path of the HTML report.
         checkpoint: the last complete checkpoint of this run, or the resumed one; None if there is none.
         stopped_by: the signal that stopped it; None if it reached its end.
     """
@@ -337,7 +335,6 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
 
 
 def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
-    """Return the lengths of the training rows, if the method uses `max_length`."""
     if not hasattr(settings.training, "max_length"):
         return None
     return lengths_in(settings, tokenizer, data[settings.script.dataset_train_split])

@@ -50,11 +50,7 @@ _REPORTERS = {
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the arguments by themselves.
-
-    Raises:
-        UsageError: with all problems.
-    """
+    """Check the arguments by themselves; raise UsageError with all problems."""
     problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
     problems += compiler_problems(settings.training, settings.extra.device)
     problems = problems or [*_optimizer(settings), *_hub(settings)]

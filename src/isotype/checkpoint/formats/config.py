@@ -119,7 +119,6 @@ def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) 
 
 
 def _generation_problems(directory: Path) -> Iterator[Problem]:
-    """Yield problems of generation_config.json, which is read with the weights."""
     from transformers import GenerationConfig
 
     path = directory / "generation_config.json"
@@ -235,11 +234,7 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
 
 
 def config_dtype(config: Any) -> torch.dtype | None:
-    """Return the config's dtype, or its text model's.
-
-    Raises:
-        CheckpointError: it is not a torch dtype.
-    """
+    """Return the config's dtype, or its text model's; raise CheckpointError if it is not a torch dtype."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for each in (config, text):
         value = getattr(each, "dtype", None)

@@ -57,7 +57,6 @@ class CheckpointHeaders:
         path: the directory or file that was read.
         format: `"safetensors"`, `"torch"` or `"gguf"`.
         kind: `"model"` or `"adapter"` (PEFT's adapter_model.safetensors).
-        tensors: sorted by name.
         metadata: of the file; for GGUF, scalars and strings without arrays.
         quantization: see `quantization_beside`.
     """
@@ -226,9 +225,6 @@ _LONGEST = 255  # bytes in the name of a file
 def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     """Return the tensors of all shards of an index, and the index's metadata.
 
-    Args:
-        index: model.safetensors.index.json or pytorch_model.bin.index.json.
-
     Raises:
         CheckpointError: shards are missing or damaged, or index and shards disagree; lists every problem.
     """
@@ -289,11 +285,7 @@ def _some(names: set[str]) -> str:
 
 
 def missing_shards(index: Path) -> list[str]:
-    """Return the shards of an index that its directory lacks.
-
-    Raises:
-        CheckpointError: the index itself is damaged.
-    """
+    """Return the shards of an index that its directory lacks; raise CheckpointError if the index is damaged."""
     return sorted(
         shard for shard in set(_read_index(index)[0].values()) if not (index.parent / shard).is_file()
     )

@@ -20,11 +20,7 @@ from isotype.core.errors import CheckpointError, Problem
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        CheckpointError: it is not one, or cannot be read.
-    """
+    """Read a JSON object from a file; raise CheckpointError if it is not one, or cannot be read."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

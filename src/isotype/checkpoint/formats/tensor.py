@@ -23,11 +23,8 @@ class TensorHeader:
     """One tensor as its file describes it.
 
     Attributes:
-        name: full name in the checkpoint.
         dtype_name: the file's name of the dtype (`"BF16"`; for GGUF also block types such as `"Q4_1"`).
         shape: sizes in torch's order, slowest dimension first.
-        bytes: size in the file.
-        file: its path.
         begin: position of its first byte in the file; 0 if only the header is available.
     """
 
@@ -83,11 +80,7 @@ def broken(path: Path, given: str, expected: str, fix: str = DAMAGED) -> Checkpo
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a file.
-
-    Raises:
-        CheckpointError: there is no such file.
-    """
+    """Return the bytes of a file; raise CheckpointError if it does not exist."""
     if not path.is_file():
         fix = "check the path, or download the file"
         raise CheckpointError.of("no such file", str(path), "an existing file", fix)

@@ -60,8 +60,6 @@ class Match:
     """A model's tensors compared with those of a checkpoint.
 
     Attributes:
-        model: the model's class.
-        path: the checkpoint.
         missing: names and shapes that the checkpoint lacks.
         initialised: names that it may lack, with the reason.
         tied: names that share the values of another name, which the checkpoint has.
@@ -71,7 +69,6 @@ class Match:
         wrong: tensors of another shape than the model's.
         doubled: names in the model with more than one tensor in the checkpoint, with the one not used.
         buffers: buffers in no file, which the model computes.
-        weights: sources of each name.
     """
 
     model: str
@@ -171,7 +168,6 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
 
 
 def _aliases(model: Any) -> dict[str, list[str]]:
-    """Return the other names of tensors with several."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     shared = grouped(named, lambda each: id(each[1])).values()
     # Those that transformers ties once they are loaded.
@@ -240,7 +236,6 @@ def _extends(model: Any, name: str) -> bool:
 
 
 def _unread(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[tuple[StoredTensor, Problem]]:
-    """Yield tensors whose values cannot be computed, with their problems."""
     for source in {id(source): source for source in weights.sources.values()}.values():
         value = state.get(source.target)
         real = value is not None and value.is_floating_point()

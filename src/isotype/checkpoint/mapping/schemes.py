@@ -72,7 +72,6 @@ class Scheme:
         kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1
             codes per byte, `blocks` those of gpt-oss.
         shape: of the dense weight; empty if it is in a file that is not available.
-        scale: its scales.
         block: rows and columns that share a scale.
         bits: of one code.
         zero: its zero points; None if there are none.
@@ -125,7 +124,6 @@ def scheme_of(
     Args:
         constants: headers of the tensors beside it.
         form: see `StoredTensor.form`.
-        quantization: of config.json.
         modules: names of its module, in the file and in the model.
         classes: names of the module's class and its bases.
 

@@ -61,7 +61,6 @@ class StoredTensor:
         name: its name if it were dense (`experts.gate_up_proj` of `experts.gate_up_proj_blocks`).
         form: a dtype's name, or a quantization format (`nf4`, `mxfp4`, `Q4_K`; `packed` if only config.json names
             it).
-        weight: its header in the file.
         constants: headers of its scales, code books and shapes.
         scheme: how its values are computed; None if plain, of bitsandbytes' formats or in GGUF blocks.
         problem: why they cannot be computed, or None.
@@ -153,7 +152,6 @@ def with_scheme(
     Args:
         quantization: see `stored_tensors`.
         target: its name in the model, if there is one.
-        classes: of its module there.
     """
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor

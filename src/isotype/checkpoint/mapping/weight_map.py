@@ -174,7 +174,6 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
 
 
 def _shaped(model: nn.Module, source: Source) -> Source:
-    """Return the source with the shapes of its results, found on the meta device."""
     if source.conversion is TURNED:
         return replace(source, shapes={source.target: None})
     shapes = [dense_shape(tensor) for tensor, _ in source.tensors]

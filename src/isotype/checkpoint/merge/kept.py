@@ -59,7 +59,6 @@ class Learned:
     """The outputs of a trained model on some texts, and of its base.
 
     Attributes:
-        rows: the texts.
         step: n, if the logits of every n-th token are stored.
         logits: of each text, `[tokens, vocabulary]`.
         base: KL(trained || base), in nats.

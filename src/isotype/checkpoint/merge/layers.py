@@ -28,7 +28,6 @@ class Rounding:
     """The dtype that each parameter of the merged model is stored in.
 
     Attributes:
-        target: default dtype.
         pinned: patterns of names that stay float32.
         own: names that keep their dtype in the base's files.
         written: the written model to compare with; None before it is written.
@@ -254,7 +253,6 @@ def _untie(model: Any) -> bool:
 
 
 def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
-    """Return a checkpoint's names of the input and the output embeddings."""
     names = {id(value): name for name, value in _all(model, "named_parameters") if name in stored}
     first, last = (
         names[id(each.weight)] for each in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -263,7 +261,6 @@ def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
 
 
 def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters or buffers by all of their names."""
     tensors: Iterator[tuple[str, torch.Tensor]] = getattr(module, which)(remove_duplicate=False)
     return tensors
 
@@ -291,11 +288,7 @@ def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def merge_in_float32(name: str, layer: Any) -> None:
-    """Merge one PEFT layer, in place.
-
-    Raises:
-        UsageError: PEFT cannot merge this kind of adapter.
-    """
+    """Merge one PEFT layer, in place; raise UsageError if PEFT cannot merge this kind of adapter."""
     layer.get_base_layer().to(torch.float32)
     try:
         layer.merge(safe_merge=True)
@@ -306,7 +299,6 @@ def merge_in_float32(name: str, layer: Any) -> None:
 
 
 def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
-    """Merge one layer in float32 by PEFT's own code and round it."""
     before = {each: parameter.data for each, parameter in layer.get_base_layer().named_parameters()}
     merge_in_float32(name, layer)
     after = {f"{name}.{each}": parameter for each, parameter in layer.get_base_layer().named_parameters()}

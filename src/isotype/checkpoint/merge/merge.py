@@ -216,7 +216,6 @@ def _base(
 
 
 def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tuple[torch.dtype, str]:
-    """Return the dtype of the merged weights, and the reason."""
     if dtype != "auto":
         asked = parse_dtype(dtype)
         if asked not in COMPUTE_DTYPES:

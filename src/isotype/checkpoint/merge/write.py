@@ -44,11 +44,7 @@ FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
 
 
 def check_output(output: Path) -> None:
-    """Check that nothing would be overwritten, and that the directory can be created.
-
-    Raises:
-        UsageError: otherwise.
-    """
+    """Raise UsageError if something would be overwritten, or the directory cannot be created."""
     file = is_file(output)
     if why := why_unusable(output.parent):
         what, fix = f"--output {output}: {why}", "give another one"
@@ -115,7 +111,6 @@ def write_merged(
         merging: the model; its parts were not taken yet.
         tokenizer: or processor, or None.
         path: an existing, empty directory; for a GGUF file, the file in such a directory.
-        dtype: of the config.
         stored: None for dense safetensors, else one of `FORMATS`.
 
     Raises:
@@ -180,7 +175,6 @@ _CONSTANTS = 6
 
 
 def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a model's tensors as it saves them, those outside of its blocks first."""
     inside = tuple(f"{block.name}." for block in deferred.blocks)
     tied = getattr(model, "all_tied_weights_keys", {})
     outside: dict[str, Any] = {}
@@ -332,7 +326,6 @@ class Shards:
         self._total += tensor.nbytes
 
     def _end(self) -> None:
-        """Write the header of the current file."""
         if self._file is None:  # a model without weights
             self._file = self._path(len(self._files)).open("wb", buffering=0)
         text = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":"))

@@ -53,7 +53,6 @@ from isotype.report.text import format_duration, format_flops, format_share, sho
 from isotype.rules.ist605_memory import unquantized_experts
 
 Content = dict[str, object]
-"""Texts of a template's macro, by name."""
 
 _STATUS = {
     "fails": ("failed", "✕ fails"),
@@ -137,7 +136,6 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
 
 
 def _part(row: Row, findings: Sequence[Finding]) -> Content:
-    """Return a row of the dtype map."""
     number = [f"{row.count:,} in each layer"] if row.count > 1 else []
     number += [f"{row.layers:,} layers"] if row.layers > 1 else []
     about = (row.module_class, format_bytes(row.bytes) if row.bytes else "", *number)
@@ -239,7 +237,6 @@ def _timeline(memory: Memory, capacity: int | None) -> str:
 
 
 def _work(report: Record) -> Content | None:
-    """Return FLOPs by dtype, the most first: a bar, and the device's support of each dtype."""
     total, profile = sum(report.flops.values()), report.trace.setup.profile
     if not total:
         return None

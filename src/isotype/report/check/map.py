@@ -29,16 +29,11 @@ class Row:
         part: its name, relative to a layer or to the model; `*` for numbers.
         stack: the common name of its layers.
         first: number of the first layer; None outside of a stack.
-        last: number of the last layer.
         layers: number of layers of the real model in this row.
         module_class: its class, "" for a part without weights.
         count: number of modules per layer (experts count, layers do not).
         stored: storage dtypes of its base weights, the most frequent first.
-        buffers: dtypes of its buffers.
         runs: dtypes of its products, the most FLOPs first; without products, the dtypes of its outputs.
-        adapters: dtypes of its adapters' parameters.
-        adapter_runs: dtypes of the adapters' products.
-        trainable: a base weight is trained.
         pinned: the model's author keeps a weight in float32.
         bytes: of its weights, adapters and buffers in all layers of the row.
         findings: positions in `Report.findings` of its findings.

@@ -471,7 +471,6 @@ def _field(label: str, text: str, width: int) -> list[Line]:
 
 
 def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
-    """Return labels, each once, beside their texts."""
     text: list[Line] = []
     for before, (label, words) in zip(("", *(label for label, _ in rows)), rows, strict=False):
         shown = "" if label == before else label

@@ -82,7 +82,6 @@ def to_html(record: RunRecord) -> str:
 
 
 def _script(curves: bool) -> str:
-    """Return the scripts that draw the curves, if there are any, and copy the command."""
     if not curves:
         return package_file("copy.js")
     # The first line of uPlot names a web address; its licence is beside it in the package.
@@ -160,7 +159,6 @@ def _places(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _data(data: DataSummary | None) -> list[tuple[str, str]]:
-    """Describe the training data as names and values."""
     if data is None:
         return []
     packs = "" if data.packs is None else f" in {plural(data.packs, 'pack')}"
@@ -195,14 +193,12 @@ class Chart:
 
     Attributes:
         id: of its element in the page.
-        unit: title of the value axis.
         columns: of the steps, derived from them by `run.js` (`tokens_per_second`, `memory_gib`,
             `loss_scale_exponent`), or metrics that the trainer logged.
         labels: names of the columns in legend and readout.
         remark: shown while the pointer is elsewhere.
         zero: the value axis includes 0.
         smooth: draw a smoothed curve over the values.
-        held: draw the held-back losses, too.
         stairs: a value holds until the next step.
         format: of the values; `"power"` treats them as exponents of 2.
         marks: steps to mark at the foot of the chart.
@@ -234,7 +230,6 @@ _METRICS = (
     Chart("length", "Length of completions", "tokens", ("completions/mean_length",), ("mean",), zero=True),
     Chart("token_accuracy", "Token accuracy", "share of tokens", ("mean_token_accuracy",), ("accuracy",), smooth=True),
 )  # fmt: skip
-"""Metrics that TRL's trainers log beside the loss, by name."""
 
 
 def charts_of(record: RunRecord) -> tuple[Chart, ...]:

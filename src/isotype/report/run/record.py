@@ -450,9 +450,5 @@ def to_json(record: RunRecord) -> str:
 
 
 def from_json(text: str) -> RunRecord:
-    """Return the run that `to_json` wrote.
-
-    Raises:
-        ValueError: it is not JSON, or another version of the form.
-    """
+    """Return the run that `to_json` wrote; raise ValueError for other text or another version."""
     return record_of(text, RunRecord, SCHEMA_VERSION)

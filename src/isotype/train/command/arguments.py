@@ -216,12 +216,10 @@ class Argument:
     """Facts about an argument beside TRL's dataclasses.
 
     Attributes:
-        name: without dashes.
         group: heading in the short help; "" if it is not listed there.
         example: a value, for the short help.
         text: a description in a few words.
         losses: losses of the methods whose short help lists it; empty for all.
-        limit: range of its numbers.
         choices: valid names, if another library looks them up long after the model is loaded.
         json: an example, if it takes a JSON object.
     """

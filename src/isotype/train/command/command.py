@@ -28,11 +28,7 @@ _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 def boolean(text: str) -> bool:
-    """Return the truth value of a word, as transformers reads it.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the truth value of a word, as transformers reads it; raise ValueError if it has none."""
     word = text.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(text)
@@ -53,17 +49,10 @@ class Spec:
     """An argument of a training command.
 
     Attributes:
-        name: without dashes.
-        holder: its dataclass.
         kind: `int`, `float`, `bool` or `str`.
-        default: isotype's.
         bare: `--name` alone means True.
-        many: it takes several values.
         none: `none` means None.
         negated: `--no_name` means False.
-        choices: valid values; empty for any.
-        aliases: short names.
-        help: description.
     """
 
     name: str
@@ -193,9 +182,7 @@ class ConfigFile:
     """The file of `--config`.
 
     Attributes:
-        path: as it was typed.
         values: its values by the names of arguments.
-        env: variables that it sets.
     """
 
     path: str
@@ -208,7 +195,6 @@ class Command:
     """One training command.
 
     Attributes:
-        method: name of the training method.
         values: given values by name, in order; others have the default of their `Spec`.
         file: the configuration file; None if there is none.
         processes: number of processes on one machine, started by a launcher; 1 without one.

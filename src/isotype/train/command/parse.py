@@ -40,13 +40,11 @@ def parse_command(
     """Return the command, and the caller's own arguments; a flag wins over a keyword, a keyword over the file.
 
     Args:
-        argv: words behind the command's name.
         keywords: values by argument name; None counts as not given.
         own: adds arguments of the caller (`check`, `plan`), which win over a training's of the same name.
         model: a model that was named before all flags.
         positional: a model may follow without a flag.
         judge: returns the problems of the caller's own arguments.
-        prog: command name for errors.
 
     Raises:
         UsageError: an unknown argument, a wrong value, an unreadable file: all problems at once.

@@ -17,11 +17,7 @@ FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 
 
 def read_precision_request(command: Command) -> PrecisionRequest:
-    """Return the precision request of the arguments.
-
-    Raises:
-        PrecisionError: contradicting flags; each problem names both.
-    """
+    """Return the precision request of the arguments; raise PrecisionError with all contradictions."""
     problems: list[Problem] = []
     init = _init_kwargs(command)
     dtype = _asked_dtype(command, init, problems)
@@ -129,7 +125,6 @@ def _saved_quantization(init: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list[tuple[str, str]]:
-    """Return the quantization that `--model_init_kwargs` requests, if any."""
     config = _saved_quantization(init)
     given = "--model_init_kwargs quantization_config"
     if config.get("load_in_8bit"):
@@ -149,7 +144,6 @@ def _init_quantization(init: Mapping[str, Any], problems: list[Problem]) -> list
 
 
 def _asked_quantization(command: Command, init: Mapping[str, Any], problems: list[Problem]) -> str | None:
-    """Return the quantization on which all flags agree."""
     claims: list[tuple[str, str]] = []
     asked, kind = command["quantization"], command["bnb_4bit_quant_type"]
     if asked:

@@ -34,10 +34,6 @@ class Settings:
     """One command and the dataclasses of its trainer; immutable, `but` returns a changed copy.
 
     Attributes:
-        command: as it was given.
-        script, training, model, dataset: TRL's dataclasses.
-        extra: isotype's own arguments.
-        precision: the precision request.
         refused: dtypes excluded by `--bf16 False` and `--fp16 False`.
         sharding: of the model over processes; None if not sharded.
         auto_checkpointing: choose gradient checkpointing by the step's estimated memory; `training` then has it on.
@@ -147,7 +143,6 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return defaults that depend on other values."""
     model = str(values.get("model_name_or_path", "model"))
     # Not the stem: "Qwen3-0.6B" has no suffix.
     name = Path(model).resolve().name.removeprefix("embedded:").removesuffix(".gguf") or "model"
@@ -271,9 +266,6 @@ def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, A
     """Return a fix from the arguments that a message names: omit the explicit ones, change others.
 
     Args:
-        message: of the library.
-        explicit: names that were given.
-        values: every argument with its value.
         help_of: the command whose help is the last resort.
     """
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))

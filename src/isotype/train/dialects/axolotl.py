@@ -95,7 +95,6 @@ def _rows(reader: Reader) -> None:
 
 
 def _data_set(inner: Reader) -> list[Rows]:
-    """Return one data set; empty (and a refusal) if its rows cannot be read."""
     kind, path, method = inner.get("type"), inner.typed("path", "text", None), inner.method
     texts, chats = (tables()[each].get(method, "").split() for each in ("texts", "chats"))
     if kind in texts:
@@ -134,7 +133,6 @@ def _turns(inner: Reader, kind: str) -> dict[str, list[str]]:
 
 
 def _chat(inner: Reader, kind: str) -> dict[str, list[str]]:
-    """Return the columns of conversations ({role, content} or {from, value} messages)."""
     keys = inner.typed("message_property_mappings", "names with values", {})
     role, content = (keys.get(name, inner.get(f"message_field_{name}", name)) for name in ("role", "content"))
     if (role, content) not in (("role", "content"), ("from", "value")):

@@ -104,7 +104,6 @@ def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path
 
 
 def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
-    """Return a data set by its entry; empty (and a refusal) if its rows cannot be read."""
     where, info = f"dataset: {name}", root / "dataset_info.json"
     if not isinstance(about, dict):
         reader.refuse(where, f"a data set of {info}", "correct the name, or describe it there")

@@ -39,7 +39,6 @@ def tables() -> dict[str, Any]:
 
 
 def _methods_of(argument: str, method: str) -> list[str]:
-    """Return the training methods that have an argument of isotype."""
     listed = tables()["of_methods"].items()
     return next((methods.split() for names, methods in listed if argument in names.split()), [method])
 
@@ -54,14 +53,8 @@ class Reader:
     """A file of another trainer, or a part of it, during translation.
 
     Attributes:
-        table: its name in tables.yaml.
-        method: the training command.
-        folder: of the file.
         given: name -> value; `group.name` for a group of names.
-        values: isotype's names and values.
         used: name of the file -> isotype's names; none if isotype always does it.
-        notes: effect -> names with it.
-        problems: refused names.
     """
 
     table: str
@@ -199,7 +192,6 @@ class Reader:
         ]
 
     def _holds(self, name: str, wanted: Any) -> bool:
-        """Return True if a condition of a rule holds."""
         if "*" in name:
             return any(fnmatchcase(each, name) for each in self.given)
         value = self.values.get(name[1:]) if name.startswith("=") else self.get(name)
@@ -212,7 +204,6 @@ class Reader:
         )
 
     def _filled(self, value: Any) -> Any:
-        """Return a value of a rule, with the file's names filled in."""
         if isinstance(value, dict):
             return {name: self._filled(each) for name, each in value.items()}
         if isinstance(value, list):
@@ -262,7 +253,6 @@ class Rows:
     """One data set.
 
     Attributes:
-        path: file, folder or hub id.
         kind: what a row holds: chat, turns (a prompt and what follows, as text), text.
         columns: the trainer's name -> the data set's, several of which are joined.
         name: of its configuration on the hub.

@@ -19,7 +19,6 @@ _NEWER = frozenset(
 )
 """Names of LLaMA-Factory's second file format (its `examples/v1`)."""
 _METHOD = ("stage", "rl", "reward_model")
-"""Names of the training method."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,8 @@ class Translation:
     """A file of another trainer in isotype's names.
 
     Attributes:
-        title: name of the trainer.
-        values: isotype's names and values.
         used: used name of the file -> isotype's names; none if isotype always does it.
         notes: effect on other names -> these names.
-        problems: refusals with their reasons.
     """
 
     title: str

@@ -17,7 +17,6 @@ from isotype.model.walk import blocks_in
 from isotype.report.run.headroom import Headroom, HeadroomSample
 
 SAMPLING_SECONDS = 0.02
-"""Interval between samples of the process's resident size."""
 
 
 class MemoryMeter(Protocol):

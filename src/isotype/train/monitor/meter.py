@@ -42,7 +42,6 @@ class StepMeter:
     """Measurement of a trainer's optimizer steps from `attach` to `detach`; callbacks receive neither batch nor loss.
 
     Args:
-        trainer: a transformers or TRL trainer.
         together: all processes read every step, in a collective. Otherwise (in a script) tokens are not counted, and
             losses of several processes are combined only if the common norm is not finite, so that all judge alike
             and no other step synchronizes.
@@ -150,7 +149,6 @@ class StepMeter:
 
 
 _OF_THE_DATA = ("input", "labels", "row", "empty", "constant", "outside")
-"""Causes independent of learning rate and dtype."""
 
 
 def not_finite(
@@ -165,9 +163,6 @@ def not_finite(
     """Return the error that ends a run.
 
     Args:
-        headline: what is not finite.
-        arguments: TrainingArguments of the run.
-        step: number of the optimizer step.
         seen: measurements of that step, by name.
         checkpoint: the complete one to resume from, None if there is none.
         replay: result of running the step again, None if not tried.

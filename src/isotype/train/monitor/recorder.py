@@ -34,7 +34,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     it is saved, logged or evaluated.
 
     Args:
-        trainer: the PolicyTrainer.
         view: `update` is called with (steps done, total steps, last record), once with None before the first step and
             after every step; `evaluated` with every held-back loss; `logged` with a step after which the trainer
             logged its own metrics.

@@ -42,17 +42,13 @@ class Step:
 
     Attributes:
         number: counted from 1.
-        learning_rate: of its update.
-        batches: its micro-batches.
         tokens: in its losses, over all processes; known once read.
         loss: sum over its micro-batches in this process; once read, the mean of all processes.
         grad_norm: of its gradients, unscaled and before clipping; None if not measured.
         scale: the loss scale of its backward, None without one.
         stops: processes that were asked to stop; known once read.
         began: its start, by `time.perf_counter`.
-        seconds: duration.
         memory_bytes: peak in this process, 0 if not measured.
-        skipped: the GradScaler skipped the update.
     """
 
     number: int

@@ -217,7 +217,6 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
     """Restore or record the random states before an epoch draws its order; None if seed and epoch determine it.
 
     Args:
-        loader: of the training batches.
         checkpoint: resumed in this epoch; None if the epoch begins from its start.
         skipped: batches of the epoch that were already trained on.
 

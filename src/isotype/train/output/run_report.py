@@ -26,11 +26,7 @@ from isotype.train.output.resume import save_identity
 
 
 def earlier_report(resume: Path | None) -> RunRecord | None:
-    """Return the report in the checkpoint that the run resumes, or None.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return the report in the checkpoint that the run resumes, or None; raise CheckpointError if it is damaged."""
     path = None if resume is None else resume / JSON_NAME
     if path is None or not path.is_file():
         return None

@@ -116,7 +116,6 @@ def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
-    """Read tensors in place, each process its rows."""
     reader = HuggingFaceStorageReader(str(directory))
     saved = reader.read_metadata().state_dict_metadata
     _require(directory, [name for name in state if name not in saved])

@@ -27,15 +27,12 @@ class Options:
     Attributes:
         bare: a model was named without a training method.
         batch, length: rows and tokens of the step, None if the training's arguments decide.
-        generate: trace generation, too.
         fsdp: 0, 1 or 2; None if the training's arguments decide.
         devices: number of devices that train together; None if the launcher decides.
         json, sarif, html: outputs; `-` for sarif is standard output.
-        fix: print the repaired command.
         fail_on: severity from which the exit status is 1.
         verbose: print the parts of memory and time.
         image: size of the pictures in each row; None if from the data.
-        images: number of pictures per row.
     """
 
     bare: bool = False
@@ -59,8 +56,6 @@ class StepPlan:
     """One step to be checked.
 
     Attributes:
-        source: name of the model.
-        precision: the precision request.
         device: name of a device or of a profile.
         rows, length: of the batch, in pairs for dpo and reward; length None for the default.
         step_rows: rows of an optimizer step on one device; if more than `rows`, gradients are accumulated.
@@ -81,10 +76,8 @@ class StepPlan:
         fsdp: 0, 1 or 2.
         devices: number of devices that train together, one process per device.
         reshard: FSDP frees a block's gathered weights after its forward.
-        revision: of a hub id.
         attention: attention implementation, None for transformers' choice.
         packed: rows have several documents, separated by their positions.
-        notes: differences between trace and request.
         ranges: `measure` or `known`, see `isotype.train.policy.policy_by_ranges`.
         data: description of the rows' lengths and format; "" if no data set was opened.
         fuse: the training fuses its layers, adapted or not.
@@ -136,7 +129,6 @@ class Repaired:
     """The result of `isotype check --fix`.
 
     Attributes:
-        text: in words.
         fixes: fixes that together resolve the findings.
         left: unresolved findings, each with the reason.
         command: the repaired training command; None for a function's model.
@@ -177,7 +169,6 @@ def with_commands(
 
 
 def _one_row(command: Command) -> Command:
-    """Return the command with a bare model's default of one row."""
     rows = "per_device_train_batch_size"
     return command if rows in command else command.but(**{rows: 1})
 
@@ -214,7 +205,6 @@ def _argument(action: Action) -> str | None:
 
 
 def _acted(command: Command, action: Action) -> Command:
-    """Return the command changed by one action, if an argument does that."""
     name = _argument(action)
     if name is None:
         return command

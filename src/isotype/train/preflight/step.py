@@ -68,7 +68,6 @@ class PlannedStep:
 
     Attributes:
         ranges: the measurement behind the policy, if any.
-        phases: of the step.
     """
 
     plan: StepPlan
@@ -265,7 +264,6 @@ def _chosen(choice: Choice | None, step: PlannedStep) -> tuple[str, ...]:
 
 
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
-    """Return the weightless model under the policy, folded and in training mode."""
     method = METHODS[plan.method]
     # If only some layers are checkpointed they differ, and are counted before they are folded.
     some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1

@@ -105,11 +105,7 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """Parse `1024x768` into (width, height).
-
-    Raises:
-        ValueError: not a size.
-    """
+    """Parse `1024x768` into (width, height); raise ValueError if it is not a size."""
     width, _, height = text.lower().replace("×", "x").partition("x")
     if min(sides := (int(width), int(height))) < 1:
         raise ValueError(text)

@@ -17,7 +17,6 @@ from isotype.ranges.pictures import FILL, Pictures, by_config
 from isotype.records.request import LossOf
 
 PROMPT_TOKENS = 512
-"""Default length of a prompt (grpo, rloo)."""
 
 
 def synthetic_batch(

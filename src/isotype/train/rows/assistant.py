@@ -155,7 +155,6 @@ def labelled_row(
     Args:
         row: `messages`, or `prompt` and `completion` as messages; `tools` and `chat_template_kwargs` as TRL takes
             them.
-        whole: the prompt has loss, too.
         only: only the assistant's turns have loss.
         source: name of the data set, for errors.
 

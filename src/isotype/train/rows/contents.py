@@ -116,7 +116,6 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
 
 
 def _columns(settings: Settings, rows: Any) -> list[str]:
-    """Return the columns of pictures that the trainer takes."""
     seen = {*PICTURE_COLUMNS} & {*settings.method.optional}
     return [name for name in PICTURE_COLUMNS if name in seen and name in next(iter(rows), {})]
 
@@ -159,7 +158,6 @@ def fitting(
 
 
 def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield (row, tokens) of rows longer than the limit."""
     bar = Bar("counting the tokens of rows with pictures")
     bar.total = len(rows)
     for at, row in enumerate(undecoded(rows)):
@@ -172,11 +170,7 @@ def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, in
 
 @contextmanager
 def pictures_named(trainer: Any) -> Iterator[None]:
-    """Name the row of a picture that a trainer cannot decode.
-
-    Raises:
-        DataError: with the first such rows.
-    """
+    """Raise DataError with the rows of pictures that a trainer cannot decode."""
     try:
         yield
     except (OSError, SyntaxError) as error:

@@ -32,7 +32,6 @@ class Lengths:
 
     Attributes:
         tokens: of each tokenized row (of a pair, its longer half with the prompt).
-        rows: rows of the data set.
         doubled: tokenized rows that begin with two beginning-of-text tokens.
         prompt: tokens of the shortest prompt, which the loss may exclude in every row.
     """
@@ -75,11 +74,9 @@ def lengths_of(
 
     Args:
         method: a key of `METHODS`.
-        tokenizer: the model's tokenizer or processor.
         rows: a data set; None is returned for a stream, and for rows with pictures without a processor.
         text_field: name of SFT's plain text column.
         source: name of the data set, for errors.
-        every: tokenize all rows.
 
     Raises:
         DataError: the chat template refuses a row.

@@ -89,7 +89,6 @@ def spread(count: int) -> Iterator[int]:
 # ------------------------------------------------------------------------------------------------------ of a training
 
 _MOST = 64
-"""Maximum number of rows."""
 
 
 def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
@@ -157,7 +156,6 @@ def _rows(settings: Settings) -> tuple[str, Any]:
 
 
 def _labelled(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the ids of a row and its labels: of a prompt with an answer, those of the answer."""
     answer = next((row[name] for name in ("completion", "chosen") if row.get(name) is not None), None)
     prompt = row.get("prompt")
     ids = ids_of_row(tokenizer, {**row, "completion": answer} if answer is not None else row, text_field)

@@ -23,7 +23,6 @@ class Rows:
     """Collator of packed examples that keeps the rows of the batch.
 
     Attributes:
-        padded: TRL's collator, with padding.
         packed: documents of an example share a row, separated by their positions; else each has its own row.
     """
 

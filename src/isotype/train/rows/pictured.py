@@ -30,7 +30,6 @@ from isotype.train.rows.spans import Span, assistant_spans, other_spans
 _OF_PICTURES = re.compile(
     r"image|img|vision|picture|<row_\d+_col_\d+>|patch|tile_|(^<|\W)[be]oi\W", re.IGNORECASE
 )
-"""Special tokens of a picture, or around one."""
 
 GIVEN, LEARNED, PICTURE = 0, 1, 2
 
@@ -40,7 +39,6 @@ class Written:
     """A row as text before the processor, with a place for each picture, and its targets.
 
     Attributes:
-        text: by the chat template.
         spans: [start, end) of targets, in characters.
         pictures: in the order of their places.
     """

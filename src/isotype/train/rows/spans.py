@@ -67,7 +67,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return the begin of a first message of the assistant, before which no template can render a prompt."""
+    """Return the beginning of a first message of the assistant, before which no template can render a prompt."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
