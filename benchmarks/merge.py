@@ -115,7 +115,7 @@ def kept(adapter: Path, forms: Sequence[str], record: bool) -> None:
 
     import isotype
     from isotype.checkpoint.adapter import base_policy, read_adapter
-    from isotype.checkpoint.merge import rounding
+    from isotype.checkpoint.merge import layers as rounding
     from isotype.checkpoint.merge.kept import learned, merged_as, trained
     from isotype.checkpoint.tokenizer import tokenizer_of
     from isotype.train.rows.measured import rows_of_training

@@ -20,9 +20,9 @@ from tools.site_pages import moved, on_page_markdown
 
 import isotype
 from isotype import Damages, Ranges, rules
-from isotype.checkpoint import locate
+from isotype.checkpoint import opened
 from isotype.cli import main
-from isotype.core.package import VERSION
+from isotype.core import VERSION
 from isotype.data.methods import METHODS
 from isotype.planning import from_request
 from isotype.precision import policy
@@ -76,7 +76,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_python_block_runs(block, folder, monkeypatch, small_model):
     """With a small model in the place of the real one."""
-    monkeypatch.setattr(locate, "embedded_file", lambda name: small_model)
+    monkeypatch.setattr(opened, "embedded_file", lambda name: small_model)
     _run(block)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from isotype.core.package import VERSION
+from isotype.core import VERSION
 from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:

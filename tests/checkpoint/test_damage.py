@@ -14,8 +14,8 @@ from torch import nn
 
 import isotype
 from isotype.checkpoint.damage import _divergence, _of_signs, pieces, rounded
-from isotype.checkpoint.kept import kept
 from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.resolve import kept
 from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED
 from isotype.precision.damages import MEASURED, Damages, stored_bytes

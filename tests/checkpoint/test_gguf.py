@@ -20,8 +20,7 @@ from isotype.checkpoint.formats import gguf_tokenizer as module
 from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.locate import local_path
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import config_of, local_path, open_model
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.core.errors import CheckpointError, SaveError
 from tests.refusals import refused

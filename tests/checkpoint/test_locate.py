@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.checkpoint.locate import embedded_file, local_path
+from isotype.checkpoint.opened import embedded_file, local_path
 from isotype.core.errors import CheckpointError
 from tests.refusals import refused
 

@@ -14,8 +14,8 @@ import transformers
 from isotype.checkpoint.load import load
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge import merge
+from isotype.checkpoint.merge.layers import WrittenModel, codes, unbiased
 from isotype.checkpoint.merge.merge import merge_adapter
-from isotype.checkpoint.merge.rounding import WrittenModel, codes, unbiased
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.values import held_weight
 from isotype.core.errors import CheckpointError

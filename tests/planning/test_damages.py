@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from isotype.checkpoint.kept import keep
 from isotype.checkpoint.opened import open_checkpoint, open_model
+from isotype.checkpoint.resolve import keep
 from isotype.planning.from_request import measured_layers, totals
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
 

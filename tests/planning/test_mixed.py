@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import isotype
-from isotype.checkpoint.kept import keep
 from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.resolve import keep
 from isotype.core.formats import FITTED
 from isotype.planning.from_request import Plan, resolve_auto
 from isotype.precision.by_damage import base_bytes

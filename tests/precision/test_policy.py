@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isotype.core import VERSION
 from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
-from isotype.core.package import VERSION
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import device_profile, profile_names
 from isotype.precision.facts import ModelFacts, QuantizationFacts

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.kept import keep, kept
 from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.resolve import keep, kept
 from isotype.core.errors import SaveError
 from isotype.precision.ranges import Ranges
 from tests.models import save_tiny, tiny_batch, tiny_model

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import isotype
-from isotype.checkpoint.kept import kept
+from isotype.checkpoint.resolve import kept
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
 from isotype.ranges.batches import made_batches

@@ -16,8 +16,8 @@ from tools.patches import entries
 from transformers import Trainer
 
 from isotype.cli.main import main
+from isotype.core import VERSION
 from isotype.core.errors import UsageError
-from isotype.core.package import VERSION
 from isotype.train import libraries
 from isotype.train.libraries import LAST_TRIED, newer_than_tried, require_fitting_libraries
 

@@ -13,9 +13,8 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import local_snapshot, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load_plan import LoadPlan, PlannedTensor, load_plan
-from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.mapping.stored import StoredTensor, main_form, stored_tensors
-from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint
+from isotype.checkpoint.opened import config_of, facts_of, local_path, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError

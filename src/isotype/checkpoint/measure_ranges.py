@@ -11,11 +11,16 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.kept import Measurement, kept_or_noted
 from isotype.checkpoint.load import load, tokenizer_source
-from isotype.checkpoint.locate import local_path
-from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
-from isotype.checkpoint.resolve import resolve_request
+from isotype.checkpoint.opened import (
+    Checkpoint,
+    config_of,
+    downloaded,
+    headers_of,
+    local_path,
+    open_checkpoint,
+)
+from isotype.checkpoint.resolve import Measurement, kept_or_noted, resolve_request
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import CheckpointError

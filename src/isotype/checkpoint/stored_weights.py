@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.fill import read_source, rows_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, weight_map
-from isotype.checkpoint.parts import read_source, rows_of
 from isotype.checkpoint.values import turning
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError

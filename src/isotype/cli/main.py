@@ -25,10 +25,10 @@ from isotype.cli.output import (
 from isotype.compat.imports import code_refused
 from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signals, terminate
 from isotype.compat.torchvision import importable
+from isotype.core import VERSION
 from isotype.core.cache import prepare_library_caches
 from isotype.core.console import libraries_shown
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
-from isotype.core.package import VERSION
 from isotype.core.terminal import lost_output, outlive_output, print_the_nearest, shown
 from isotype.data.methods import METHODS
 from isotype.report.text import wrapped
@@ -176,7 +176,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
     """Return the error that names the libraries a command lacks; None if all of the training extra is installed."""
-    from isotype.checkpoint.locate import EMBEDDED
+    from isotype.checkpoint.opened import EMBEDDED
     from isotype.precision.versions import installed, is_installed, missing
 
     try:

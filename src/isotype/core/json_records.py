@@ -11,7 +11,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from isotype.core.package import VERSION
+from isotype.core import VERSION
 
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
 """A share of a whole. Type annotations are JSON Schema keywords; an `int` without them has minimum 0."""

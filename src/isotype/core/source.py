@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from isotype.compat.standard import frame_above
-from isotype.core.package import PACKAGE
+from isotype.core import PACKAGE
 
 # A folder ends in a separator: torchvision, torchtune and torch_geometric are siblings of torch.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"

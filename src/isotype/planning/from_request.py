@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.kept import kept
 from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
+from isotype.checkpoint.resolve import kept
 from isotype.checkpoint.weightless import skeleton
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from isotype.core import VERSION
 from isotype.core.names import format_bytes
-from isotype.core.package import VERSION
 from isotype.planning.record import Device, Record, Row, front
 from isotype.planning.text import cells_of, heads_of, lines_of, speed_of, title_of
 from isotype.report.html import escape, nice_ticks, package_file, percent, render, tick_labels, value_axis

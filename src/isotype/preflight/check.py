@@ -18,8 +18,8 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
+from isotype.core import PACKAGE
 from isotype.core.errors import Problem, UsageError
-from isotype.core.package import PACKAGE
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges

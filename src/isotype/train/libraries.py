@@ -10,8 +10,8 @@ from packaging.version import Version
 
 from isotype.compat import transformers as trainer_steps
 from isotype.compat import trl as trl_head
+from isotype.core import VERSION
 from isotype.core.errors import Problem, UsageError
-from isotype.core.package import VERSION
 from isotype.data.methods import Method
 
 logger = logging.getLogger("isotype")

@@ -18,9 +18,8 @@ from isotype.checkpoint.adapter import Adapter, attach
 from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
-from isotype.checkpoint.locate import local_path
 from isotype.checkpoint.loftq import begin_from_error
-from isotype.checkpoint.opened import Checkpoint, open_checkpoint
+from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.shard import load_sharded
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import concrete_class, skeleton, skipped_modules, store

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from isotype.checkpoint.damage import measure_damages
-from isotype.checkpoint.kept import kept
 from isotype.checkpoint.measure_ranges import measure_checkpoint
 from isotype.checkpoint.opened import Checkpoint, downloaded
-from isotype.checkpoint.resolve import resolve_request, with_storage_reason
+from isotype.checkpoint.resolve import kept, resolve_request, with_storage_reason
 from isotype.compat.torch_scaler import sharded_scaler
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED

@@ -24,9 +24,14 @@ from torch import nn
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
 from isotype.checkpoint.deferred import DeferredBlocks, outermost_blocks
 from isotype.checkpoint.load import load
-from isotype.checkpoint.merge.layers import dense_policy, merge_in_float32, tuner_layers, without_part
+from isotype.checkpoint.merge.layers import (
+    as_stored,
+    dense_policy,
+    merge_in_float32,
+    tuner_layers,
+    without_part,
+)
 from isotype.checkpoint.merge.report import ENOUGH, Form, LogitsDifference, compare_logits
-from isotype.checkpoint.merge.rounding import as_stored
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy

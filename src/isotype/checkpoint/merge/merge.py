@@ -22,9 +22,8 @@ from isotype.checkpoint.merge.kept import (
     learned,
     merged_in_float32,
 )
-from isotype.checkpoint.merge.layers import Merging
+from isotype.checkpoint.merge.layers import Merging, WrittenModel
 from isotype.checkpoint.merge.report import ENOUGH, MergeReport, share, wider
-from isotype.checkpoint.merge.rounding import WrittenModel
 from isotype.checkpoint.merge.write import (
     FORMATS,
     check_output,
@@ -69,7 +68,7 @@ def merge_adapter(
     adapter meets the weights it has learned to correct; or `base`, as stored. If the result is stored in the format
     that training quantized to, the adapter is merged into the base's stored weights: dequantized weights are on that
     format's grid, and small updates would be lost. PEFT merges each layer in float32; the sum is rounded once,
-    without bias for 16 bits (`isotype.checkpoint.merge.rounding.unbiased`). The model is built in a temporary folder,
+    without bias for 16 bits (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder,
     opened with transformers, compared in float32 with the trained one and with its base
     (`isotype.checkpoint.merge.kept`), and then renamed to `output`. Quantized and GGUF results are also compared
     weight by weight with a second merge.

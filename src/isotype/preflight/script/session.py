@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from isotype.compat.imports import when_imported
+from isotype.core import PACKAGE
 from isotype.core.console import TerminalConsole
-from isotype.core.package import PACKAGE
 from isotype.preflight.script.family import Family, Options, family
 from isotype.preflight.script.processes import Processes
 from isotype.report.text import say

@@ -13,9 +13,9 @@ from urllib.parse import quote
 import torch
 
 from isotype.contracts.contract import doubts, judged_by
+from isotype.core import VERSION
 from isotype.core.dtypes import dtype_name
 from isotype.core.json_records import Names, text_of
-from isotype.core.package import VERSION
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.finding import Finding, Fix
@@ -160,7 +160,7 @@ _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 def to_sarif(report: Record) -> str:
     """Return a log with one run: rules with findings, findings with their places, the end of the trace."""
-    from isotype.core.package import VERSION
+    from isotype.core import VERSION
 
     known = {rule.code: rule for rule in all_rules()}
     codes = sorted({finding.code for finding in report.findings})
