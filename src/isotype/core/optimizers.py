@@ -100,11 +100,11 @@ OPTIMIZERS: dict[str, _Make] = {
     "adagrad": _with(torch.optim.Adagrad),
     "rmsprop": _with(torch.optim.RMSprop),
 }
-"""Name -> what makes the optimizer from parameters and `lr`."""
+"""Name -> function of parameters and `lr` that returns the optimizer."""
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
-    """Yield the problem with a name that no trainer knows; none for other names and for what is no name."""
+    """Yield the problem of an unknown optimizer name; none for other values."""
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
         near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"
@@ -112,5 +112,5 @@ def unknown_optimizer(asked: Any) -> Iterator[Problem]:
 
 
 def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """The largest learning rate of an optimizer's groups: before a schedule's warm-up took it down to nothing."""
+    """Return the largest learning rate of an optimizer's groups, before a schedule's warm-up."""
     return max(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)

@@ -1,1 +1,1 @@
-"""SEE: one training step as data."""
+"""Traces of one training step."""

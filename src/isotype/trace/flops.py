@@ -1,4 +1,4 @@
-"""FLOPs of matmul-like operators: PyTorch's own formulas, and those of operators it does not count."""
+"""FLOPs of matmul-like operators: PyTorch's formulas, and those of operators it does not count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isotype.compat.torch import VARLEN_ATTENTION, FakeTensor, operator_packet
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """FLOPs of one call (a multiply-add counts two); 0 for operators that are no matmul."""
+    """Return the FLOPs of one call (two per multiply-add); 0 for operators that are no matmul."""
     own = _OWN.get(str(func).removesuffix(".default"))
     if own is not None:
         return own(args, result)
@@ -32,25 +32,25 @@ def _attention(args: Any, result: Any) -> int:
 
 
 def _attention_backward(args: Any, result: Any) -> int:
-    """Of the gradient and of query, key and value."""
+    """Return the FLOPs for operands (gradient, query, key, value)."""
     gradient, *operands = args[:4]
     shapes = (tuple(gradient.shape), *_with_all_heads(operands))
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _by_lengths(args: Any, result: Any) -> int:
-    """Of query, key and value `[tokens, heads, width]`, where sequences end, and the longest ones' tokens."""
+    """Return the FLOPs for query, key, value `[tokens, heads, width]`, sequences' ends, the longest's tokens."""
     return 2 * _scores(args[0], args[3], args[6]) * int(args[0].shape[-1])
 
 
 def _by_lengths_backward(args: Any, result: Any) -> int:
-    """Of the gradient and of query, key, value, result, statistics, where sequences end, and the longest ones' tokens."""
+    """Return the FLOPs for gradient, query, key, value, result, statistics, sequences' ends, longest's tokens."""
     query, ends, longest = args[1], args[6], args[9]
     return 5 * _scores(query, ends, longest) * int(query.shape[-1])
 
 
 def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
-    """Twice the scores of all heads; where sequences end is read on a CPU alone: elsewhere all count as long as the longest."""
+    """Return twice the scores of all heads; ends are only read on a CPU, else all sequences count as the longest."""
     tokens, heads = query.shape[:2]
     if ends.device.type == "cpu" and not isinstance(ends, FakeTensor):
         return 2 * heads * int(ends.diff().square().sum())
@@ -58,17 +58,19 @@ def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
 
 
 def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Shapes of query, key and value `[batch, heads, length, width]`, each key repeated for the heads that share it.
+    """Return the shapes of query, key and value `[batch, heads, length, width]`, with keys repeated for their
+    heads.
 
-    The kernels compute so. The formulas of torch before 2.12 refuse fewer heads of keys than of queries; where the oldest
-    torch that is supported counts them (`tests/trace/test_flops.py`), this and the names of the kernels can go.
+    The kernels compute so. torch's formulas before 2.12 refuse fewer key heads than query heads; once the
+    oldest supported torch counts them (`tests/trace/test_flops.py`), this and the names of the kernels can
+    go.
     """
     heads = operands[0].shape[1]
     return tuple((shape[0], heads, *shape[2:]) for shape in (tuple(each.shape) for each in operands))
 
 
 def _gemm_4bit(args: Any, result: Any) -> int:
-    """x [..., k] by a packed weight of [n, k]."""
+    """Return the FLOPs for x [..., k] and a packed weight of [n, k]."""
     product = result[0] if isinstance(result, (list, tuple)) else result
     return 2 * int(args[0].shape[-1]) * int(prod(product.shape)) if isinstance(product, torch.Tensor) else 0
 
@@ -78,7 +80,7 @@ _ATTENTIONS = tuple(
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 )
 
-# torch's formulas are for the forms that make their result.
+# torch's formulas are for the out-of-place forms.
 _IN_PLACE: dict[Any, Any] = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,

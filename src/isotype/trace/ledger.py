@@ -1,4 +1,4 @@
-"""Bytes of live tensors during a step, by kind: the same book for fake and for real tensors."""
+"""Bytes of live tensors during a step, by kind, for fake and real tensors."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from isotype.compat.torch import storage_key, storage_of
 from isotype.records.memory import Memory, MemoryKind, MemoryPoint, Phase
 
-_MOST_STEPS = 64  # in which what others of a module's kind add comes and goes
-_MOST_POINTS = 512  # of the timeline; from there on two neighbours become one
+_MOST_STEPS = 64  # steps in which memory of represented modules comes and goes
+_MOST_POINTS = 512  # of the timeline; beyond, two neighbours are merged
 
 
 class Ledger:
-    """Counts every storage once, from when it is first seen until the last tensor on it is gone.
+    """Counts every storage once, from its first use until its last tensor is gone.
 
-    A module that stands for several (`multiply`) counts what its forward keeps for the backward as often as it
-    stands. The surplus of a storage goes with the storage; while the backward is in the module it waits until that has
-    left, for the other modules' backwards come then. A function that keeps tensors of its own (`ctx.x = x`) lets them go
-    later, with the graph.
+    A module that represents several (`multiply`) counts the activations saved by its forward as often. The
+    surplus of a storage ends with the storage; while the backward is in the module, it is kept until the
+    backward has left it, since the other modules' backwards follow. Tensors kept by a function (`ctx.x = x`)
+    end later, with the graph.
 
     Attributes:
         total: bytes alive now.
-        kind: of what is seen without one.
-        share: of every storage that is seen from now on, what this process holds (less than 1 where it is sharded).
+        kind: of new storages without a given kind.
+        share: part of every new storage that this process holds (below 1 if sharded).
     """
 
     def __init__(self) -> None:
@@ -35,28 +35,28 @@ class Ledger:
         self.kind: MemoryKind = "activations"
         self.share = 1.0
         self._now: dict[MemoryKind, int] = {}
-        # By the storage's address: its reference, bytes, kind and number in the order of their making.
+        # Storage address -> its reference, bytes, kind and sequence number.
         self._live: dict[int, tuple[Any, int, MemoryKind, int]] = {}
         self._made = 0
-        # By the phase, and whether gradients are left out: bytes and kinds of the worst moment.
+        # (phase, whether gradients are left out) -> bytes and kinds at the peak.
         self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int]]] = {}
         self._points: list[MemoryPoint] = []
         self._point_total = -1
         self._stride, self._changes = 1, 0
         self._phase: Phase = "load"
-        # Of each module that stands for several: bytes that the others keep, by the address of the storage they are like.
+        # Representing module -> storage address -> bytes saved by the other modules.
         self._surplus: dict[str, dict[int, int]] = {}
-        # Of those whose storage has gone before the backward has left the module.
+        # The same for storages freed before the backward has left the module.
         self._waiting: dict[str, int] = {}
         self._left: set[str] = set()
         self._times: dict[str, int] = {}
-        # Gradients of the others, which come as their activations go; and the highest moment of the backward in the module.
+        # Gradients of the others, which come as their activations go; and the backward's peak in the module.
         self._gradients: dict[str, int] = {}
         self._highest: dict[tuple[str, bool], tuple[int, dict[MemoryKind, int]]] = {}
         self._in_backward = ""
 
     def begin(self, phase: Phase) -> None:
-        """What is alive from now on counts towards the peak of `phase`."""
+        """Start a phase: memory alive from now on counts towards its peak."""
         for module in self._surplus.keys() - self._left:
             if self._waiting.get(module) or self._gradients.get(module):
                 self._leave(module)
@@ -71,13 +71,13 @@ class Ledger:
         repeats: int = 1,
         held: int | None = None,
     ) -> None:
-        """A tensor was made; its storage is counted if it is new, and again where its kind is named.
+        """Count a tensor's storage if it is new, or again with a given kind.
 
         Args:
-            tensor: what is alive.
-            kind: what it is booked as from now on; None: as it was, or as the ledger's `kind` where it is new.
-            repeats: how many storages of the whole model it stands for.
-            held: bytes of it that this process holds; None: its `share`.
+            tensor: the tensor.
+            kind: its kind from now on; None: unchanged, or the ledger's `kind` if new.
+            repeats: number of storages of the whole model it represents.
+            held: bytes that this process holds; None: its `share`.
         """
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -92,7 +92,7 @@ class Ledger:
         self._change(kind, size)
 
     def mark(self) -> int:
-        """This moment, for `multiply`."""
+        """Return the current moment, for `multiply`."""
         return self._made
 
     def multiply(
@@ -103,10 +103,10 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
-        """What was made in `module`'s forward, since that `mark`, and is alive when it ends, is there `times` times.
+        """Count storages made in `module`'s forward since the mark `since`, and still alive, `times` times.
 
-        An output is the input of the next module like it, which may or may not keep it: whether this one keeps its own
-        input says so. What was there before and has gone meanwhile (a weight that moved to other memory) takes nothing off.
+        An output is the input of the next such module, which may or may not save it: assumed to be as for
+        this one's input. Memory freed since the mark (a weight moved to other memory) is not subtracted.
         """
         kept = {
             key
@@ -127,7 +127,7 @@ class Ledger:
             self._change("activations", size)
 
     def backward_in(self, module: str) -> None:
-        """The backward runs in `module` now; the surplus of what has gone in a module that it has left goes too."""
+        """Set the module of the backward; frees the surplus of modules that it has left."""
         if module == self._in_backward or not self._surplus:
             return
         before, self._in_backward = self._in_backward, module
@@ -136,9 +136,9 @@ class Ledger:
                 self._leave(name)
 
     def add(self, kind: MemoryKind, size: int, module: str = "") -> None:
-        """Bytes that no tensor here stands for (the state of folded layers, what collectives bring); fewer than 0: they go.
+        """Add bytes without a tensor here (states of folded layers, collectives); negative ones are freed.
 
-        Gradients of a `module` whose backward runs come when those of its kind go through theirs.
+        Gradients of a `module` in its backward are added when those of the modules it represents are.
         """
         if not size:
             return
@@ -151,22 +151,22 @@ class Ledger:
             self._gradients[standing] = self._gradients.get(standing, 0) + size
 
     def resize(self, tensor: torch.Tensor, size: int) -> None:
-        """Of a tensor that was seen, only `size` bytes are held from now on."""
+        """Set the held bytes of a counted tensor."""
         key = storage_of(tensor)
         if key in self._live:
             self._book_again(key, self._live[key][2], size)
 
     def alive(self, kind: MemoryKind) -> int:
-        """Bytes of a kind that are alive now."""
+        """Return the live bytes of a kind."""
         return self._now.get(kind, 0)
 
     def record(self, states: int = 0, gradients: int = 0) -> Memory:
-        """Return the peaks so far, and how it came to them; of any step, where the bytes are given that a
-        later one begins with.
+        """Return the peaks and the timeline; of a later step if its initial bytes are given.
 
         Args:
-            states: of the optimizer, which stay from the first step on.
-            gradients: that all micro-batches of a step but its first begin with; 0 where there is one.
+            states: bytes of the optimizer, which stay after the first step.
+            gradients: bytes at the start of all micro-batches but the first of a step; 0 for one
+                micro-batch.
         """
         phases: dict[Phase, Mapping[MemoryKind, int]] = {}
         for (phase, bare), (_, kinds) in self._peaks.items():
@@ -176,7 +176,7 @@ class Ledger:
         return Memory(phases, tuple(_later(point, states, gradients) for point in self._points))
 
     def _leave(self, module: str) -> None:
-        """The other modules' backwards come: in the last one all their gradients are there, and no activations of theirs."""
+        """Count the other modules' backwards: the last one has all their gradients and none of their activations."""
         self._left.add(module)
         gone, come = self._waiting.pop(module, 0), self._gradients.pop(module, 0)
         for bare in (False, True):
@@ -219,7 +219,7 @@ class Ledger:
         self._note_point()
 
     def _note_point(self) -> None:
-        """The worst moment of every `_stride` changes is a point of the timeline."""
+        """Record the peak of every `_stride` changes as a point of the timeline."""
         self._changes += 1
         if self._changes >= self._stride:
             self._close_point()
@@ -271,7 +271,7 @@ def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
 
 
 def _steps(size: int, count: int) -> list[int]:
-    """`size` in as many parts as modules bring it, or take it with them; no more than a picture shows."""
+    """Split `size` into as many parts as modules add or free it, up to the resolution of a picture."""
     parts = max(1, min(count, _MOST_STEPS))
     return [size // parts + (part < size % parts) for part in range(parts)]
 

@@ -1,8 +1,8 @@
-"""The recorder: a dispatch mode that writes down every operator of a step, with the dtype path of its operands.
+"""The recorder: a dispatch mode that records every operator of a step, with the dtype paths of its operands.
 
-It sees operators below autograd, so forward, backward and optimizer look alike; a backward operator finds the forward
-call it belongs to by the sequence number that autograd gives both. `fake_recorder` runs a step on fake tensors, `live`
-watches a real one.
+It sees operators below autograd, so forward, backward and optimizer look alike; a backward operator is
+matched to its forward call by autograd's sequence number. `trace.fake.recorder` runs a step on fake tensors,
+`trace.live` watches a real one.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from isotype.trace.taken import DtypeReads
 aten = torch.ops.aten
 
 ORIGIN = "_isotype_origin"
-"""Name of the attribute in which a tensor keeps who made its dtype."""
+"""Attribute of a tensor with the origin of its dtype."""
 
-# The node of a `torch.autograd.Function`.
+# Node class of a `torch.autograd.Function`.
 _WRITTEN: Any = torch.autograd.function.BackwardCFunction
 
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
-# What `.to(dtype)` and its kind are called where Python calls them; any other function that casts was autocast.
+# Python names of casts such as `.to(dtype)`; a cast in any other function is autocast's.
 _CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-# These make a real tensor first, which the dispatcher then lifts into the fakes.
+# These create a real tensor first, which the dispatcher then lifts to a fake.
 _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor"})
-# Take the dtype of another tensor: the argument that it is.
+# Functions that take the dtype of another tensor -> its argument position.
 _TAKE_FROM = {"to": 1, "type_as": 1, "new_tensor": 0}
 
 
 @dataclass(slots=True)
 class Place:
-    """Where an operator runs: module, source, and how many calls of the real step it stands for."""
+    """The place of an operator: module, source, and the number of calls of the real step it represents."""
 
     module: str
     source: Any
@@ -66,9 +66,9 @@ class Place:
     backward: dict[Any, Place] = field(default_factory=dict)
 
     def written_at(self, source: Any) -> Place:
-        """The place of a line of a backward that is written out (`torch.autograd.Function`), not derived by autograd."""
+        """Return the place of a line in a written backward (`torch.autograd.Function`)."""
         if source is None:
-            return self  # torch's own code (checkpointing) asked
+            return self  # called by torch's own code (checkpointing)
         return self.backward.setdefault(source, Place(self.module, source, self.repeats))
 
 
@@ -83,11 +83,11 @@ class _Frame:
 
 
 _CHECKPOINTS = "_gradient_checkpointing_func"
-"""Where transformers' layers hold the function that checkpoints them."""
+"""Attribute of transformers' layers with their checkpointing function."""
 
 
 class _Recomputed:
-    """Follows a layer of transformers (5.23) that is checkpointed, whose hooks do not run when it is computed again."""
+    """Tracks a checkpointed transformers (5.23) layer, whose hooks do not run in recomputation."""
 
     def __init__(
         self, recorder: Recorder, module: nn.Module, checkpoint: Any, name: str, repeats: int
@@ -113,7 +113,7 @@ class _Recomputed:
 
 
 class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
-    """What a recorder knows of a running step, whatever its tensors are; `__torch_dispatch__` is its heirs'."""
+    """State of a running step for any kind of tensors; subclasses implement `__torch_dispatch__`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,15 +121,15 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.ledger = Ledger()
         self.function = ""
-        # The state where Python called the function: inside of autocast's own kernels it is off.
+        # Autocast's dtype where Python called the function: inside autocast's kernels it is off.
         self.autocast: torch.dtype | None = None
         self.reads = DtypeReads()
-        # Who made the dtype that the function was told, where that is another tensor's.
+        # Origin of the function's dtype argument, if it is another tensor's.
         self.like: Origin | None = None
         self.names: dict[int, Origin] = {}
         # Float dtypes of the step's inputs.
         self.inputs: set[torch.dtype] = set()
-        # The parameters and buffers that a module itself holds, by its name, as the ledger has them.
+        # Module name -> its own parameters and buffers, as the ledger has them.
         self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int, int | None]]] = {}
         self._frames: list[_Frame] = []
         self._places: dict[int, Place] = {}
@@ -139,15 +139,15 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------------------- modules
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Follow the modules of `model` by hooks and know its parameters and buffers by name; returns the handles."""
+        """Add hooks to the modules of `model` and register its parameters and buffers; return the handles."""
         handles: list[Any] = []
-        # By name: a recomputation may enter a module without those that it is in.
+        # By name: a recomputation may enter a module without its parents.
         standing = repeats_of(model)
         for name, module in model.named_modules(remove_duplicate=True):
             repeats = standing[name]
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it takes no hooks: what it runs is its caller's
-            # What bitsandbytes' layers return is cast to the dtype that they were given.
+                continue  # it takes no hooks; its operators are its caller's
+            # bitsandbytes' layers cast their output to their input's dtype.
             casts_back = type(module).__module__.startswith("bitsandbytes.")
             enter = self._entering(name, repeats, casts_back)
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
@@ -165,7 +165,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
 
     def _own_plain_tensors(self, model: nn.Module, prefix: str = "") -> None:
-        """Know by name what the modules hold as plain attributes, unless it is known as something else."""
+        """Register the tensors that modules have as plain attributes, unless known as something else."""
         for module_name, module in model.named_modules():
             for name, tensor in plain_tensors(module):
                 if id(tensor) not in self.names:
@@ -181,7 +181,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return listening(enter)
 
     def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
-        """A module's forward begins, which stands for `repeats`; what it casts to the dtype of `returns` has that one's origin."""
+        """Enter a module's forward, which represents `repeats`; casts to the dtype of `returns` have that origin."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns))
 
     @listening
@@ -189,16 +189,14 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.leave((args, kwargs), output)
 
     def leave(self, arguments: Any = (), output: Any = None) -> None:
-        """The innermost module's forward is over, which was called with `arguments` and returned `output`."""
+        """Leave the innermost module, called with `arguments` and returning `output`."""
         if not self._frames:
             return
         frame = self._frames.pop()
-        # Hooks run on the way of an exception too; the first to hear of it knows where it came from.
+        # Hooks also run during an exception; the first one knows its origin.
         self._raised_in = (self._raised_in or frame) if sys.exc_info()[1] is not None else None
         for tensor, kind, repeats, held in self.held.get(frame.name, ()):
-            self.ledger.seen(
-                tensor, kind, repeats, held
-            )  # its memory may be another one than before (`weight.data = …`)
+            self.ledger.seen(tensor, kind, repeats, held)  # its memory may have changed (`weight.data = …`)
         outer = self._frames[-1].repeats if self._frames else 1
         if frame.repeats != outer and self.phase == "forward" and torch.is_grad_enabled():
             inputs, outputs = (
@@ -209,12 +207,12 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @property
     def module(self) -> str:
-        """The innermost module whose forward is running."""
+        """The innermost module with a running forward."""
         return self._frames[-1].name if self._frames else ""
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Operators inside belong to `phase`."""
+        """Set the phase of operators inside."""
         before, self.phase = self.phase, phase
         self._frames.clear()
         self.ledger.begin(phase)
@@ -226,9 +224,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------------- provenance
 
     def origin(self, tensor: torch.Tensor) -> Origin:
-        """Who made the dtype of `tensor`."""
+        """Return the origin of `tensor`'s dtype."""
         known = self.names.get(id(tensor))
-        if known is None or known.dtype != tensor.dtype:  # a parameter that the forward itself has cast
+        if known is None or known.dtype != tensor.dtype:  # a parameter cast by the forward itself
             known = getattr(tensor, ORIGIN, known)
         if known is None:
             known = self._unknown(tensor)
@@ -236,7 +234,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return known
 
     def _unknown(self, tensor: torch.Tensor) -> Origin:
-        """The origin of a tensor that nothing in the step made: a number, or one that the code keeps for itself."""
+        """Return the origin of a tensor that was not made in the step: a number, or one kept by the code."""
         source = shown(asking_line())
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
             function, like = self._function_name("a tensor"), self._like(tensor.dtype)
@@ -246,15 +244,16 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
-        """From now on the dtype of `tensor` is `origin`'s."""
+        """Set the origin of `tensor`'s dtype."""
         if origin.kind == "input" and origin.dtype in FLOATS:
             self.inputs.add(origin.dtype)
         setattr(tensor, ORIGIN, origin)
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Origin of the target dtype of a cast or of a new tensor when it was read from another tensor; None if the code names it.
+        """Return the origin of the dtype of a cast or new tensor if it is read from another tensor; None if
+        the code names it.
 
-        To be called where Python calls the function.
+        Call it where Python calls the function.
         """
         if name in _TAKE_FROM:
             like = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))
@@ -267,7 +266,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return self.like if self.like is not None and self.like.dtype == dtype else None
 
     def operands(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Operand, ...]:
-        """Tensors with their roles as operands, each with who made its dtype."""
+        """Return tensors with roles as operands, with the origins of their dtypes."""
         return tuple(
             Operand(role, tensor.dtype, tuple(tensor.shape), self.origin(tensor)) for role, tensor in tensors
         )
@@ -277,7 +276,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return self.phase == "backward" and bool(self._frames)
 
     def note(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], breach: Breach) -> None:
-        """Write down a function that was refused, or would be, before any operator ran."""
+        """Record a function that was or would be refused before any operator."""
         self._append(name, self._place(), self.operands(tensors), breach)
 
     def _append(
@@ -328,7 +327,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 made_by = operands[0].origin
                 self.mark(tensor, Origin("scratch", tensor.dtype, made_by.module, source=made_by.source))
             self.ledger.seen(tensor)
-        if name == "aten._safe_softmax.default":  # it notes of every score, in a byte, whether it is -inf
+        if name == "aten._safe_softmax.default":  # it saves for every score, in a byte, whether it is -inf
             for size in (outputs[0].numel(), -outputs[0].numel()):
                 self.ledger.add("activations", size)
         if breach is not None:
@@ -358,7 +357,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 return returns
             before = operands[0].origin if operands else None
             if before is not None and before.kind == "gradient":
-                before = before.before  # a gradient is cast in every layer; one step says it
+                before = before.before  # a gradient is cast in every layer: keep one step
             kind: Any = self._cast_kind() if operands else "constant"
             like = self._like(dtype) if kind in ("cast", "constant") else None
             return Origin(kind, dtype, self._function_name(name), place.module, shown(source), before, like)
@@ -366,7 +365,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             layer = operands[0].origin.name.rpartition(".")[0]
             return Origin("state", dtype, layer, place.module, shown(source))
         alike = [operand for operand in operands if operand.dtype == dtype]
-        # A tensor without dimensions takes no part in promotion; it counts where there is nothing else of its kind.
+        # A 0-dim tensor takes no part in promotion, unless there are only such.
         winner = min([operand for operand in alike if operand.shape] or alike, key=_tells, default=None)
         if winner is None:
             before = operands[0].origin if operands else None
@@ -392,7 +391,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------------------- place
 
     def _place(self) -> Place:
-        """The place of the operator that runs now; in a backward, that of the forward call it belongs to."""
+        """Return the place of the current operator; in a backward, of its forward call."""
         node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
             known = self._places.get(node_number(node))
@@ -411,13 +410,13 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
 
 def _is_borrowed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that torch did not allocate, as those of `torch.from_numpy` do."""
+    """Return whether a tensor's memory was not allocated by torch, as with `torch.from_numpy`."""
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
     return plain and not tensor.untyped_storage().resizable()
 
 
 def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
-    """Whether a copy goes, with a change of the dtype, into unset memory that another module has allocated."""
+    """Return whether a copy changes the dtype in uninitialized memory allocated by another module."""
     into, value = operands[:2]
     made_by = into.origin
     unset = made_by.kind == "constant" and made_by.name in _UNSET
@@ -425,11 +424,11 @@ def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
 
 
 def _tells(operand: Operand) -> int:
-    """Rank of an operand as the source of a dtype: lower tells more.
+    """Return the rank of an operand as the source of a dtype; lower is more informative.
 
-    An empty or filled tensor took its dtype from Python code, and a gradient takes that of the forward's value; what
-    they are joined with tells more. So does a weight that meets an input of the step in the same dtype: the input could
-    not have had another one there.
+    An empty or filled tensor has its dtype from Python code, a gradient that of the forward's value, so other
+    operands rank above them. An input of the step ranks below a weight of the same dtype, since it needs that
+    dtype there.
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind

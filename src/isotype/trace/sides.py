@@ -1,4 +1,4 @@
-"""Which dtype a part of a model computes in: where dtypes meet, the side with fewer modules is out of place."""
+"""The dtype of a part of a model: where dtypes meet, the one with fewer modules is out of place."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from isotype.records.trace import FLOATS, Origin, Setup, Weight
 
 _HALVES = (torch.bfloat16, torch.float16)
 _HELD = ("parameter", "buffer", "attribute")
-# What comes from outside of the modules: where it goes to says which part of the model it concerns.
+# Origins outside of the modules: the destination tells the part of the model.
 _FROM_OUTSIDE = ("input", "data", "outside", "scratch")
 
-# Whole words of a name. PEFT's tuner layers are known by their class; these are adapters written by hand or by other
-# libraries (`lora_A`, `attn_lora`, `adapter`), and what PEFT keeps outside of tuner layers: its prompts.
+# Whole words of a name. PEFT's tuner layers are known by class; these are adapters written by hand or by
+# other libraries (`lora_A`, `attn_lora`, `adapter`), and PEFT's parameters outside of tuner layers: its
+# prompts.
 _ADAPTER_NAMES = re.compile(
     r"(?<![^._])(?:lora|dora|lokr|loha|ia3|vera|adapters?)(?![^._])"
     r"|(?<![^.])(?:magnitude|modules_to_save|soft_prompt|adaption_(?:prompt|gate))(?![^.])"
@@ -28,19 +29,19 @@ _ADAPTER_NAMES = re.compile(
 
 
 def is_adapter(name: str, weight: Weight | None) -> bool:
-    """Whether a weight, or what has its name, is a part of an adapter: by its class or, written by hand, by its name."""
+    """Return whether a weight, or one of this name, belongs to an adapter, by class or name."""
     return bool(_ADAPTER_NAMES.search(name)) or (weight is not None and weight.adapter)
 
 
 @dataclass
 class Tally:
-    """Of one part of a model: modules that compute, and their elements, by dtype."""
+    """Computing modules of one part of a model, and their elements, by dtype."""
 
     modules: Counter[torch.dtype] = field(default_factory=Counter)
     elements: Counter[torch.dtype] = field(default_factory=Counter)
 
     def leaders(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that most modules have: several where as many have each, none where nothing computes."""
+        """Return the dtypes of most modules: several in a tie, none without computing modules."""
         most = max(self.modules.values(), default=0)
         return tuple(dtype for dtype, count in self.modules.items() if count == most)
 
@@ -49,10 +50,10 @@ Tallies = Mapping[str, Tally]
 
 
 def tallies(weights: Iterable[Weight]) -> Tallies:
-    """Of every module with what is in it, by fully qualified name; of the whole model under "".
+    """Return the tallies of every module with its children, by fully qualified name; "" for the whole model.
 
-    A module has one vote, in the dtype of its largest weight. Norms, adapters and pinned weights have another dtype
-    than their neighbours on purpose and none.
+    A module has one vote, for the dtype of its largest weight. Norms, adapters and pinned weights differ from
+    their neighbours on purpose and have none.
     """
     held = [weight for weight in weights if not weight.buffer]
     voters = _largest(weight for weight in held if _computes(weight)) or _largest(held)
@@ -68,7 +69,7 @@ def tallies(weights: Iterable[Weight]) -> Tallies:
 
 
 def _largest(weights: Iterable[Weight]) -> list[Weight]:
-    """Of each module that holds weights in a dtype to compute in (float8 is for storage) the largest."""
+    """Return the largest weight of each module in a compute dtype (float8 is for storage)."""
     largest: dict[str, Weight] = {}
     for weight in weights:
         known = largest.get(weight.module)
@@ -92,19 +93,19 @@ def _computed_in(weight: Weight) -> torch.dtype:
 
 
 def _around(module: str) -> tuple[str, ...]:
-    """Return a module's name and those of all modules around it, the innermost first; the outermost is ""."""
+    """Return the names of a module and its parents, innermost first; the outermost is ""."""
     parts = module.split(".") if module else []
     return tuple(".".join(parts[:end]) for end in range(len(parts), -1, -1))
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Who tells which of several dtypes that meet is out of place.
+    """Decides which of several meeting dtypes is out of place.
 
     Attributes:
         compute: the dtype of the whole step.
-        decided: whether a policy or autocast has decided on `compute`: then it holds for every part.
-        parts: of every module, what is in it.
+        decided: whether a policy or autocast has set `compute`, for all parts.
+        parts: tally of every module.
         input_dtypes: float dtypes of the step's inputs.
     """
 
@@ -114,11 +115,12 @@ class Sides:
     input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
-        """Return the dtype of the part in which `causes` meet, in a call of `module`; `compute` where it has no weights.
+        """Return the dtype of the part where `causes` meet, in a call of `module`; `compute` if it has no
+        weights.
 
-        That part is the smallest one that holds whatever made the dtypes, with all layers of its list; where something
-        else made one of them, an input say, the smallest that has modules in both. One module alone decides nothing, and
-        where as many have one dtype as another, the part around it does; of the whole model see `whole`.
+        The part is the smallest one with all origins of the dtypes, including all layers of its list; if an
+        origin is outside of modules (an input), the smallest with modules in both dtypes. A single module
+        decides nothing, and in a tie the enclosing part decides; for the whole model see `whole`.
         """
         if self.decided:
             return self.compute
@@ -141,10 +143,10 @@ def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[t
 
 
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
-    """Return the dtype that most modules of a model have.
+    """Return the dtype of most modules of a model.
 
-    An input in 16 bits is somebody's choice: it counts as one more module in its dtype, and decides where as many have
-    another one; else the elements do.
+    A 16-bit input counts as one more module in its dtype, since it was chosen, and decides a tie; otherwise
+    the elements do.
     """
     tally = parts.get("", Tally())
     chosen = [dtype for dtype in _HALVES if dtype in input_dtypes and dtype in tally.modules]
@@ -154,7 +156,7 @@ def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.d
 
 
 def _home(cause: Origin) -> str | None:
-    """Return the module that made a dtype; None if it came from outside of the modules."""
+    """Return the module that made a dtype; None for one from outside of the modules."""
     if cause.kind in _HELD:
         return cause.name.rpartition(".")[0]
     if cause.kind == "state":
@@ -163,13 +165,13 @@ def _home(cause: Origin) -> str | None:
 
 
 def _list_of(module: str) -> str:
-    """The innermost list of layers that a module is in one of, by the layer's number; itself where it is in none."""
+    """Return the innermost list of layers that contains a module; the module itself without one."""
     parts = module.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[-1]]) if numbers else module
 
 
 def _common(modules: Sequence[str]) -> str:
-    """Return the innermost module that holds all of `modules`."""
+    """Return the innermost module that contains all of `modules`."""
     shared = set(_around(modules[0])).intersection(*(_around(module) for module in modules[1:]))
     return max(shared, key=len)

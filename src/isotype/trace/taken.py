@@ -1,8 +1,8 @@
-"""Whose dtype a line of code takes: `y.to(x.dtype)` has x's because of x, `y.to(torch.float32)` by its own choice.
+"""Origin of a dtype in code: `y.to(x.dtype)` takes x's, `y.to(torch.float32)` chooses its own.
 
-A dtype is one object for all tensors and remembers none. What can be known is where `Tensor.dtype` was read: the
-instruction of every frame up to the module's. A cast asks which of these reads lie in its own arguments, or in what was
-stored under the name that stands there (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
+A dtype is one object for all tensors, so the reads of `Tensor.dtype` are recorded: the instruction in every
+frame up to the module's. A cast looks for reads in its own arguments, or in values stored under their names
+(`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from isotype.core.source import is_library
 from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
-"""What a function mode's function is bound to where code reads `tensor.dtype`."""
+"""The `__self__` of the function that function modes get for reads of `tensor.dtype`."""
 
 _MODULE_CALL = MODULE_CALL
 _MOST_FRAMES = 8
-# How many calls a dtype is followed back through as an argument.
+# Number of callers through which a dtype argument is followed.
 _MOST_CALLERS = 4
 
-Span = tuple[
-    int, int, int, int
-]  # first line, its column, last line, its column: columns in bytes, as Python has them
+Span = tuple[int, int, int, int]  # first line, its column, last line, its column: byte columns, as in Python
 
 
 class _Call:
-    """Marks one call of a function: it lies in the frame's `f_trace` and goes with the frame.
+    """Marks one function call, as the frame's `f_trace`.
 
-    Frames take no weak references, a frame's address is soon another frame's, and to hold a frame would keep all its tensors.
+    Frames have no weak references, their addresses are reused, and a reference to a frame would keep all its
+    tensors alive.
     """
 
     __slots__ = ("__weakref__",)
 
     def __call__(self, *_: Any) -> None:
-        """What a debugger that is switched on meanwhile calls for the frame's lines: nothing is to be traced."""
+        """Trace nothing if a debugger, enabled meanwhile, calls this for the frame's lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An argument of a call in the source: where it stands, the dtypes and the names in it."""
+    """An argument of a call in the source: its position, dtypes and names."""
 
     keyword: str | None
     span: Span
@@ -70,14 +69,14 @@ class _Argument:
 
 
 class DtypeReads:
-    """The reads of `Tensor.dtype` in a step, by the instruction that read; each instruction's last one is kept."""
+    """Reads of `Tensor.dtype` in a step, the last one of each instruction."""
 
     def __init__(self) -> None:
         self._reads: dict[CodeType, dict[int, _Read]] = {}
         self._count = 0
 
     def note(self, origin: Origin) -> None:
-        """The dtype that `origin` made has been read off its tensor by the code that runs now."""
+        """Record that the running code has read the dtype made by `origin`."""
         self._count += 1
         for frame in _frames(frame_above(1)):
             call = call_of(frame)
@@ -88,7 +87,7 @@ class DtypeReads:
                 self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
-        """Who made the `dtype` that the innermost call of the model's code names; None if the code chose it."""
+        """Return the origin of the `dtype` in the innermost call of the model's code; None if the code chose it."""
         if not self._reads:
             return None
         frame = next(_frames(frame_above(1)), None)
@@ -100,7 +99,7 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the read that the arguments of the call in `frame` have `dtype` from."""
+        """Return the read from which the arguments of the call in `frame` have `dtype`."""
         call: Any = frame.f_trace
         here = [
             read
@@ -125,9 +124,7 @@ class DtypeReads:
         return None
 
     def _stored(self, frame: FrameType, here: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """Return the last read that was stored under `name`: in this call of the function, or, of an
-        attribute and a variable of an outer function, anywhere in the file.
-        """
+        """Return the last read stored under `name`: in this call, for attributes and outer variables in the file."""
         local = name in frame.f_code.co_varnames or name in frame.f_code.co_cellvars
         reads = here if local else self._of_file(frame.f_code.co_filename, dtype)
         into = [read for read in reads if _is_stored(read.code, read.at, name)]
@@ -143,7 +140,7 @@ class DtypeReads:
         ]
 
     def _of_parameter(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
-        """Return the read that a parameter's dtype was given from."""
+        """Return the read from which a parameter got its dtype."""
         caller = next(_frames(frame.f_back), None)
         if caller is None:
             return None
@@ -160,14 +157,14 @@ class DtypeReads:
 
 
 def call_of(frame: FrameType) -> _Call | None:
-    """Return the mark of the call that `frame` runs; None if a debugger has put its own there."""
+    """Return the mark of the call in `frame`; None if a debugger has set its own."""
     if frame.f_trace is None:
         frame.f_trace = _Call()
     return frame.f_trace if isinstance(frame.f_trace, _Call) else None
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of the model's code from `frame` outwards, up to the module's that runs."""
+    """Yield the frames of the model's code from `frame` outwards, up to the running module's."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
         if frame.f_code is _MODULE_CALL and count:
@@ -183,7 +180,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 @lru_cache(maxsize=4096)
 def _position(code: CodeType, at: int) -> Span | None:
-    """Where the instruction at byte `at` stands in the source; None if the code does not say."""
+    """Return the source span of the instruction at byte `at`; None if unknown."""
     span = list(code.co_positions())[at // 2]
     line, last, column, end = span
     return None if None in span else (line, column, last, end)  # type: ignore[return-value]
@@ -195,7 +192,7 @@ def _lies_in(span: Span | None, outer: Span) -> bool:
 
 @lru_cache(maxsize=4096)
 def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
-    """The arguments of the call at byte `at`; none where it is no call, or where there is no source to read."""
+    """Return the arguments of the call at byte `at`; none if it is no call or without source."""
     span = _position(code, at)
     if span is None:
         return ()
@@ -208,7 +205,7 @@ def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
     try:
         tree = ast.parse(b"(" + b"".join(lines) + b"\n)", mode="eval")
     except SyntaxError:
-        return ()  # the file is another one than that which runs
+        return ()  # the file differs from the running code
     call = tree.body
     if not isinstance(call, ast.Call):
         return ()
@@ -220,7 +217,7 @@ def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
 
 
 def _span_of(node: ast.expr, line: int, column: int) -> Span:
-    """Where a node of an expression that begins at `line` and `column` stands in its file."""
+    """Return the span in the file of a node in an expression that begins at `line` and `column`."""
 
     def moved(row: int, offset: int) -> tuple[int, int]:
         return line + row - 1, offset + (column - 1 if row == 1 else 0)
@@ -231,7 +228,7 @@ def _span_of(node: ast.expr, line: int, column: int) -> Span:
 
 
 def _literals(node: ast.expr) -> Iterator[torch.dtype]:
-    """Yield the dtypes that an expression writes out: `torch.float32`."""
+    """Yield the dtypes written in an expression: `torch.float32`."""
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "torch":
             dtype = getattr(torch, each.attr, None)
@@ -256,7 +253,7 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
-    """(byte, line, name) of every instruction that stores; an attribute of a variable is named with it."""
+    """Return (byte, line, name) of every storing instruction; an attribute's name includes its variable."""
     stores: list[tuple[int, int, str]] = []
     before: Any = None
     for each in dis.get_instructions(code):
@@ -264,7 +261,7 @@ def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
         if line is not None and each.opname == "STORE_ATTR":
             stores.append((each.offset, line, f"{getattr(before, 'argval', '')}.{each.argval}"))
         elif line is not None and each.opname.startswith("STORE_") and each.argval is not None:
-            # Python 3.13 joins two stores in one instruction.
+            # Python 3.13 merges two stores into one instruction.
             names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
             stores += [(each.offset, line, str(name)) for name in names]
         before = each
@@ -272,7 +269,7 @@ def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
 
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:
-    """Whether what the instruction at byte `at` reads is a part of what the statement stores under `name`."""
+    """Return whether the instruction at byte `at` reads a part of the value stored under `name`."""
     span = _position(code, at)
     return span is not None and any(
         store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)

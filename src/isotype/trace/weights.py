@@ -1,4 +1,4 @@
-"""The table of a model's parameters and buffers: dtypes, shapes, roles, quantization states, magnitudes."""
+"""Table of a model's parameters and buffers: dtypes, shapes, roles, quantization states, magnitudes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
 from isotype.records.trace import Quantization, Weight
 
-# Medians and digits of larger tensors are not looked at: an average layer's norm, bias or adapter is far below.
+# Medians and digits of larger tensors are not computed: norms, biases and adapters are far smaller.
 _LOOKED_AT = 1 << 24
 
 
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:
-    """Return every parameter and buffer of `model` once, with the other names of those that are tied."""
+    """Return every parameter and buffer of `model` once, with the other names of tied ones."""
     pinned = _pinned_patterns(model)
     rows: dict[int, Weight] = {}
-    alive: list[torch.Tensor] = []  # or a container that makes its tensors anew could give two of them one id
+    alive: list[torch.Tensor] = []  # otherwise two new tensors of a container could get one id
     repeats = repeats_of(model)
     for place in places(model):
         tensors = [
@@ -67,10 +67,9 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:
-    """Yield the parameters of `model` as far as their places, dtypes and shapes go: no value is read, no
-    buffer asked for.
+    """Yield the parameters of `model` with names, dtypes and shapes, without reading values; no buffers.
 
-    Those of lazy layers have no shape yet and are left out.
+    Parameters of lazy layers have no shape yet and are left out.
     """
     pinned = _pinned_patterns(model)
     seen: dict[int, torch.Tensor] = {}
@@ -93,7 +92,7 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers in the order of `weights_of`."""
+    """Return the parameters and buffers in the order of `weights_of`."""
     seen: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -102,11 +101,10 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:
-    """Tensors of a bitsandbytes quantization state.
+    """Yield the tensors of a bitsandbytes quantization state.
 
-    Args:
-        tensor: the weight.
-        layer: the module that holds it: an int8 layer keeps codes and row scales in a state of its own once it has computed.
+    `layer` is the module of the weight `tensor`: an int8 layer moves codes and row scales to its own state in
+    its first forward.
     """
     state = getattr(tensor, "quant_state", None)
     beside = layer.state if layer is not None and kind_of(layer) == "linear8bit" else None
@@ -123,7 +121,7 @@ def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:
 
 
 def memory_kind(weight: Weight) -> MemoryKind:
-    """What its bytes are booked as."""
+    """Return the memory kind of a weight."""
     constants = weight.module_class == QuantizedStack.__name__
     return "buffers" if weight.buffer and not constants else "adapters" if weight.adapter else "weights"
 
@@ -133,7 +131,7 @@ def _tied(weight: Weight, name: str) -> Weight:
 
 
 def _pinned_patterns(model: Any) -> tuple[str, ...]:
-    """The patterns of transformers' `_keep_in_fp32_modules` and its strict form, of the model and of what it wraps."""
+    """Return the patterns of transformers' `_keep_in_fp32_modules` and its strict form, of all modules."""
     patterns: set[str] = set()
     for module in model.modules():
         for read in (pinned, pinned_strictly):
@@ -175,17 +173,17 @@ def _absmax(state: Any) -> torch.dtype | None:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether there are values to be read: a class that runs operators its own way may not know how."""
+    """Return whether a tensor's values can be read: subclasses with their own dispatch may not support it."""
     plain: Any = torch.Tensor.__torch_dispatch__
     own = type(tensor).__torch_dispatch__ is not plain
     return not (own or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _magnitudes(tensor: torch.Tensor, buffer: bool) -> tuple[float | None, float | None]:
-    """Largest absolute value and median magnitude of float weights whose values are at hand.
+    """Return the largest absolute value and median magnitude of float weights with available values.
 
-    All values of every weight are looked at: one that is no number spoils all that is computed. Of a quantized weight it is
-    known only whether what it is dequantized with is finite.
+    All values are checked for non-finite ones. For a quantized weight only the finiteness of its constants is
+    known.
     """
     if buffer or not _has_values(tensor) or not tensor.numel():
         return None, None
@@ -193,7 +191,7 @@ def _magnitudes(tensor: torch.Tensor, buffer: bool) -> tuple[float | None, float
         return (None if all_finite([tensor]) else math.nan), None
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return None, None
-    least, most = (float(each) for each in torch.aminmax(tensor.detach()))  # one pass, nothing allocated
+    least, most = (float(each) for each in torch.aminmax(tensor.detach()))  # one pass without allocations
     largest = math.nan if math.isnan(least) or math.isnan(most) else max(abs(least), abs(most))
     if not tensor.requires_grad or tensor.numel() > _LOOKED_AT:
         return largest, None

@@ -1,4 +1,4 @@
-"""An operator's arguments and results: numbers that a tensor's dtype cannot hold, casts to another dtype, leaves."""
+"""Operator arguments and results: out-of-range numbers, casts, leaves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from isotype.compat.torch import FakeTensor, tree_map, unset_fake_temporarily
 from isotype.core.operators import leaves, schema_of
 from isotype.records.trace import FLOATS, Breach
 
-# Operators that write a number into a tensor, with the arguments that it comes in: the number has to fit the tensor's
-# dtype (`Scalar::to`, c10/core/Scalar.h).
+# Operators that write a number into a tensor -> its arguments: it has to fit the tensor's dtype
+# (`Scalar::to`, c10/core/Scalar.h).
 _FILLS: Mapping[str, tuple[str, ...]] = {
     "aten.masked_fill.Scalar": ("value",),
     "aten.masked_fill_.Scalar": ("value",),
@@ -29,7 +29,7 @@ _FILLS: Mapping[str, tuple[str, ...]] = {
     "aten.scatter.value": ("value",),
     "aten.scatter_.value": ("value",),
 }
-# CUDA's kernels compare in float32 here, the CPU's in the tensor's own dtype.
+# CUDA's kernels compare in float32 here, the CPU's in the tensor's dtype.
 _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
     "aten.clamp.default": ("min", "max"),
     "aten.clamp_.default": ("min", "max"),
@@ -39,12 +39,12 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 
 
 def numbers_of(name: str, kind: str) -> Sequence[str]:
-    """The arguments of an operator on a kind of device whose numbers have to fit its tensor's dtype."""
+    """Return an operator's arguments on a device kind whose numbers have to fit the tensor's dtype."""
     return _FILLS.get(name) or (_CPU_FILLS.get(name, ()) if kind == "cpu" else ())
 
 
 def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
-    """Return the breach of writing a number into a tensor whose dtype cannot hold it."""
+    """Return the breach of writing a number that the tensor's dtype cannot represent."""
     arguments = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
     target = arguments.get("self")
     dtype = arguments.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
@@ -59,7 +59,7 @@ def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breac
 
 
 def without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
-    """Return the arguments with zero for each number."""
+    """Return the arguments with zero for every number."""
     roles = schema_of(func).roles
 
     def zero(role: str, value: Any) -> Any:
@@ -91,7 +91,7 @@ def made_in(dtype: torch.dtype, result: Any) -> Any:
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """An operator's results in the dtypes that were measured on the device, where their number is the same."""
+    """Return an operator's results in the measured dtypes, if their number matches."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes) or all(
         not isinstance(leaf, torch.Tensor) or leaf.dtype == dtype
@@ -106,7 +106,7 @@ def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """`tree_map`, at a tenth of the time where `values` are tuples, lists, dicts and leaves."""
+    """Map like `tree_map`, ten times faster for tuples, lists, dicts and leaves."""
     kind = type(values)
     if kind in _LEAVES or isinstance(values, torch.Tensor):
         return function(values)

@@ -1,4 +1,4 @@
-"""What a step runs: the model, its inputs or loss, the optimizer, generation."""
+"""The code of a step: the model, its inputs or loss, the optimizer, generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def loss_function(inputs: Any) -> LossFunction:
-    """Return (model, inputs) -> loss, of what a step is fed."""
+    """Return (model, inputs) -> loss for the inputs of a step."""
     if isinstance(inputs, LossOf):
         return inputs.function
     if callable(inputs):
@@ -38,17 +38,17 @@ def loss_function(inputs: Any) -> LossFunction:
 
 @dataclass(frozen=True, eq=False)
 class StepCode:
-    """Whose code runs in a step.
+    """The code that runs in a step.
 
     Attributes:
-        model: any module, real or on the meta device; it is not touched.
-        inputs: the keyword arguments the model is called with, a callable model -> loss, or a `LossOf`.
-        optimizer: an optimizer, its class or a callable (parameters -> optimizer); None for the set-up's.
-        generate: what the phase `generate` runs; None for one forward without labels and without gradients.
+        model: any module, real or on the meta device; it is not changed.
+        inputs: keyword arguments of the model, a callable model -> loss, or a `LossOf`.
+        optimizer: an optimizer, its class or a callable (parameters -> optimizer); None for the setup's.
+        generate: code of the phase `generate`; None for one forward without labels and gradients.
         folded: trace equal layers once, see `isotype.model.fold`.
-        weights: `weights_of(model)`, where it is known: to look at every value takes a while.
-        evaluation: inputs that the phase `evaluate` runs on, as `inputs`; None if nothing is evaluated.
-        reference: whether a frozen copy of the model's weights lies in memory.
+        weights: `weights_of(model)` if known: reading all values takes a while.
+        evaluation: inputs of the phase `evaluate`; None for no evaluation.
+        reference: whether a frozen copy of the model's weights is in memory.
     """
 
     model: nn.Module
@@ -62,12 +62,12 @@ class StepCode:
 
     @property
     def named_inputs(self) -> Mapping[str, Any]:
-        """The inputs that are faked with the model, by name; none if a callable brings its own."""
+        """The inputs faked with the model, by name; none if a callable has its own."""
         return named_inputs(self.inputs)
 
     @property
     def loss(self) -> Any:
-        """What computes the loss; the inputs themselves where that is the model."""
+        """The loss function; the inputs if that is the model."""
         return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
 
     @property
@@ -76,7 +76,7 @@ class StepCode:
         return loss_function(self.inputs)
 
     def reached(self) -> Untouched:
-        """What this code reaches beside the twin, saved."""
+        """Return the saved state that this code reaches outside of the twin."""
         return Untouched(
             [
                 ("the loss", self.loss),
@@ -91,7 +91,7 @@ class StepCode:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """Within it random states as they were, nothing compiled, no gradient mode or autocast left over from outside."""
+    """Isolate the step: random states, no compilation, no inherited gradient mode or autocast."""
     with (
         fake_errors_unlogged(),
         random_states_kept(),
@@ -107,10 +107,10 @@ def surroundings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Autocast off and outermost: within another one, what is left does not forget the casts it has kept.
+    """Disable autocast as the outermost region: leaving a nested one would not clear its cached casts.
 
-    The real step's autocast ends with the forward, and casts of weights that it kept end with it: in the backward a
-    recomputation makes them again, in the dtype that it then runs in, and they take no memory there.
+    In the real step autocast ends with the forward, and its cached casts of weights with it: a recomputation
+    in the backward makes them again in its current dtype, and they take no memory there.
     """
     before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     for _ in range(depth):
@@ -126,12 +126,12 @@ def _no_autocast() -> Iterator[None]:
 
 _DEPTH = 4
 _LONG = 256
-# Modules that pass on what they are given hold the one that names it so.
+# Attributes of wrapper modules with the wrapped module, whose forward has the names.
 _WRAPPED = (ORIGINAL, "module", "base_model", "model")
 
 
 def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in `value` as Python would write them: `batch['x']`, `masks[0]`, `batch.x`, `teacher.head.weight`."""
+    """Yield the tensors in `value` with Python expressions: `batch['x']`, `masks[0]`, `teacher.head.weight`."""
     if isinstance(value, torch.Tensor):
         yield name, value
         return
@@ -152,7 +152,7 @@ def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds by name, in its dict and in slots."""
+    """Yield the attributes of an object, in its dict and slots."""
     if hasattr(value, "__dict__"):
         yield from list(vars(value).items())[:_LONG]
     for kind in type(value).__mro__:
@@ -169,7 +169,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 def named_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that `module` is called with, by the names that its forward has for them."""
+    """Yield the tensors in a call of `module`, by the argument names of its forward."""
     names = _positional(module)
     for index, value in enumerate(args):
         yield from named_tensors(value, names[index] if index < len(names) else f"args[{index}]")
@@ -187,13 +187,13 @@ def _positional(module: nn.Module) -> tuple[str, ...]:
     )
     passes_on = any(each.kind is each.VAR_POSITIONAL for each in parameters)
     held = (getattr(module, name, None) for name in _WRAPPED) if passes_on and not names else ()
-    # A model of transformers without a base model is its own.
+    # A transformers model without a base model is its own.
     inner = next((each for each in held if isinstance(each, nn.Module) and each is not module), None)
     return names if inner is None else _positional(inner)
 
 
 def brought_by(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a loss has at hand: what it closes over, its defaults, the globals that it names."""
+    """Yield the tensors of a loss: its closure, defaults and used globals."""
     while isinstance(loss, functools.partial):
         yield from named_tensors(loss.args, "args")
         for name, value in loss.keywords.items():

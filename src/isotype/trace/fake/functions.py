@@ -1,9 +1,9 @@
-"""What happens above the dispatcher: another device's autocast, and refusals of composite functions.
+"""Effects above the dispatcher: another device's autocast, and errors of composite functions.
 
-Autocast acts where Python calls a torch function, so that autograd sees its casts. On a machine without a GPU
-`torch.autocast("cuda")` switches itself off, and the lists of functions differ between devices. The CPU's own
-autocast does what all devices share (matmuls and convolutions); this mode adds what the simulated device casts
-besides, and takes back what only a CPU casts.
+Autocast acts where Python calls a torch function, so that autograd records its casts. On a machine without a
+GPU `torch.autocast("cuda")` disables itself, and the function lists differ between devices. The CPU's
+autocast covers what all devices share (matmuls and convolutions); this mode adds the simulated device's casts
+and undoes those of a CPU only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.values import HALVES
 from isotype.trace.taken import DTYPE
 
-# Python's own functions that end in a listed one.
+# Python functions that call a listed one.
 _ALIASES = {
     "cross_entropy": "nll_loss",
     "normalize": "norm",
@@ -46,15 +46,15 @@ _FROM_LISTS = (torch.tensor, torch.as_tensor)
 
 
 class Functions(TorchFunctionMode):
-    """Tells the recorder which function runs, applies a device's lists where autocast is on, catches refusals.
+    """Passes the running function to the recorder, applies a device's autocast lists, catches errors.
 
     Args:
-        recorder: hears of it.
+        recorder: of the step.
         kind: kind of the simulated device (`cpu`, `cuda`, …).
-        profile: of the device, to answer code that asks what it can do.
+        profile: of the device, for queries of its properties.
 
     Attributes:
-        attention: runs attention by the kernel that the device has; None without a profile.
+        attention: runs the device's attention kernel; None without a profile.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
@@ -88,7 +88,7 @@ class Functions(TorchFunctionMode):
         if func is torch.Tensor.tolist:
             return self._recorder.listed(args[0])
         if func is torch.Tensor.__format__ and args[0].dim() == 0:
-            return format(args[0].item(), *args[1:])  # only a plain tensor would be written as its number
+            return format(args[0].item(), *args[1:])  # only a plain tensor is formatted as its number
         if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
             args = (args[0], self._within(args[0], args[1]))
         if self._foreign:
@@ -108,7 +108,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """An index that lies in `tensor`: of the experts taken to be hit the last may stand for tokens without one."""
+        """Return an index inside `tensor`: of experts assumed to be hit, the last may be out of range."""
         known = self._recorder.values.of(index)
         if known is None or known.dim() or known.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -116,7 +116,7 @@ class Functions(TorchFunctionMode):
         return index if -rows <= number < rows else number % rows
 
     def _numbers(self, value: Any) -> Any:
-        """A list with numbers in place of the tensors in it, which `torch.tensor` would read the memory of."""
+        """Return a list with numbers for tensors, since `torch.tensor` would read their memory."""
         if isinstance(value, (list, tuple)):
             return [
                 self._recorder.listed(v) if isinstance(v, torch.Tensor) else self._numbers(v) for v in value
@@ -134,8 +134,8 @@ class Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError) as error:
             if name_of(func) in ("backward", "grad"):
-                raise  # a graph cannot be gone through twice
-            # The recorder has converted and passed what operators refuse; what is left was refused above them.
+                raise  # a graph cannot be traversed twice
+            # The recorder has converted operands that operators refuse; this error was raised above them.
             target = self._recorder.composite(func, args, kwargs, error)
             if target is None:
                 raise
@@ -164,12 +164,12 @@ class Functions(TorchFunctionMode):
 
 
 def name_of(func: Any) -> str:
-    """Return the name Python calls a function by."""
+    """Return Python's name of a function."""
     return str(getattr(func, "__name__", ""))
 
 
 def _cast(values: Any, dtype: torch.dtype, doubles: bool = False) -> Any:
-    """Floats in `dtype`; those in float64 only if asked: autocast leaves them as they are."""
+    """Return floats in `dtype`; float64 ones only with `doubles`: autocast skips them."""
 
     def cast(leaf: Any) -> Any:
         floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -200,15 +200,11 @@ def _widest(values: Any) -> torch.dtype:
 
 
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""Scores of a layer below this share of the step's peak, or these bytes, are no note: without them little would be won."""
+"""Minimum scores of a layer for a note: a share of the step's peak, and bytes."""
 
 
 class Attention:
-    """Runs attention by plain operators where the device has no fused kernel for a call, and remembers the scores.
-
-    Args:
-        profile: of the device.
-    """
+    """Runs attention by plain operators if the device has no fused kernel for a call, and records its scores."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile, self._cudnn = profile, cudnn_is_on()
@@ -218,7 +214,7 @@ class Attention:
     def as_on_device(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
     ) -> Iterator[None]:
-        """For a call of a torch function; of any but attention, nothing changes."""
+        """Wrap a call of a torch function; changes only attention."""
         call = None if func is not scaled_dot_product_attention else _call_of(args, kwargs, autocast)
         if call is None or attention_kernel(self._profile, call[0], cudnn=self._cudnn) != "math":
             yield
@@ -245,7 +241,7 @@ class Attention:
 def _call_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
 ) -> tuple[AttentionCall, int] | None:
-    """(the call, bytes of its scores in the dtype that plain operators sum in); None for shapes that torch refuses itself."""
+    """Return (call, bytes of its scores in plain operators); None for shapes that torch refuses."""
     named: dict[str, Any] = {
         **dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)),
         **kwargs,

@@ -1,4 +1,4 @@
-"""Which trainable parameters a step's gradients reach, and which its forward uses only where gradients are off."""
+"""Trainable parameters reached by a step's gradients, and those used only with gradients off."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from isotype.trace.recorder import Place
 
 aten = torch.ops.aten
 
-# What only hands a tensor on without its history: no use of its values.
+# Operators that only pass on a tensor without history: no use of its values.
 _CUTS = frozenset({aten.detach.default, aten.alias.default})
-# Autocast casts weights with gradients on, whatever the code around it says: what is used is the result.
+# Autocast always casts weights with gradients on: the use is that of the result.
 _CAST = aten._to_copy.default
 
 _PARAMETER = "_isotype_parameter"
-"""Name of the attribute in which the cast of a parameter keeps its id."""
+"""Attribute of a parameter's cast with the parameter's id."""
 
 
 class Gradients:
-    """Follows the trainable parameters of one step.
+    """Tracks the trainable parameters of one step.
 
     Attributes:
-        reached: ids of those that a gradient was accumulated in.
-        behind: modules that returned where gradients were on, in order.
+        reached: ids of those with an accumulated gradient.
+        behind: modules that returned with gradients on, in order.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Gradients:
         names: Mapping[int, Origin],
         place: Place,
     ) -> None:
-        """An operator of the forward was given `tensors`; `names` knows the parameters among them by their ids."""
+        """Record an operator of the forward with operands `tensors`; `names` has the parameters by id."""
         if func in _CUTS:
             return
         for _, tensor in tensors:
@@ -74,12 +74,12 @@ class Gradients:
 
 
 def _function() -> str | None:
-    """Return the `torch.autograd.Function` that runs its forward without gradients, by its name; "" if none
-    does, but `torch.no_grad()`.
+    """Return the name of the `torch.autograd.Function` running its forward without gradients; "" under
+    `torch.no_grad()`.
 
-    Gradient checkpointing of the reentrant kind is one, whoever wrote it, where no input requires a gradient.
-    None inside of one that brings its inputs their gradients itself, as a fused layer does; under
-    `torch.no_grad()` it does not.
+    Reentrant gradient checkpointing is such a function if no input requires a gradient. None inside a
+    function that computes its inputs' gradients itself, such as a fused layer, unless under
+    `torch.no_grad()`.
     """
     frame: Any = frame_above(2)
     while frame is not None:

@@ -1,8 +1,8 @@
-"""Fake kernels, run once for operands of a kind: what they return is remembered as shapes, strides and dtypes.
+"""Fake kernels, run once per kind of operands: their results are cached as shapes, strides and dtypes.
 
-`FakeTensorMode` remembers too, but spends a third of a millisecond on looking up; a step has thousands of operators, and
-is traced again for every fix. What may be remembered is what torch itself allows (`_validate_cache_key` in
-torch/_subclasses/fake_tensor.py, 2.13), and views by the storage that they were seen to share.
+`FakeTensorMode` has a cache too, but a look-up takes a third of a millisecond; a step has thousands of
+operators, and is traced again for every fix. Cached is what torch allows (`_validate_cache_key` in
+torch/_subclasses/fake_tensor.py, 2.13), and views by the storage they share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNSTEADY = frozenset(
         torch.Tag.inplace_view,
     }
 )
-# They change what a tensor is, without the tag that says so.
+# They change a tensor's metadata without the tag for it.
 _RESHAPED = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"})
 _PLAIN = frozenset(
     {
@@ -52,12 +52,12 @@ _PLAIN = frozenset(
     }
 )
 _MOST = 1 << 16
-# Shapes and strides choose their kernel (`bmm_out_or_baddbmm_` in aten/src/ATen/native/LinearAlgebra.cpp), and each
-# refuses mixed dtypes in its own words.
+# Shapes and strides select their kernel (`bmm_out_or_baddbmm_` in aten/src/ATen/native/LinearAlgebra.cpp),
+# and each kernel has its own error for mixed dtypes.
 _REFUSES_BY_SHAPE = frozenset(f"aten::{name}" for name in ("bmm", "baddbmm", "baddbmm_"))
 _LARGEST = 1 << 24
 
-# Entries hold numbers only, no tensors: they outlive the traces that made them.
+# Entries have numbers only, no tensors: they outlive their traces.
 _KNOWN: dict[Any, Any] = {}
 _STEADY: dict[Any, bool] = {}
 
@@ -72,7 +72,7 @@ class Kernels:
         self._state = dict(template.__dict__)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` returns: from an earlier run with operands of the same kind, else from its fake kernel."""
+        """Return the result of `func`: cached for operands of the same kind, else from its fake kernel."""
         tensors: list[FakeTensor] = []
         key = self._key(func, args, kwargs, tensors)
         if key is None:
@@ -94,7 +94,7 @@ class Kernels:
         )
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Whatever a fake kernel's result depends on; None if it may not be remembered."""
+        """Return all that determines a fake kernel's result; None if it must not be cached."""
         steady = _STEADY.get(func)
         if steady is None:
             steady = _STEADY[func] = _is_steady(func)
@@ -127,7 +127,7 @@ class Kernels:
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Whether it has nothing but shape, strides and dtype: no value of its own, on the CPU, ours."""
+        """Return whether a tensor has only shape, strides and dtype: no known value, on the CPU, of this mode."""
         return (
             tensor.fake_mode is self._mode
             and tensor.constant is None
@@ -140,10 +140,10 @@ class Kernels:
     # ------------------------------------------------------------------------------------------- what is remembered
 
     def _entry(self, result: Any, tensors: list[FakeTensor]) -> Any:
-        """How to make `result` again: (its type, how each part is made); (None, None) where it cannot be."""
+        """Return how to recreate `result`: (its type, recipe of each part); (None, None) if impossible."""
         parts = result if isinstance(result, (tuple, list)) else (result,)
         if type(result) not in (tuple, list) and parts is result:
-            return None, None  # a structure of its own
+            return None, None  # another structure
         storages = {storage_of(tensor): at for at, tensor in enumerate(tensors)}
         seen: set[int] = set()
         pieces = []
@@ -196,7 +196,7 @@ class Kernels:
 
 
 class _One:
-    """Marks what returns one tensor, not several."""
+    """Marks a result of one tensor instead of several."""
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -204,7 +204,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_steady(func: Any) -> bool:
-    """Return whether an operator's result has the same kind whenever its operands have."""
+    """Return whether an operator's results have the same kind for operands of the same kind."""
     return (
         isinstance(func, OpOverload)
         and func.namespace in _BUILT_IN
@@ -214,10 +214,11 @@ def _is_steady(func: Any) -> bool:
 
 
 def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
-    """What this machine says to a call with mixed dtypes, where that depends on shapes and strides; else None.
+    """Return this machine's error for a call with mixed dtypes if that depends on shapes and strides; else
+    None.
 
-    The call is made for real, on memory that nothing was written to: a kernel refuses before it reads. None too where
-    an operand has more than `_LARGEST` elements.
+    The call is real, on uninitialized memory: a kernel raises before it reads. None if an operand has more
+    than `_LARGEST` elements.
     """
     operands, spec = tree_flatten((args, kwargs))
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]

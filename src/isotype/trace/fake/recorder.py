@@ -1,7 +1,7 @@
-"""The recorder of a step on fake tensors: it judges every operator, and goes on where one breaks a contract.
+"""The recorder of a step on fake tensors: judges every operator, and continues after a broken contract.
 
-It sits above `FakeTensorMode`. Values that code branches on get stand-ins; operands that a device would refuse are
-noted, converted as the policy would, and passed.
+It is above `FakeTensorMode`. Values that code branches on get stand-ins; operands that a device would refuse
+are recorded, converted as the policy would, and passed on.
 """
 
 from __future__ import annotations
@@ -58,37 +58,38 @@ from isotype.trace.sides import Sides
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
-# Functions that take float16 on a GPU (in sizes of a power of two) and no 16 bits on a CPU (`promote_type_fft` in
-# aten/src/ATen/native/SpectralOps.cpp).
+# Functions that support float16 on a GPU (in sizes of a power of two) and no 16 bits on a CPU
+# (`promote_type_fft` in aten/src/ATen/native/SpectralOps.cpp).
 _CPU_LACKS_HALF = "fft_"
-# Whose argument is an angle: what counts is by how much it is off, however large it is.
+# Operators of an angle: its absolute error counts, however large it is.
 _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
-# What `torch.tensor` ends in: the mode would keep the number as a constant, and run all that is done with it by itself.
+# Final operators of `torch.tensor`: the mode would keep the number as a constant, and compute with it itself.
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
-# What `Module.to` calls; its results take the parameters' places.
+# Operators of `Module.to`, whose results replace the parameters.
 _MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
 
 _NOT_REAL = (FakeTensor, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class TimeSpentError(RuntimeError):
-    """The step was to be traced until a deadline, and that has come."""
+    """The deadline of the trace has passed."""
 
 
 class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """Writes down one step on fakes.
+    """Records one step on fakes.
 
     Args:
-        contracts: what the device accepts.
-        compute: dtype that breached operands are converted to where nothing else decides.
-        fake: the mode its tensors are fakes of.
-        lines: `file:line` -> dtype: casts and new tensors that this line asks for get this dtype instead, and what it
-            calls with mixed dtypes is converted to it: a change of the code that is to be tried.
+        contracts: of the device.
+        compute: dtype to which breached operands are converted if nothing else decides.
+        fake: the mode of its tensors.
+        lines: `file:line` -> dtype for casts and new tensors of this line, and for operands of its mixed
+            calls: a code change to try.
 
     Attributes:
-        sides: who tells which of several dtypes that meet is converted to; `compute` until there are weights to count.
-        deadline: of the step, in seconds of `time.monotonic`; the operator after it ends the step.
-        gradients: which trainable parameters they reach.
+        sides: decides to which of several dtypes operands are converted; `compute` until weights are
+            known.
+        deadline: of the step, in seconds of `time.monotonic`; the next operator after it ends the step.
+        gradients: the trainable parameters that they reach.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ----------------------------------------------------------------------------------------------- what is given
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """As any recorder does; real tensors that the model is called with become its inputs, too.
+        """Add hooks as any recorder, and register real tensors that the model is called with as inputs.
 
-        A plain tensor that a module holds is known by its name as well: no `.to()` of the model reaches it.
+        Plain tensors of modules get names too: the model's `.to()` does not move them.
         """
         handles = super().watch(model)
         if not isinstance(model, torch.jit.ScriptModule):
@@ -125,18 +126,18 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return handles
 
     def leave(self, arguments: Any = (), output: Any = None) -> None:
-        """As any recorder does; what a module returns where gradients are on may require one."""
+        """Leave a module as any recorder; its output may require a gradient if gradients are on."""
         if self.phase == "forward" and torch.is_grad_enabled() and self._frames:
             self.gradients.behind.append(self._frames[-1].name)
         super().leave(arguments, output)
 
     def knows(self, model: nn.Module, twin: nn.Module, brought: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Before the step: what stands for the real model's weights, where code reads them, and what a loss brings.
+        """Register before the step the fakes of the real model's weights, and tensors of the loss.
 
         Args:
             model: the real one.
             twin: its weights have the same names.
-            brought: tensors that the loss has at hand, by name.
+            brought: tensors of the loss, by name.
         """
         self._brings = {id(tensor): (tensor, name) for name, tensor in brought}
         fakes = dict(_tensors(twin))
@@ -145,8 +146,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self._outside[id(tensor)] = (tensor, fakes[name])
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Real tensors that the model is called with (by a loss of the caller's own) are its inputs."""
-        # Asking a tensor for its dtype is a function call too, at which it would be swapped before it has its name.
+        """Register real tensors in a call of the model (by the caller's loss) as its inputs."""
+        # Reading a tensor's dtype is a function call too, which would swap it before it has its name.
         with without_functions():
             for name, value in named_arguments(module, args, kwargs):
                 if _is_real(value):
@@ -154,10 +155,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.swapped(args), self.swapped(kwargs)
 
     def swapped(self, values: Any) -> Any:
-        """Every real tensor replaced by the fake that stands for it: what the step writes, it writes there."""
+        """Return values with every real tensor replaced by its fake, which takes the step's writes."""
         flat = values.values() if isinstance(values, dict) else values
         if isinstance(values, (tuple, list, dict)) and all(isinstance(value, _NOT_REAL) for value in flat):
-            return values  # nearly every call, at a tenth of the time
+            return values  # most calls, ten times faster
 
         def swap(leaf: Any) -> Any:
             return self.stand_for(leaf) if _is_real(leaf) else leaf
@@ -165,7 +166,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return map_leaves(swap, values)
 
     def stand_for(self, tensor: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
-        """Return the fake of a real tensor from outside of the twin, the same one each time."""
+        """Return the fake of a real tensor from outside of the twin, always the same."""
         known = self._outside.get(id(tensor))
         if known is None:
             with without_modes():
@@ -177,7 +178,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return known[1]
 
     def _brought(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of a real tensor: the loss brings it, or, met in a module, the code keeps it."""
+        """Return the origin of a real tensor: data of the loss, or in a module, kept by its code."""
         if id(tensor) in self._brings:
             return Origin("data", tensor.dtype, self._brings[id(tensor)][1])
         unknown = self._unknown(tensor)
@@ -189,20 +190,20 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
-            # What every `tensor.device` asks; FakeTensor's own answer goes through two more dispatches.
+            # The operator of `tensor.device`; FakeTensor's implementation takes two more dispatches.
             if func is _DEVICE and isinstance(args[0], FakeTensor) and not self.fake.in_kernel_invocation:
                 return args[0].fake_device
             return func(*args, **(kwargs or {}))
         if time.monotonic() > self.deadline:
             raise TimeSpentError("the time for the trace was spent")
-        # Function modes see what the model calls, not what this recorder and the fake kernels do.
+        # Function modes see the model's calls, not those of this recorder and the fake kernels.
         with without_functions():
             return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         place = self._place()
         edited = self._edited(place)
-        # A cast that no function asked for in the backward is autograd's own: it fits a gradient to its value.
+        # A cast without a function in the backward is autograd's, fitting a gradient to its value.
         by_autograd = self.phase == "backward" and not self.function and not self._frames
         if edited is not None and kwargs.get("dtype") in FLOATS and not by_autograd:
             kwargs = {**kwargs, "dtype": edited}
@@ -219,7 +220,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 result, value = made_in(edited, result), made_in(edited, value)
             self._keep(func, tensors, result, value)
         if breach is not None and not tensors:
-            tensors = [("result", result)]  # it makes a tensor from numbers: that is what they do not fit
+            tensors = [("result", result)]  # it creates a tensor from numbers, which do not fit it
         self._write(func, args, kwargs, tensors, result, place, breach)
         if self.phase == "forward":
             self.gradients.used(func, tensors, result, self.names, place)
@@ -233,7 +234,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _edited(self, place: Place) -> torch.dtype | None:
-        """Return the dtype that the line which asked gets instead, None if the code stays as it is."""
+        """Return the dtype of an edited line; None if the code is unchanged."""
         return self.lines.get(shown(place.source)) if self.lines else None
 
     def _judged(
@@ -254,7 +255,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             if name in BFLOAT16_WITHOUT_MEMORY:
                 return self._as_bfloat16(func, args, kwargs, tensors), None
             result, breach = self._run(func, args, kwargs, tensors, edited)
-            # Where a fake kernel gets the result's dtype wrong, the measured one counts (mixed norms, some losses).
+            # If a fake kernel returns another dtype than measured, the measured one counts (mixed norms, some
+            # losses).
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
             return (as_measured(result, verdict.results) if mixed and not breach else result), breach
         if verdict.message == CORRUPTS:
@@ -267,12 +269,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self._run_converted(func, args, kwargs, target), breach
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """Run a fake kernel that knows only bfloat16 of an operator that takes more, and return what was given."""
+        """Run a fake kernel limited to bfloat16 for an operator with more dtypes; return the original dtype."""
         dtype = next(tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS)
         return aten._to_copy.default(self._run_converted(func, args, kwargs, torch.bfloat16), dtype=dtype)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
-        """Values of the results where they are known; what something unknown was written into is forgotten."""
+        """Store the results' values if known; forget values overwritten by unknown ones."""
         if value is not None:
             for fake, real in zip(leaves(result), leaves(value), strict=True):
                 if isinstance(fake, torch.Tensor):
@@ -287,7 +289,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _run(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
     ) -> tuple[Any, Breach | None]:
-        """Run it as it is; where the fake kernel refuses mixed dtypes, note the breach and convert."""
+        """Run an operator; if the fake kernel refuses mixed dtypes, record the breach and convert."""
         try:
             other = self.values.stand_in(func, args, kwargs)
             return other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs), None
@@ -302,10 +304,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _target(
         self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
     ) -> tuple[torch.dtype, bool]:
-        """Return the dtype to convert to, and whether the edited line does it by itself.
+        """Return the dtype to convert to, and whether the edited line does it itself.
 
-        It is that of what an operator writes into, which no cast at the line changes; else the edit's, else that of
-        what is not shared with others, else that of the part of the model it is in, else the widest.
+        That of a written operand, which no cast changes; else the edit's; else that of operands not shared
+        with other code; else that of the part of the model; else the widest.
         """
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
@@ -316,18 +318,18 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         alike = tuple(side if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(operator_name(func), alike)
         if len(set(floats)) == 1 or not (verdict is None or verdict.accepted):
-            return torch.float32, False  # no kernel for this dtype: there is one for float32
+            return torch.float32, False  # no kernel for this dtype; float32 has one
         own = {
             tensor.dtype
             for _, tensor in tensors
             if tensor.dtype in FLOATS and self.origin(tensor).cause.kind not in SHARED
         }
         if len(own) == 1:
-            return own.pop(), False  # the model's own dtype, whatever a tensor that it shares has
+            return own.pop(), False  # the model's dtype, not that of a shared tensor
         return side if side in floats else max(floats, key=width, default=side), False
 
     def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
-        """Return the dtype of the part of the model in which the float ones of `tensors` meet."""
+        """Return the dtype of the part of the model where the float tensors meet."""
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
         causes = [self.origin(tensor).cause for tensor in floats if tensor.dim()]
         return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
@@ -336,7 +338,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if schema_of(func).mutates and isinstance(args[0], torch.Tensor) and args[0].dtype != target:
             return args[0]
         if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
-            return None  # a list of tensors written in place: nothing flows on from it but what was there
+            return None  # a list of tensors written in place: only the old values flow on
         other = self.values.stand_in(func, args, kwargs)
         return (other or func)(
             *(converted(value, target) for value in args),
@@ -346,13 +348,14 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------- above the operators
 
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
-        """A function refused its operands before any operator ran; returns the dtype to go on with, or None."""
+        """Record a function that refused its operands before any operator; return the dtype to go on with."""
         tensors = given_tensors(args, kwargs)
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
-        # Autocast refuses a 16-bit dtype other than its own where it promotes (at::autocast::prioritize).
+        # Autocast refuses another 16-bit dtype than its own when promoting (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
         alone = len(floats) + (cast is not None) < 2
-        # Of one 16-bit dtype that a function takes not at all (`torch.fft`, `torch.quantile`) there is float32's kernel.
+        # For a 16-bit dtype that a function does not support (`torch.fft`, `torch.quantile`) use float32's
+        # kernel.
         if not floats or not says_dtypes(error) or (alone and not self._lacks(func, floats)):
             return None
         edited = self._edited(self._place())
@@ -366,20 +369,20 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return target
 
     def _lacks(self, func: Any, floats: set[torch.dtype]) -> bool:
-        """Whether the simulated device, too, lacks a function that was refused here for its one dtype."""
+        """Return whether the simulated device also lacks a function refused here for its only dtype."""
         here_alone = self.contracts.kind != "cpu" and getattr(func, "__name__", "").startswith(
             _CPU_LACKS_HALF
         )
         return max(map(width, floats)) < 4 and not (here_alone and torch.float16 in floats)
 
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
-        """A function that autocast refuses to run, unless the line that calls it is taken to switch it off."""
+        """Record a function that autocast refuses, unless an edit of the calling line disables autocast."""
         if self._edited(self._place()) is None:
             breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """What stands for `tensor.numpy()`: zeros; NumPy has no bfloat16, which is a breach."""
+        """Return zeros for `tensor.numpy()`; bfloat16 is a breach, since NumPy lacks it."""
         dtype = tensor.dtype
         if dtype == torch.bfloat16:
             dtype = torch.float32
@@ -391,13 +394,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return (torch.zeros(tensor.shape, dtype=dtype) if known is None else known.to(dtype)).numpy()
 
     def listed(self, tensor: torch.Tensor) -> Any:
-        """What stands for `tensor.tolist()`: its values where they are known, else ones (True)."""
+        """Return the known values for `tensor.tolist()`, else ones (True)."""
         known = self.values.of(tensor)
         with unset_fake_temporarily():
             return (torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known).tolist()
 
     def failure(self, error: Exception) -> Failure:
-        """What ended the step, with the place it had got to."""
+        """Return the failure that ended the step, with its place."""
         frame = self._raised_in or (self._frames[-1] if self._frames else None)
         raised = raising_frame(error)
         source = f"{raised.f_code.co_filename}:{raised.f_lineno}" if raised is not None else ""
@@ -405,7 +408,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         with without_functions():
             operands = tuple(self._at_hand(error))
         mixed = len({operand.dtype for operand in operands}) > 1
-        # A parameter that the forward has cast is another object here, where the real step keeps it.
+        # A parameter cast by the forward is another object here; the real step keeps it.
         ours = "poisoned by swap_tensors" in text
         if ours:
             text = "a backward behind a module that its own forward moves by .to() cannot be traced"
@@ -415,7 +418,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return Failure(self.phase, name, source, text, mixed, operands, again, condition)
 
     def _at_hand(self, error: Exception) -> Iterator[Operand]:
-        """Yield the float tensors that whatever raised had before it."""
+        """Yield the float tensors available where an error was raised."""
         for name, value in tensors_at_hand(error):
             if value.dtype in FLOATS:
                 yield Operand(name, value.dtype, tuple(value.shape), self.origin(value))
@@ -430,7 +433,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Return whether it is a tensor with values, not a fake nor what vmap makes of one."""
+    """Return whether a leaf is a tensor with values, not a fake or a vmap wrapper of one."""
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
         return False
     return not is_transformed_tensor(leaf)
@@ -442,10 +445,10 @@ _DTYPE_WORDS = re.compile(
 )
 
 
-# How C++ prints a tensor: `CPUBFloat16Type{[2, 16]}`, in whatever message.
+# C++'s format of a tensor: `CPUBFloat16Type{[2, 16]}`, in any message.
 _PRINTED = re.compile(r"\S*(?=\{\[)")
 
 
 def says_dtypes(error: Exception) -> bool:
-    """Return whether an error's own words are about dtypes."""
+    """Return whether an error message is about dtypes."""
     return _DTYPE_WORDS.search(_PRINTED.sub("", str(error))) is not None

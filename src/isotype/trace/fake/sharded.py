@@ -1,10 +1,11 @@
-"""What one of several processes holds of a step: shards, gathered weights and buffers of collectives, by FSDP2 or DDP.
+"""Memory of one process: shards, gathered weights and communication buffers under FSDP2 or DDP.
 
-The step runs on whole fakes; the ledger counts what a process would hold. When FSDP2 gathers, frees and reduces is read off torch 2.13
-(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py): weights are gathered into one flat buffer and copied
-out of it; a forward frees that buffer when the next group has been copied, a backward when the copy is done, and gathers the next group
-ahead; the input of a group's reduce-scatter lives until the next group's. DDP holds all weights, and a copy of every gradient in its
-buckets (torch/csrc/distributed/c10d/reducer.cpp, without `gradient_as_bucket_view`).
+The step runs on whole fakes; the ledger counts a process's share. FSDP2's timing is from torch 2.13
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py): weights are gathered into
+one flat buffer and copied out of it; a forward frees that buffer after the next group's copy, a backward
+after its own copy, and gathers the next group ahead; the input of a group's reduce-scatter lives until the
+next group's. DDP holds all weights, and a copy of every gradient in its buckets
+(torch/csrc/distributed/c10d/reducer.cpp, without `gradient_as_bucket_view`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from isotype.trace.ledger import Ledger
 
 
 def shard_bytes(parameter: torch.Tensor, devices: int) -> int:
-    """Bytes that the first of `devices` processes holds: rows are padded to a multiple of their number."""
+    """Return the bytes held by the first of `devices` processes: rows are padded to a multiple of their number."""
     rows, *rest = parameter.shape or (1,)
     return math.ceil(rows / devices) * math.prod(rest) * parameter.dtype.itemsize
 
@@ -35,17 +36,17 @@ _RETURNED_BY = "_isotype_returned_by"
 
 @dataclass(eq=False)
 class _Gathering:
-    """A group of FSDP2's during the step; bytes are those of one of the equal layers that it stands for.
+    """A group of FSDP2 during the step; bytes are of one of the equal layers it represents.
 
     Attributes:
         group: its module and parameters.
-        repeats: how many groups of the whole model it stands for.
-        whole: bytes of its parameters when they are gathered.
+        repeats: number of groups of the whole model it represents.
+        whole: bytes of its gathered parameters.
         reduced: bytes of the buffer in which its gradients are reduced.
-        is_gathered: whether its parameters are whole now.
+        is_gathered: whether its parameters are gathered.
         is_prefetched: whether they are in the flat buffer already.
-        is_reduced: whether its backward is over.
-        followers: groups whose forward took the very tensor that this one's returned.
+        is_reduced: whether its backward has ended.
+        followers: groups whose forward took the tensor that this one's returned.
     """
 
     group: Group
@@ -59,13 +60,10 @@ class _Gathering:
 
 
 class ProcessMemory:
-    """Counts in `ledger` what a process holds while the step of `setup` runs on `twin`.
+    """Counts a process's memory in `ledger` while the step of `setup` runs on `twin`; nothing changes for one
+    device.
 
-    Args:
-        twin: the model of the step, on fakes.
-        setup: with the number of devices; of one, nothing changes.
-        ledger: of the step.
-        repeats: `id` of a parameter -> how many it stands for.
+    `repeats`: `id` of a parameter -> number it represents.
     """
 
     def __init__(self, twin: nn.Module, setup: Setup, ledger: Ledger, repeats: Mapping[int, int]) -> None:
@@ -103,12 +101,12 @@ class ProcessMemory:
             )
 
     def held(self, tensor: torch.Tensor) -> int | None:
-        """Bytes that a process holds of a parameter or buffer; None: all of them."""
+        """Return the bytes of a parameter or buffer that a process holds; None for all."""
         return self._shards.get(id(tensor))
 
     @property
     def share(self) -> float:
-        """The share of what is trained, and of its optimizer states, that a process holds."""
+        """Share of the trained parameters and their optimizer states that a process holds."""
         whole = sum(p.untyped_storage().nbytes() * self._repeats[id(p)] for p in self._trained)
         held = sum(
             self._shards.get(id(p), p.untyped_storage().nbytes()) * self._repeats[id(p)]
@@ -117,7 +115,7 @@ class ProcessMemory:
         return held / whole if whole else 1.0
 
     def watch(self) -> Iterator[Any]:
-        """Count from now on; yields the handles of the hooks that do it."""
+        """Start counting, and yield the handles of its hooks."""
         if self._sum_in_buckets:
             sizes = (p.untyped_storage().nbytes() * self._repeats[id(p)] for p in self._trained)
             self._ledger.add("buckets", sum(sizes))
@@ -127,14 +125,14 @@ class ProcessMemory:
             yield module.register_forward_hook(self._leaving(each))
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """`parameter` of `module` has got its gradient: whole until its group is reduced, a shard in the layers that it stands for."""
+        """Count a new gradient of `parameter`: whole until its group is reduced, shards for represented layers."""
         assert parameter.grad is not None
         size = parameter.grad.untyped_storage().nbytes()
         self._ledger.seen(parameter.grad, "gradients")
         self._ledger.add("gradients", (repeats - 1) * self._shards.get(id(parameter), size), module)
 
     def end_backward(self) -> None:
-        """Reduce what has no input with a gradient that would say when, and let go of all buffers."""
+        """Reduce groups without an input that requires a gradient, and free all buffers."""
         for each in self._groups:
             self._reduce(each)
             self._ledger.add("gathered", -each.whole * each.is_prefetched)
@@ -152,7 +150,7 @@ class ProcessMemory:
             if not each.is_gathered:
                 self._gather(each)
                 self._flat = each.whole
-            # That of the hidden states: others, such as an encoder's, have blocks to come that use them.
+            # That of the hidden states: others, such as an encoder's, are used by later blocks.
             entering = next((tensor for tensor in _differentiable((args, kwargs))), None)
             if entering is not None and torch.is_grad_enabled():
                 if (source := getattr(entering, _RETURNED_BY, None)) is not None:
@@ -179,9 +177,10 @@ class ProcessMemory:
         return leave
 
     def _gather(self, each: _Gathering) -> None:
-        """Weights come in one buffer, which stays, and are copied out of it; the one that a forward has left goes after that.
+        """Gather weights into one buffer, which stays, and copy them; then free the buffer left by a forward.
 
-        torch 2.13 means to let it go before: a variable of `wait_for_unshard` (`prev_all_gather_state`) still holds it.
+        torch 2.13 intends to free it before, but a variable of `wait_for_unshard` (`prev_all_gather_state`)
+        still references it.
         """
         self._ledger.add("gathered", each.whole * (1 if each.is_prefetched else 2))
         self._free_flat()
@@ -194,7 +193,7 @@ class ProcessMemory:
     # ------------------------------------------------------------------------------------------------ backward
 
     def _prepare(self, each: _Gathering) -> None:
-        """Before the backward of a group: its parameters are gathered, and the buffer of the group that comes next."""
+        """Gather a group's parameters, and the next group's buffer, before its backward."""
         if each.is_reduced or each not in self._forwards:
             return
         for follower in each.followers:  # hooks of one tensor run in the order of the forward
@@ -202,7 +201,7 @@ class ProcessMemory:
         if not each.is_gathered:
             self._gather(each)
             self._ledger.add("gathered", -each.whole)
-        if each.repeats > 1 and self._reducing < each.reduced:  # as the layer after it has left it
+        if each.repeats > 1 and self._reducing < each.reduced:  # as left by the layer after it
             self._ledger.add("buckets", each.reduced - self._reducing)
             self._reducing = each.reduced
         at = self._forwards.index(each)
@@ -212,7 +211,7 @@ class ProcessMemory:
             following.is_prefetched = True
 
     def _reduce(self, each: _Gathering) -> None:
-        """After the backward of a group: its parameters are freed, of its gradients a process keeps its rows."""
+        """Free a group's parameters after its backward, and keep the process's rows of the gradients."""
         if each.is_reduced:
             return
         each.is_reduced = True
@@ -229,7 +228,7 @@ class ProcessMemory:
 
 
 def _differentiable(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors with a gradient in what a module takes or returns."""
+    """Yield the tensors that require a gradient in a module's arguments or output."""
     if isinstance(values, torch.Tensor):
         if values.requires_grad:
             yield values

@@ -1,4 +1,4 @@
-"""One training step on fake tensors: forward, backward, unscale, optimizer; generation where it is asked for."""
+"""One training step on fake tensors: forward, backward, unscale, optimizer, and generation on request."""
 
 from __future__ import annotations
 
@@ -68,18 +68,19 @@ def trace_step(
     """Trace one step on a weightless twin of its model.
 
     Args:
-        code: what the step runs.
-        setup: how it runs.
-        change: applied to the twin before the step: a fix to be tried.
-        lines: `file:line` -> the dtype that casts and new tensors asked for there get instead: likewise.
-        deadline: by `time.monotonic`; a step that is not over by then ends there, with a failure that says so.
-        untouched: what the step's code reaches, saved for several traces.
-        enough: asked about what was seen when a forward or backward has broken contracts; if so, the step ends there.
+        code: of the step.
+        setup: its settings.
+        change: applied to the twin before the step: a fix to try.
+        lines: `file:line` -> dtype for casts and new tensors of this line: a fix to try.
+        deadline: by `time.monotonic`; the step ends there with a failure.
+        untouched: saved state that the step's code reaches, shared by several traces.
+        enough: called with the partial trace after a forward or backward with breaches; if True, the step
+            ends.
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)
     twin = twin_of(model, mode)
-    # Before it is folded, for checkpointing may leave out layers by their number.
+    # Before folding, since checkpointing may skip layers by number.
     if setup.gradient_checkpointing is not None:
         twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
     if code.folded:
@@ -107,7 +108,7 @@ def trace_step(
 
 
 def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
-    """What has been seen so far of a step."""
+    """Return the trace of a step up to now."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.owned}
     memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
     return Trace(
@@ -130,7 +131,7 @@ def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
 
 
 def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
-    """Return the trace of a step that could not even be begun: how it was to be run, and why it was not."""
+    """Return the trace of a step that could not start, with the error."""
     failure = Failure("load", "", line_of(error), f"{type(error).__name__}: {first_line(error)}")
     return Trace(setup, (), (), {}, Memory({}), failure, model=type(model).__name__)
 
@@ -138,10 +139,9 @@ def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
 def _with_history(
     faked: Sequence[Weight], real: Sequence[Weight], before: Mapping[str, torch.dtype]
 ) -> tuple[Weight, ...]:
-    """Return the twin's weights as they are (a fix may have cast them), with the magnitudes of the real
-    values.
+    """Return the twin's current weights (a fix may have cast them), with magnitudes of the real values.
 
-    `before` holds their dtypes when the step began.
+    `before` has their dtypes at the start of the step.
     """
     known = {weight.name: weight for weight in real}
 
@@ -165,14 +165,14 @@ class _Step:
         self.states = kept_states(code.optimizer, code.model, self.mode)
         self.inputs = fake_inputs(code.named_inputs, self.mode)
         self.evaluated = fake_inputs(named_inputs(code.evaluation or {}), self.mode)
-        # Copied while no mode is on: inside one the copy would be a fake too.
+        # Copied without modes: inside one the copy would be a fake.
         self.known = _values(code.named_inputs)
         self.notes: list[str] = []
         self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
         self.stepped: Any = None
-        self.states_bytes, self.gradient_bytes = 0, 0  # that a later micro-batch begins with
+        self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
         self.enough: Callable[[], bool] | None = None
         self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
@@ -180,11 +180,11 @@ class _Step:
         self.functions = Functions(recorder, setup.profile.kind, setup.profile)
 
     def run(self) -> Failure | None:
-        """Run the phases in order; returns why it ended early, or None."""
+        """Run the phases in order; return why it ended early, or None."""
         try:
             return self._run()
         finally:
-            # torch keeps them where the garbage collector does not look: the twin would never be freed.
+            # torch stores them where the garbage collector does not look: the twin would never be freed.
             for handle in self.handles:
                 handle.remove()
 
@@ -206,14 +206,14 @@ class _Step:
                 with self.recorder.during(phase):
                     try:
                         run()
-                    except Exception as error:  # noqa: BLE001 - any error of the model's own code ends the step
+                    except Exception as error:  # noqa: BLE001 - any error of the model's code ends the step
                         return self.recorder.failure(error)
                 if phase in ("forward", "backward") and self._is_enough():
                     return None
         return None
 
     def attention_notes(self, peak: int) -> Iterator[str]:
-        """What is noted of attention that the device has no fused kernel for, in a step with this peak in bytes."""
+        """Return notes on attention without a fused kernel on the device, for a step with this peak in bytes."""
         attention = self.functions.attention
         return iter(()) if attention is None else attention.notes(peak)
 
@@ -224,14 +224,14 @@ class _Step:
             return self.enough()
 
     def _weigh_weights(self) -> None:
-        """Enter weights, adapters, buffers and quantization states."""
+        """Count weights, adapters, buffers and quantization states."""
         ledger = self.recorder.ledger
         for tensor, weight in self.owned:
             kind, held = memory_kind(weight), self.process.held(tensor)
             ledger.seen(tensor, kind, weight.repeats, held)
             self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats, held))
             for state in state_tensors(tensor, self.twin.get_submodule(weight.module)):
-                # Codes that the layer refers to are its weight; scales lie on every process.
+                # Codes that the layer references are its weight; scales are on every process.
                 same = storage_of(state) == storage_of(tensor)
                 ledger.seen(state, "weights", weight.repeats, held if same else None)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
@@ -239,7 +239,7 @@ class _Step:
             ledger.add(self.code.reference, ledger.alive(self.code.reference))
 
     def _weigh(self) -> None:
-        """Enter what is there before the step: weights with all that belongs to them, optimizer states, inputs."""
+        """Count the memory before the step: weights with their states, optimizer states, inputs."""
         ledger = self.recorder.ledger
         self._weigh_weights()
         for tensor, weight in self.owned:
@@ -255,7 +255,7 @@ class _Step:
                         moment, "optimizer", held=int(self.process.share * moment.untyped_storage().nbytes())
                     )
         for name, value in _named(self.inputs):
-            if not isinstance(value, FakeTensor):  # in an object that is passed as it is
+            if not isinstance(value, FakeTensor):  # in an object passed unchanged
                 self.recorder.stand_for(value, Origin("input", value.dtype, name))
                 continue
             self.recorder.mark(value, Origin("input", value.dtype, name))
@@ -266,7 +266,7 @@ class _Step:
 
     def _gradient(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:
-            if parameter.grad is None:  # of a function of several layers, one whose result nothing reads
+            if parameter.grad is None:  # of a function of several layers, one whose result is not used
                 return
             self.process.gradient(parameter, repeats, module)
             self.recorder.gradients.reached.add(id(parameter))
@@ -291,14 +291,16 @@ class _Step:
         if self.loss is None or not self.loss.requires_grad:
             self.notes.append("no backward: nothing that the loss depends on is trainable")
             trains = any(weight.trainable or weight.adapter for _, weight in self.owned)
-            if self.loss is not None and trains and not reached:  # else the loss has run a backward itself
+            if (
+                self.loss is not None and trains and not reached
+            ):  # otherwise the loss has run a backward itself
                 self._refuse("torch.autograd.backward", NO_GRADIENT, [("loss", self.loss)])
             return
-        # As in a training loop, the graph's only owner is the loss.
+        # As in a training loop, the loss is the graph's only owner.
         loss, self.loss = self.loss, None
         scaled = loss * 1024.0 if self.setup.scaler else loss
-        # What torch.autograd.backward calls; that one would suspend the function mode, which has to see what
-        # checkpointing computes again.
+        # The engine call of torch.autograd.backward, which would suspend the function mode that has to see
+        # recomputation.
         run_backward(
             (scaled,),
             (torch.ones_like(scaled),),
@@ -314,12 +316,12 @@ class _Step:
         trainable = self._trainable()
         if all(
             isinstance(parameter, FakeTensor) for parameter in trainable
-        ):  # a DTensor has no hook that counts
-            # A parameter that the step's code has moved (`model.to("cuda")`) has a gradient, and its hook is gone.
+        ):  # a DTensor has no counting hook
+            # A parameter moved by the step's code (`model.to("cuda")`) has a gradient but lost its hook.
             self.reached = sum(each.grad is not None or id(each) in reached for each in trainable)
 
     def _refuse(self, function: str, message: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write down a function that finds no gradients to work on."""
+        """Record a function that has no gradients to work on."""
         operands, breach = self.recorder.operands(tensors), Breach(message, False, None)
         self.recorder.calls.append(Call(function, self.recorder.phase, "", "", operands, (), breach=breach))
 
@@ -334,7 +336,7 @@ class _Step:
         ]
 
     def _unscale(self) -> None:
-        """What `GradScaler.unscale_` does (torch/amp/grad_scaler.py): refuse float16, unscale the rest by dtype."""
+        """Unscale as `GradScaler.unscale_` (torch/amp/grad_scaler.py): refuse float16, unscale the rest by dtype."""
         if not self.setup.scaler:
             return
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -392,7 +394,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _evaluate(self) -> None:
-        """A batch that is evaluated between two steps: its memory alone, for its operators are those of the forward."""
+        """Count the memory of an evaluation batch between two steps; its operators are those of the forward."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
@@ -419,7 +421,7 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of the inputs that are small enough for their values to be followed."""
+    """Return copies of inputs small enough for their values to be known."""
     return {
         name: value.detach().cpu().clone()
         for name, value in _named(inputs)
@@ -428,14 +430,11 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
-    """Return an optimizer over `parameters`, or a note (a string) where its step cannot be traced on fake
+    """Return an optimizer over `parameters`, or a note (a string) if its step cannot be traced on fake
     tensors.
 
-    Args:
-        asked: a name, an optimizer (its class and defaults are taken), or a callable (parameters ->
-            optimizer).
-        parameters: the twin's trainable parameters.
-        learning_rate: None for the optimizer's own default.
+    `asked`: a name, an optimizer (for its class and defaults), or a callable (parameters -> optimizer).
+    `learning_rate`: None for the default.
     """
     options = {} if learning_rate is None else {"lr": learning_rate}
     if isinstance(asked, torch.optim.Optimizer):
@@ -455,9 +454,9 @@ def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate
 
 
 def kept_states(asked: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:
-    """Fakes of the state that an optimizer already keeps for parameters of `model`, by the parameters' names.
+    """Return fakes of an optimizer's existing state for parameters of `model`, by name.
 
-    A model that is cast after its first step leaves the moments in the dtype that they were made in.
+    Moments keep their dtype if the model is cast after its first step.
     """
     if not isinstance(asked, torch.optim.Optimizer):
         return {}

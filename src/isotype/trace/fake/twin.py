@@ -1,8 +1,7 @@
 """The weightless twin: the same modules on fake tensors, which have dtypes and shapes but no values.
 
-The user's model is never changed and never copied: parameters and buffers become fakes (a real model's as well as
-one on the meta device), everything else a module holds is copied, so that a forward that keeps state of its own
-keeps it in the twin.
+The user's model is not changed or copied: parameters and buffers, real or meta, become fakes, and all other
+attributes of modules are copied, so that state kept by a forward stays in the twin.
 """
 
 from __future__ import annotations
@@ -35,26 +34,26 @@ _CPU = torch.device("cpu")
 
 
 def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
-    """Return a mode in which tensors that a module holds outside of its parameters become fakes when they are met.
+    """Return a mode in which real tensors outside of a module's parameters become fakes on use.
 
-    With the profile of a CPU, what computes otherwise on one without instructions for a dtype does so on the fakes.
+    With a CPU's profile, code that depends on a CPU's instructions for a dtype behaves so on the fakes.
     """
     mode = SimulatedMode(profile)
-    # `isotype.trace.fake.kernels` remembers for the step what it would; its own look-ups would come on top.
+    # `isotype.trace.fake.kernels` has a cache; a second look-up would add to it.
     mode.cache_enabled = False
     return mode
 
 
 def forget_fakes(mode: FakeTensorMode) -> None:
-    """Let go of the fakes that the mode has made again: `Module.to` cannot swap a parameter for one that is remembered."""
+    """Clear the mode's memo of fakes: `Module.to` cannot swap a parameter for a memoized one."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """Return a fake of the same shape, strides and dtype on the CPU, whatever device `tensor` is on."""
+    """Return a fake of the same shape, strides and dtype on the CPU, for a tensor on any device."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
-    # Past the mode's dispatch, which takes ten times as long.
+    # Without the mode's dispatch, which is ten times slower.
     with without_dispatch():
         if tensor.layout != torch.strided:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -64,7 +63,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
-    """Return the same structure with every tensor faked; `requires_grad` is kept."""
+    """Return the same structure with every tensor faked, keeping `requires_grad`."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -78,7 +77,7 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
 def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a copy of `model` on fakes: the same classes, names, ties, hooks and quantization states.
 
-    An attribute that cannot be copied because it belongs to this process (a lock, a file, a process group) is shared.
+    Attributes that cannot be copied (a lock, a file, a process group) are shared.
     """
     memo: dict[int, Any] = {}
     empty_copies(model, memo)
@@ -92,7 +91,7 @@ def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         fill_copies(model, memo)
     twin: nn.Module = memo[id(model)]
     if unshard(twin):
-        # Parameters are whole, and of the classes that they had before they were sharded.
+        # Parameters are whole, with their classes from before sharding.
         for module in twin.modules():
             if kind_of(module) in ("linear4bit", "linear8bit"):
                 give_quantized_class(module)
@@ -100,11 +99,11 @@ def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 class _Fakes:
-    """Fakes of one model's tensors: those over the same bytes share theirs, as an int8 weight and its codes do."""
+    """Fakes of one model's tensors; tensors over the same bytes share a fake, as an int8 weight and its codes."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # With the tensor, or another one could be given its memory's address.
+        # With the tensor, since another one could get its memory's address.
         self._memory: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,14 +127,14 @@ def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
     parameter: torch.Tensor = fakes.of(tensor)
     if not isinstance(tensor, nn.Parameter):
         return parameter
-    # What `nn.Parameter` makes of it; its `detach` would be one more dispatch.
+    # What `nn.Parameter` returns; its `detach` would be one more dispatch.
     parameter = parameter.requires_grad_(tensor.requires_grad)
     mark_as_parameter(parameter)
     if getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
         parameter.grad_dtype = tensor.grad_dtype
     if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):
-        # PEFT and bitsandbytes look at the class of a quantized parameter, and at its name.
-        with contextlib.suppress(TypeError):  # of another layout (DTensor): a dense parameter stands for it
+        # PEFT and bitsandbytes check the class of a quantized parameter, and its name.
+        with contextlib.suppress(TypeError):  # another layout (DTensor): replaced by a dense parameter
             give_class(parameter, type(tensor))
     elif isinstance(tensor, FakeTensor):
         give_class(parameter, type(tensor))
@@ -143,14 +142,14 @@ def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
 
 
 def _fill(copy: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
-    """Give a fake what the tensor holds as attributes, apart from what a fake needs for itself."""
+    """Copy a tensor's attributes to its fake, except those of fakes."""
     for name, value in tensor.__dict__.items():
         if name not in copy.__dict__:
             copy.__dict__[name] = copied(value, memo)
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Within it, `copy.deepcopy` of a tensor makes a fake, whatever holds the tensor."""
+    """Make `copy.deepcopy` of a tensor return a fake."""
 
     def __init__(self, fakes: _Fakes) -> None:
         super().__init__()
@@ -162,12 +161,12 @@ class _FakeCopies(TorchFunctionMode):
             if id(tensor) not in memo:
                 parameter = _empty_parameter(tensor, self._fakes)
                 memo[id(tensor)] = parameter
-                # Kept alive with the memo, or another tensor could be given the same id.
+                # Kept alive with the memo, since another tensor could get the same id.
                 memo.setdefault(id(memo), []).append(tensor)
                 _fill(parameter, tensor, memo)
             return memo[id(tensor)]
         if func == _DATA and not isinstance(args[0], FakeTensor):
-            return self._fakes.of(args[0])  # a parameter's own `__deepcopy__` takes no detour: it copies this
+            return self._fakes.of(args[0])  # a parameter's `__deepcopy__` copies this directly
         return func(*args, **(kwargs or {}))
 
 

@@ -1,9 +1,9 @@
 """Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
 
-Fake tensors have no values, but a model's code branches on some: how many images, which rows an expert gets. Where
-a value follows from the inputs alone it is computed for real, beside the fake; where it depends on weights it gets a
-stand-in, since dtypes, not numbers, are asked for. What a comparison of unknown numbers gives is guessed: all that is
-counted, selected and cut by it then fits together.
+Fake tensors have no values, but a model's code branches on some: the number of images, the rows of an expert.
+Values that follow from the inputs alone are computed for real beside the fake; values that depend on weights
+get a stand-in, since dtypes matter, not numbers. Comparisons of unknown numbers are guessed, so that counts,
+selections and splits by them are consistent.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from isotype.trace.fake.twin import fake_like
 aten = torch.ops.aten
 
 LIMIT = 1 << 14
-"""Elements above which a tensor's value is not kept."""
+"""Maximum elements of a tensor with a stored value."""
 
 _GUESSED = "_isotype_guessed"
 _EXACT = "_isotype_exact"
 HALVES = (torch.bfloat16, torch.float16)
 _STAND_IN_ROWS = 4
 _MOST_EXPERTS = 1024
-# Results that depend on the shape of their operand only.
+# Results that depend only on the shape of their operand.
 _SHAPE_ONLY = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
-# What no value is in a step that runs well, whatever the weights are: code asks for it to raise.
+# Conditions that are false in a working step whatever the weights: code tests them to raise.
 _NEVER = frozenset({aten.isinf, aten.isnan})
-# Factorisations say by a number, `info`, whether they succeeded: code that reads it raises where it is not 0.
+# Factorizations return `info`, nonzero on failure: code that reads it raises then.
 _FACTORISATIONS = frozenset(
     {
         aten.linalg_cholesky_ex,
@@ -53,29 +53,29 @@ _FACTORISATIONS = frozenset(
         aten._linalg_solve_ex,
     }
 )
-# Of floats, which depend on weights; code compares integers to find experts, for which `rows` has an answer.
+# For floats, which depend on weights; code compares integers to find experts, see `rows`.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
-# Code asks whether all is well before it goes on; the arguments of `torch.distributions` are checked so.
+# Code checks these before it continues, such as argument checks of `torch.distributions`.
 _ALL = frozenset({aten.all, aten._is_all_true})
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
 
 
 class Values:
-    """Keeps the values that are known, on the fakes themselves, and makes stand-ins for those that are not."""
+    """Stores known values on the fakes themselves, and creates stand-ins for unknown ones."""
 
     def __init__(self) -> None:
-        # How many experts a router was last taken to have hit: all of them, each with its share of the tokens.
+        # Number of experts that a router was last assumed to hit: all, with equal shares of the tokens.
         self._experts = 0
-        # Storages that something unknown was written into; kept alive, or another could be given the same address.
+        # Storages with unknown writes; kept alive, since another could get the same address.
         self._spoiled: dict[int, torch.UntypedStorage] = {}
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """From now on the value of the fake `tensor` is known."""
+        """Store the value of the fake `tensor`."""
         if value.numel() <= LIMIT and value.layout == torch.strided and value.device.type == "cpu":
             setattr(tensor, VALUE, value)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of `tensor`, None if it is not known."""
+        """Return the value of `tensor`; None if unknown."""
         if isinstance(tensor, FakeTensor):
             value: torch.Tensor | None = getattr(tensor, VALUE, None)
             if value is None or (self._spoiled and storage_of(value) in self._spoiled):
@@ -85,21 +85,21 @@ class Values:
         return tensor if small else None
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Something unknown was written into `tensor`."""
+        """Forget the value of `tensor` after an unknown write."""
         value = getattr(tensor, VALUE, None)
         if value is not None:
             storage = value.untyped_storage()
             self._spoiled[storage_key(storage)] = storage
 
     def succeed(self, func: Any, result: Any) -> None:
-        """A factorisation of what nobody knows is taken to have succeeded."""
+        """Assume that a factorization of unknown values succeeded."""
         if operator_packet(func) in _FACTORISATIONS:
             info = result[-1]
             with unset_fake_temporarily():
                 self.give(info, torch.zeros(info.shape, dtype=info.dtype))
 
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """Return the real result of an operator whose operands are all known; None if one is not."""
+        """Return the real result of an operator with known operands; None if one is unknown."""
         packet = operator_packet(func)
         if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
@@ -126,7 +126,7 @@ class Values:
             try:
                 result = func(*map_leaves(real, args), **map_leaves(real, kwargs))
             except RuntimeError:
-                return None  # mixed dtypes, or no kernel: the contract has its say next
+                return None  # mixed dtypes, or no kernel: the contract decides next
             if guessed and packet in _ALL:
                 result = torch.ones_like(result)
             return map_leaves(_as_guessed, result) if guessed else result
@@ -134,7 +134,7 @@ class Values:
     # ------------------------------------------------------------------------------------------------- rounding
 
     def came_rounded(self, tensor: torch.Tensor, name: str) -> None:
-        """The input `tensor` has a known value in 16 bit: what it stands for may be half a step away."""
+        """Mark a known 16-bit input as rounded: its exact value may differ by half a step."""
         value = getattr(tensor, VALUE, None)
         if value is not None and value.dtype in HALVES:
             with without_functions(), without_modes():
@@ -148,7 +148,7 @@ class Values:
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Beside the `value` of a result keep what it would be, had nothing been rounded to 16 bit on the way to it."""
+        """Store beside the `value` of a result its exact value without rounding to 16 bits on the way."""
         known = [self.of(tensor) for _, tensor in tensors]
         rounded = [exact[1] for each in known if (exact := getattr(each, _EXACT, None)) is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
@@ -167,11 +167,11 @@ class Values:
             try:
                 exact = func(*map_leaves(exact_of, args), **map_leaves(exact_of, kwargs))
             except RuntimeError:
-                return  # a view by the size of the dtype, an index that was rounded
+                return  # a view by the dtype's size, or a rounded index
         setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
 
     def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
-        """By how much the value of `tensor` is off for having been rounded to 16 bit on the way, and where it was."""
+        """Return the error of `tensor`'s value from rounding to 16 bits on the way, and where it was rounded."""
         value = self.of(tensor)
         exact, source = getattr(value, _EXACT, (None, ""))
         if value is None or exact is None or not value.numel():
@@ -181,7 +181,7 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """How many rows of the known tensor `source`, all finite, are minus infinity from end to end in its cast `result`."""
+        """Return the number of finite rows of the known `source` that are all minus infinity in its cast `result`."""
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0
@@ -206,10 +206,10 @@ class Values:
         return STAND_INS.get(func) or _OF_INT8.get(operator_name(func))
 
     def rows(self, mask: torch.Tensor) -> int:
-        """Return how many places of an unknown mask are taken to be set.
+        """Return the assumed number of set elements of an unknown mask.
 
-        All of a short vector: it asks which experts were hit. Of a longer mask that follows, the share of one expert
-        under balanced routing; a few where no experts are known.
+        All of a short vector, which asks for hit experts. For a longer mask after it, an expert's share under
+        balanced routing; a few without known experts.
         """
         if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
             self._experts = mask.numel()
@@ -248,12 +248,12 @@ def _is_mask(index: Any) -> bool:
 
 
 def is_data_dependent(func: Any) -> bool:
-    """Whether the result's shape, or a Python number, depends on values: no fake kernel can make it."""
+    """Return whether the result's shape, or a Python number, depends on values, which fake kernels lack."""
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 def fakes_of(result: Any, values: Values, mode: Any) -> Any:
-    """Return a real result as fakes whose values are known."""
+    """Return a real result as fakes with known values."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -266,10 +266,10 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 
 
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
-    """Return every other place holds, the first of them: whatever is selected by it or by its opposite is not
-    empty.
+    """Return a mask with every other element True, from the first on: selections by it and its inverse are
+    nonempty.
 
-    A vector is not guessed: it may ask which experts were hit.
+    A vector is not guessed: it may ask for hit experts.
     """
     if not all(tensor.is_floating_point() for _, tensor in tensors):
         return None
@@ -324,7 +324,7 @@ def _repeat_interleave_self(
 
 
 def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """The loss and the forward variables of each sequence: as many as its longest target has states."""
+    """Return the loss and the forward variables of each sequence: as many as its longest target has states."""
     steps, batch = (scores.shape[0], scores.shape[1]) if scores.dim() == 3 else (scores.shape[0], 1)
     return scores.new_empty((batch,)), scores.new_empty((batch, steps, 2 * targets.shape[-1] + 1))
 
@@ -343,11 +343,11 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.repeat_interleave.self_Tensor: _repeat_interleave_self,
 }
-"""What stands for the result of an operator whose value no fake tensor knows."""
+"""Stand-ins for the results of operators with unknown values."""
 
 
 def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Make codes, scales of the rows, and the columns with values above the threshold: none."""
+    """Return codes, row scales, and columns with values above the threshold (none)."""
     scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
     columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
     return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns
@@ -357,7 +357,7 @@ def _int8_product(rows: torch.Tensor, codes: torch.Tensor, weight: torch.Tensor,
     return rows.new_empty((*codes.shape[:-1], weight.shape[0])), rows.new_empty((0,))
 
 
-# By name, so that bitsandbytes is not imported for them.
+# By name, to avoid importing bitsandbytes.
 _OF_INT8: dict[str, Callable[..., Any]] = {
     "bitsandbytes.int8_vectorwise_quant.default": _int8_codes,
     "bitsandbytes.int8_mixed_scaled_mm.default": _int8_product,
@@ -369,7 +369,7 @@ def _dim(args: Any, kwargs: Any) -> int:
 
 
 def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:
-    """Sizes that were counted from stand-ins, made to fit: the first ones as they are, the last takes the rest."""
+    """Split with sizes counted from stand-ins, adjusted to fit: the last one takes the rest."""
     left, fitting = tensor.shape[dim], []
     for size in sizes[:-1]:
         fitting.append(min(size, left))

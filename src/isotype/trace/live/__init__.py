@@ -1,1 +1,1 @@
-"""A step on real tensors: the recorder under a running script, and the hooks that find its steps."""
+"""Traces of real steps: the recorder under a running script, and the hooks that find its steps."""

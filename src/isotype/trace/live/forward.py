@@ -1,4 +1,4 @@
-"""What a forward of a running script was given, and whether it trains."""
+"""Inputs of a running script's forward, and whether it trains."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def in_backward() -> bool:
 
 
 def trains(module: nn.Module) -> bool:
-    """Return whether a forward of `module` may be the beginning of a training step."""
+    """Return whether a forward of `module` may start a training step."""
     if not torch.is_grad_enabled():
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
 
 
 def kwargs_of(frame: Any) -> Mapping[str, Any]:
-    """Return the keyword arguments of a module's call, which the hooks for all modules are not given."""
+    """Return the keyword arguments of a module's call, which global hooks do not get."""
     kwargs: Mapping[str, Any] = frame.f_locals.get("kwargs", {})
     return kwargs
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Return whether it is a model; transforms and metrics are modules, too."""
+    """Return whether a module is a model; transforms and metrics are modules too."""
     return any(not p.is_meta for p in module.parameters())
 
 
 def named_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """What a forward is called with by argument name, so that `module(**inputs)` is the same call; else None."""
+    """Return a forward's inputs by argument name, so that `module(**inputs)` is the same call; else None."""
     if not args:
         return dict(kwargs)
     try:
@@ -58,5 +58,5 @@ def named_inputs(
 
 
 def enumerate_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Inputs whose names cannot be told, by their position."""
+    """Return inputs of unknown names by position."""
     return [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]

@@ -1,6 +1,6 @@
-"""The recorder on real tensors: what a running step does, without changing any of it.
+"""The recorder on real tensors, which does not change the step.
 
-Everything the recorder needs for itself is booked beside the step. Should its bookkeeping fail, it stops and says so
+Its own memory is counted apart from the step's. If its bookkeeping fails, it stops and reports that
 (`LiveRecorder.fault`); the step goes on.
 """
 
@@ -32,25 +32,25 @@ from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weight
 aten = torch.ops.aten
 
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-# Their names would hide the function that made a cast in what they run.
+# Their names would hide the function that made a cast.
 _BACKWARDS = frozenset({"backward", "grad"})
 
 
 class LiveRecorder(Recorder):
-    """Writes down a real step; operators run as they are.
+    """Records a real step; operators run unchanged.
 
     Args:
-        device: type of the device the step runs on.
-        limit: calls that are written down; what follows them runs unseen.
-        seconds: that the bookkeeping may take in all; then it stops.
+        device: device type of the step.
+        limit: maximum number of recorded calls.
+        seconds: time limit of the bookkeeping.
 
     Attributes:
-        contracts: what the device is known to accept, for the diagnosis.
-        autocast_device: device type whose autocast the step is under.
-        fault: why the bookkeeping has stopped, "" while it works.
+        contracts: of the device, for the diagnosis.
+        autocast_device: device type of the step's autocast.
+        fault: why the bookkeeping has stopped; "" while it works.
         failed: the last call of this step that raised; the script may have caught it.
-        failure_text: what it raised.
-        weights: parameters and buffers of every model it has weighed.
+        failure_text: its error.
+        weights: parameters and buffers of every known model.
     """
 
     supports_higher_order_operators = True
@@ -69,7 +69,8 @@ class LiveRecorder(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A higher-order operator is booked by what it runs; a process forked off (a data loader's) is another script.
+        # A higher-order operator is recorded by its inner operators; a forked process (a data loader's) is
+        # another script.
         blind = self.fault or len(self.calls) >= self._limit
         if blind or not isinstance(func, OpOverload) or os.getpid() != self._process:
             return func(*args, **kwargs)
@@ -85,7 +86,7 @@ class LiveRecorder(Recorder):
         started = time.perf_counter()
         try:
             note(*args)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script's step is not
+        except Exception as error:  # noqa: BLE001 - an error of the bookkeeping must not affect the script's step
             self.fault = f"{type(error).__name__}: {first_line(error)}"
         self._spent += time.perf_counter() - started
         if self._spent > self._seconds and not self.fault:
@@ -102,7 +103,7 @@ class LiveRecorder(Recorder):
         self.failed, self.failure_text = self.calls[-1], str(error)
 
     def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        """A function refused its operands before any operator ran: keep the call for the diagnosis."""
+        """Record a function that refused its operands before any operator, for the diagnosis."""
         if self.fault or self.failure_text == str(error):
             return
         self._book(self._refused, func, args, kwargs, error)
@@ -115,18 +116,18 @@ class LiveRecorder(Recorder):
         self.failed, self.failure_text = self.calls[-1], str(error)
 
     def begin_step(self) -> None:
-        """Another step follows: what the last one did, and raised, is its own."""
+        """Start another step, without the last one's calls and errors."""
         self.calls.clear()
         self.failed, self.failure_text = None, ""
         self.turn_to("forward")
 
     def reads_dtype(self, tensor: torch.Tensor) -> None:
-        """The script reads `tensor.dtype`."""
+        """Record a read of `tensor.dtype`."""
         if not self.fault:
             self._book(lambda: self.reads.note(self.origin(tensor)))
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """As any recorder; where the bookkeeping fails it stops."""
+        """Return the origin as any recorder; a failure stops the bookkeeping."""
         if self.fault:
             return None
         origins: list[Origin | None] = []
@@ -141,13 +142,13 @@ class LiveRecorder(Recorder):
         return bool(self._frames)
 
     def turn_to(self, phase: Phase) -> None:
-        """What follows belongs to `phase`."""
+        """Start `phase`."""
         self.phase = phase
         self.ledger.kind = "optimizer" if phase == "optimizer" else "activations"
         self.ledger.begin(phase)
 
     def _turn(self, func: Any) -> None:
-        """Autograd says when the backward begins; a module's forward outside of it ends it."""
+        """Change the phase: autograd shows when the backward begins; a module's forward outside of it ends it."""
         if self.phase in ("optimizer", "generate"):
             return
         if current_node() is not None:
@@ -162,13 +163,13 @@ class LiveRecorder(Recorder):
     # ------------------------------------------------------------------------------------------------- tensors
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
-        """From now until `forget` the dtype of `tensor` is `origin`'s."""
+        """Set the origin of `tensor`'s dtype until `forget`."""
         if not hasattr(tensor, ORIGIN):
             self._marked.append(TensorWeakRef(tensor))  # type: ignore[no-untyped-call]
         super().mark(tensor, origin)
 
     def forget(self) -> None:
-        """Take every mark off the script's tensors and let go of them: a saved tensor takes its attributes along."""
+        """Remove all marks from the script's tensors and release them: a saved tensor keeps its attributes."""
         for reference in self._marked:
             tensor = reference()
             if tensor is not None and hasattr(tensor, ORIGIN):
@@ -179,9 +180,9 @@ class LiveRecorder(Recorder):
         self._places.clear()
 
     def weigh(self, model: nn.Module, prefix: str = "") -> list[Any]:
-        """Enter the weights, adapters, buffers and quantization states that are not known yet.
+        """Count weights, adapters, buffers and quantization states that are not known yet.
 
-        Returns the handles of the hooks that tell gradients from activations.
+        Returns the handles of the hooks that distinguish gradients from activations.
         """
         handles = []
         layers = dict(model.named_modules())
@@ -205,7 +206,7 @@ class LiveRecorder(Recorder):
         return handles
 
     def mark_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Enter the tensors that a model is called with, by name; what made them in the step, if it did, stays."""
+        """Register the tensors that a model is called with, by name, unless the step made them."""
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and not hasattr(value, ORIGIN):
                 self.mark(value, Origin("input", value.dtype, name))
@@ -217,7 +218,7 @@ class LiveRecorder(Recorder):
 
 
 class _GradientHook:
-    """A hook on a leaf's gradient; removed, it leaves nothing that autograd would look at in later backwards."""
+    """A hook on a leaf's gradient; its removal leaves no cost in later backwards."""
 
     def __init__(self, leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
         self._leaf = leaf
@@ -229,7 +230,7 @@ class _GradientHook:
 
 
 class LiveFunctions(TorchFunctionMode):
-    """Tells the recorder which function runs, and what was refused above the operators."""
+    """Passes the running function, and errors above the operators, to the recorder."""
 
     def __init__(self, recorder: LiveRecorder) -> None:
         super().__init__()
@@ -259,7 +260,7 @@ class LiveFunctions(TorchFunctionMode):
 
 
 def device_of(model: nn.Module) -> str:
-    """Type of the device of most of a model's parameters; `"cpu"` for a model without any."""
+    """Return the device type of most of a model's parameters; `"cpu"` for a model without any."""
     counts: dict[str, int] = {}
     for parameter in model.parameters():
         counts[parameter.device.type] = counts.get(parameter.device.type, 0) + parameter.numel()

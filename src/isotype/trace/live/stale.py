@@ -1,4 +1,4 @@
-"""Casts that autocast keeps: whether those of before an optimizer step are used after it."""
+"""Detection of autocast's cached casts from before an optimizer step that are used after it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from torch.nn.modules import module as modules
 
 
 class StaleCasts:
-    """Watches whether the region of autocast that an optimizer step ends in is the one that the next forward begins in.
+    """Checks whether an optimizer step ends in the same autocast region in which the next forward begins.
 
-    autocast casts a weight once and keeps the cast until its outermost region ends. After a step inside of that region the next
-    forward computes with the weights of before it. A weight of our own shows it: it is cast, written, and cast again.
-
-    Args:
-        found: called once, when a forward has begun that uses casts of before the step.
+    autocast casts a weight once and caches the cast until its outermost region ends. After a step inside that
+    region the next forward uses the old weights. This is tested with a separate weight: it is cast, changed,
+    and cast again. `found` is called once when a forward uses stale casts.
     """
 
     def __init__(self, found: Callable[[], None]) -> None:
@@ -25,7 +23,7 @@ class StaleCasts:
         self._handle: Any = None
 
     def stepped(self, device: str) -> None:
-        """An optimizer step of weights on this kind of device has ended."""
+        """Handle the end of an optimizer step on this kind of device."""
         self.detach()
         if not (torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()):
             return
@@ -43,7 +41,7 @@ class StaleCasts:
         self._handle = modules.register_module_forward_pre_hook(called)
 
     def detach(self) -> None:
-        """Take everything away."""
+        """Remove all hooks."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -1,10 +1,10 @@
-"""Watching the first steps of a script that knows nothing of it: hooks that see a step begin and end, then go.
+"""Watching the first steps of an unchanged script: hooks that detect the start and end of a step, and remove
+themselves.
 
-The hooks are torch's own, for all modules and all optimizers. They wait for the first forward that trains something,
-hand it to `before` (which may look ahead), and put the live recorder under the script's modes. What is evaluated or
-generated before is recorded too, for a few forwards. After the asked number
-of optimizer steps hooks, modes and every reference to the script's tensors are gone, and modules are called as fast
-as if nothing had been there.
+The hooks are torch's global ones for modules and optimizers. They wait for the first training forward, pass
+it to `before` (which may trace ahead), and put the live recorder under the script's modes. A few forwards of
+evaluation or generation before it are recorded too. After the requested number of optimizer steps, hooks,
+modes and references to the script's tensors are removed, and modules are as fast as before.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
 WATCH_SECONDS = 10.0
-"""Seconds that the bookkeeping of a watch may take in all: enough for 100,000 operators."""
+"""Time limit of a watch's bookkeeping: enough for 100,000 operators."""
 
 _BLIND_STEPS = 3
 _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
-"""Forwards of a model, and of all, that are recorded before the first training step: what crashes does so early."""
+"""Recorded forwards per model, and of all, before the first training step: crashes are early."""
 
 _EVALUATION_CALLS = 20_000
-"""Operators that are recorded of them, at most; a script may go on for hours before it trains."""
+"""Maximum recorded operators of these; a script may run for hours before it trains."""
 
 _COMPILED_WARNING = "Using `torch.compile"
 
@@ -66,9 +66,9 @@ class Beginning:
     """The first forward of a training step, about to run.
 
     Attributes:
-        model: the module that is called.
-        inputs: what it is called with, by argument name; None if a name cannot be told.
-        args, kwargs: the same as they were given.
+        model: the called module.
+        inputs: its inputs by argument name; None if a name is unknown.
+        args, kwargs: the original arguments.
     """
 
     model: nn.Module
@@ -79,12 +79,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """A watched step.
-
-    Attributes:
-        operators: how many operators ran.
-        memory: the peaks.
-    """
+    """A watched step: its number of operators and memory peaks."""
 
     operators: int
     memory: Memory
@@ -94,17 +89,17 @@ class Watch:
     """Watches the first `steps` training steps of this process, in the thread that begins one.
 
     Args:
-        steps: optimizer steps to watch, at least 1.
+        steps: number of optimizer steps, at least 1.
         before: called with the first forward before it runs; the script waits.
-        after: called when a step is over, while its calls are still there.
-        evaluates: called with each recorded forward that trains nothing, before it runs.
+        after: called at the end of a step, with its calls still available.
+        evaluates: called with each recorded forward without training, before it runs.
 
     Attributes:
-        state: where it is.
+        state: current state.
         seen: the watched steps.
         notes: what was not watched, and why.
-        recorder: of the step that is watched, or that was when it ended.
-        optimizer: name of the optimizer's class, "" before its first step.
+        recorder: of the current or last watched step.
+        optimizer: name of the optimizer's class; "" before its first step.
         learning_rate: of its first group of parameters.
         scaler: whether gradients were unscaled by a GradScaler.
     """
@@ -133,25 +128,25 @@ class Watch:
         self._module_handles: list[Any] = []
         self._stance: Any = None
         self._blind = 0
-        # How often each module's evaluations were recorded, and in all.
+        # Number of recorded evaluations per module, and in all.
         self._evaluations: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._evaluated = 0
 
     @property
     def model(self) -> nn.Module | None:
-        """The module that the first recorded forward of the step called, while the script keeps it."""
+        """The module of the first recorded forward of the step, while it is alive."""
         return self._model() if self._model is not None else None
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
-        """The modules that the watched steps called from outside of any other."""
+        """The outermost modules called in the watched steps."""
         return tuple(self._roots)
 
     # ------------------------------------------------------------------------------------------- coming and going
 
     def attach(self) -> None:
-        """Begin to wait for a step."""
-        # compile warns of any global hook; ours go before it could matter.
+        """Start waiting for a step."""
+        # compile warns about global hooks; these are removed before it matters.
         self._handles += [
             _filtered(_COMPILED_WARNING),
             optimizers.register_optimizer_step_pre_hook(self._step_begins),
@@ -160,7 +155,7 @@ class Watch:
         self._hook_modules()
 
     def detach(self) -> None:
-        """Take everything away; what was recorded stays until `forget`."""
+        """Remove all hooks and modes; recorded data stays until `forget`."""
         self.state = "over"
         self._leave_modes()
         self._unhook_modules()
@@ -173,7 +168,7 @@ class Watch:
             self.recorder.fault = ""
 
     def forget(self) -> None:
-        """Let go of every tensor, module and call of the script."""
+        """Release every tensor, module and call of the script."""
         if self.recorder is not None:
             self.recorder.forget()
         self.recorder = None
@@ -182,7 +177,7 @@ class Watch:
 
     def _hook_modules(self) -> None:
         def before(module: nn.Module, args: Any) -> None:
-            # A compiler that follows the call must not follow it into here.
+            # A compiler that traces the call must not trace this.
             if not torch.compiler.is_compiling():
                 self._guard(self._enters, module, args, frame_above(1))
 
@@ -220,7 +215,7 @@ class Watch:
     def _guard(self, act: Callable[..., None], *args: Any) -> None:
         try:
             act(*args)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong here, the script is not
+        except Exception as error:  # noqa: BLE001 - an error of the watch must not affect the script
             self._note(f"watching stopped early: {type(error).__name__}: {error}")
             self.detach()
 
@@ -263,10 +258,10 @@ class Watch:
             recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Return whether this is a real call of the watched thread; autograd's own threads compute again for
+        """Return whether this is a real call of the watched thread, or of autograd's threads recomputing for
         it.
 
-        What is forked off while a step is watched (a data loader's worker) is another process.
+        A process forked during a watched step (a data loader's worker) is not watched.
         """
         process, thread = self._mine or (os.getpid(), threading.get_ident())
         mine = process == os.getpid() and (thread == threading.get_ident() or in_backward())
@@ -290,7 +285,7 @@ class Watch:
         self._enter_modes()
 
     def _may_evaluate(self, module: nn.Module) -> bool:
-        """Whether a forward that trains nothing is recorded: one of the first, of a model that runs eagerly."""
+        """Return whether to record a forward without training: one of the first, of an eager model."""
         if self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
         if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
@@ -320,7 +315,7 @@ class Watch:
         self.state, self._mine = "waiting", None
 
     def _know(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Names and weights of a module that is called from outside of any other."""
+        """Register names and weights of an outermost module."""
         assert self.recorder is not None
         inner = original(module)
         prefix = ""
@@ -340,7 +335,7 @@ class Watch:
         return self.recorder.weigh(module, prefix)
 
     def _without_modes(self, act: Callable[[], None]) -> None:
-        """Our own arithmetic is no operator of the script's."""
+        """Run code outside of the script's recorded operators."""
         modes = self._modes
         take_out(*modes)
         try:
@@ -351,7 +346,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _pause(self) -> None:
-        """Another forward follows a backward: gradients accumulate. The rest of them would say the same again."""
+        """Pause after a backward followed by another forward: gradients accumulate, the rest is a repetition."""
         self.state = "paused"
         self._note("gradients accumulate: of several forwards and backwards a step the first was watched")
         self._leave_modes()
@@ -391,7 +386,7 @@ class Watch:
         ):
             return
         if recorder.fault:
-            self.detach()  # what was seen of this step is not the step
+            self.detach()  # this step was only seen in part
             self.forget()
             return
         self.scaler = self.scaler or any(call.phase == "unscale" for call in recorder.calls)
@@ -410,12 +405,12 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- trace
 
     def trace(self, setup: Setup, failure: Failure | None = None) -> Trace:
-        """The step that is, or was last, recorded; without a failure nothing in it counts as broken."""
+        """Return the trace of the current or last recorded step; without a failure it has no breaches."""
         assert self.recorder is not None
         recorder = self.recorder
         calls = recorder.calls
         if failure is None:
-            # What raised and was caught by the script did not end the step.
+            # Errors caught by the script did not end the step.
             calls = [replace(call, breach=None) for call in calls]
         return Trace(
             setup=setup,
@@ -435,7 +430,7 @@ class Watch:
         )
 
     def autocast(self) -> torch.dtype | None:
-        """Return the autocast dtype that most operators of the forward ran under."""
+        """Return the autocast dtype of most operators of the forward."""
         assert self.recorder is not None
         forward = ("forward", "generate")
         counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
@@ -446,7 +441,7 @@ class Watch:
 
 
 class _Filter:
-    """A warning that is not shown while it is there."""
+    """A warning filter that is active until `remove`."""
 
     def __init__(self, entry: Any) -> None:
         self._entry = entry

@@ -1,1 +1,1 @@
-"""The first operator of a step whose result is not finite, found by running the step again."""
+"""The first operator of a step with a non-finite result, found by running the step again."""

@@ -1,4 +1,4 @@
-"""A step run once more, to find the first operator whose result is not finite; the model stays as it is."""
+"""Rerun of a step to find the first operator with a non-finite result; the model is unchanged."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ def first_nonfinite(
     scale: float | None = None,
     stop: bool = True,
 ) -> NonFinite | None:
-    """Run a step under a recorder and name the first operator whose result is not finite.
+    """Run a step under a recorder and return the first operator with a non-finite result; None if all are
+    finite.
 
-    Gradients, buffers, modes of the modules and random states are afterwards what they were; a step that draws random
-    numbers sets its own states. Compiled code runs eagerly.
+    Gradients, buffers, modules' modes and random states are restored; a step that draws random numbers sets
+    its own states. Compiled code runs eagerly.
 
     Args:
         model: whose weights and gradients the step uses.
-        step: runs forward, loss and backward of each micro-batch and yields its losses, one after the backward of each.
-        batches: what the micro-batches hold, by name, in their order.
-        scale: the loss scale that the step's backward uses; without one the norm of the gradients is computed too.
-        stop: leave the step at the first; False where other processes wait for the operators that follow.
-
-    Returns:
-        The first, None if every value of the step is finite.
+        step: runs forward, loss and backward of each micro-batch and yields its loss after the backward.
+        batches: the micro-batches by name, in order.
+        scale: the loss scale of the step's backward; without one the gradient norm is computed too.
+        stop: end the step at the first one; False if other processes wait for later operators.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []
@@ -72,7 +70,7 @@ def _norm(model: nn.Module) -> None:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers, modes and random states afterwards are those from before; within, there are no gradients."""
+    """Restore gradients, buffers, modes and random states on exit; there are no gradients inside."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (holder, name, buffer, buffer.detach().clone())

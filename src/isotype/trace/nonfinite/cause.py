@@ -1,4 +1,4 @@
-"""Why a result is not finite: which of its elements are new, what they would be in a wider dtype, and what made them."""
+"""The cause of a non-finite result: its new elements, their values in a wider dtype, and their operands."""
 
 from __future__ import annotations
 
@@ -34,16 +34,13 @@ _MASKS = ("attn_mask", "attn_bias", "self")
 def fresh_elements(
     func: Any, operands: Sequence[Operand], result: torch.Tensor, by_code: Sequence[bool]
 ) -> torch.Tensor | None:
-    """Return the elements of a result that are no numbers though the operands of which they are made are.
+    """Return a mask of a result's non-finite elements whose operands are finite; None if there are none.
 
     Args:
         func: the operator.
         operands: its float operands and numbers.
         result: its result.
-        by_code: of each operand, whether it is made of constants alone: a mask, or a number in the code.
-
-    Returns:
-        Where they are, of the result's shape; None if there are none.
+        by_code: whether each operand consists of constants: a mask, or a number in the code.
     """
     values = readable(result)
     if values is None:
@@ -52,7 +49,7 @@ def fresh_elements(
     tensors = aligned or [each for operand in operands if (each := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Where one of the operands meets its condition; where they do not lie element by element, at all or nowhere."""
+        """Return where an operand meets its condition; without element-wise alignment, everywhere or nowhere."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())
@@ -77,7 +74,7 @@ def _as_tensor(operand: Operand, like: torch.Tensor) -> torch.Tensor | None:
 
 
 def _aligned(func: Any, operands: Sequence[Operand], values: torch.Tensor) -> list[torch.Tensor]:
-    """The operands in the result's shape, where each of its elements is made of one element of each; else none."""
+    """Return the operands in the result's shape if the operator is element-wise; else none."""
     if torch.Tag.pointwise not in func.tags and not operator_name(func).startswith(_BY_ELEMENT):
         return []
     tensors = [_as_tensor(operand, values) for operand in operands]
@@ -91,7 +88,7 @@ def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
 
 
 def entries_at(func: Any, operands: Sequence[Operand], fresh: torch.Tensor) -> tuple[float, ...]:
-    """The operands' values at the first of the elements `fresh`; () where the operator does not work by elements."""
+    """Return the operands' values at the first element of `fresh`; () for an operator that is not element-wise."""
     expanded = _aligned(func, operands, fresh)
     place = tuple(fresh.nonzero()[0].tolist())
     return tuple(float(each[place]) for each in expanded)
@@ -104,15 +101,15 @@ def exact_result(
     fresh: torch.Tensor,
     dtype: torch.dtype,
 ) -> float | None:
-    """Largest magnitude that the elements `fresh` of the result have in the next wider dtype.
+    """Return the largest magnitude of the result's elements `fresh` in the next wider dtype.
 
-    None if they are not finite there either, or where the operator does not run in that dtype.
+    None if they are not finite there either, or if the operator does not run in that dtype.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
         again = func(*widened(call[0], operands, wide), **widened(dict(call[1]), operands, wide))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return None  # a kernel of one dtype, or no room for it
+        return None  # a kernel of one dtype, or out of memory
     for leaf in leaves(again):
         if isinstance(leaf, torch.Tensor) and leaf.shape == fresh.shape and leaf.is_floating_point():
             values = leaf[fresh]
@@ -127,7 +124,7 @@ def cause_of(
     exact: float | None,
     entries: Sequence[float],
 ) -> Cause:
-    """Why the result of finite operands is not finite."""
+    """Return why the result of finite operands is not finite."""
     name = operator_name(func)
     if exact is not None:
         return "range" if exact > torch.finfo(result.dtype).max else "inside"
@@ -147,10 +144,9 @@ def _masked_row(operand: Operand) -> bool:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the dense float values that lie here, as float32 where no kernel looks at the dtype; None if
-    there are none.
+    """Return the local dense float values, float32 for dtypes without kernels; None if there are none.
 
-    Of a sharded tensor it is this process's part; what a tensor subclass keeps in its own way cannot be read.
+    For a sharded tensor, this process's part; other tensor subclasses cannot be read.
     """
     held: Any = tensor
     if hasattr(held, "to_local"):
@@ -164,7 +160,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return every element that can be read is a number."""
+    """Return whether every readable element is finite."""
     values = readable(tensor)
     if values is None:
         return True
@@ -173,7 +169,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def value_of(role: str, tensor: torch.Tensor, name: str = "") -> Value:
-    """Dtype, shape and magnitudes of a tensor."""
+    """Return dtype, shape and magnitudes of a tensor."""
     values, shape = readable(tensor), tuple(tensor.shape)
     if values is None:
         return Value(role, tensor.dtype, shape, 0.0, 0, 0, name)
@@ -183,25 +179,25 @@ def value_of(role: str, tensor: torch.Tensor, name: str = "") -> Value:
     return Value(role, tensor.dtype, shape, largest, nan, infinite, name)
 
 
-# What these write over is no operand.
+# Operators whose target is overwritten, and not an operand.
 _OVERWRITE = (
     "aten.copy_", "aten.fill_", "aten.zero_", "aten.set_", "aten.resize_", "aten.normal_", "aten.uniform_",
     "aten.bernoulli_", "aten.random_", "aten.exponential_",
 )  # fmt: skip
-# These take a tensor's shape and dtype, not its values.
+# Operators that use a tensor's shape and dtype, not its values.
 _LIKE = ("_like.default", "aten.new_zeros", "aten.new_ones", "aten.new_full")
 _NUMBERS = frozenset({"other", "exponent", "value", "fill_value", "self", "s", "scalar", "min", "max"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """One operand.
+    """An operand.
 
     Attributes:
         role: the operator's name of it.
         tensor: its values before the operator ran; None for a number.
-        original: the tensor that the code passed: `tensor` itself, unless the operator writes into it.
-        number: the number that the code gave; None for a tensor.
+        original: the tensor passed by the code; differs from `tensor` if the operator writes into it.
+        number: its value; None for a tensor.
     """
 
     role: str
@@ -211,7 +207,7 @@ class Operand:
 
 
 def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand]:
-    """The float operands, in the order of the arguments; those that will be written into are copied."""
+    """Return the float operands in the order of the arguments, with copies of those to be written."""
     schema, name = schema_of(func), operator_name(func)
     overwrites = name.startswith(_OVERWRITE)
     like = name.endswith(_LIKE[0]) or name.startswith(_LIKE[1:])
@@ -235,7 +231,7 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
 
 
 def _is_count(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one integer: what a sum is divided by."""
+    """Return whether a tensor is one integer, such as a divisor of a sum."""
     return (
         not tensor.dim()
         and not tensor.is_floating_point()
@@ -245,7 +241,7 @@ def _is_count(tensor: torch.Tensor) -> bool:
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether torch has made the tensor of a number in the code: `x * 2.0` comes as a float64 without dimensions."""
+    """Return whether torch made the tensor from a number in the code: `x * 2.0` has a float64 0-dim tensor."""
     return not tensor.dim() and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
 
 
@@ -258,7 +254,7 @@ def written_in(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Te
 
 
 def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:
-    """Arguments as they were before the operator ran, with every float and every float dtype in `wide`."""
+    """Return arguments from before the operator ran, with every float and float dtype in `wide`."""
     if isinstance(value, (list, tuple)):
         return type(value)([widened(each, operands, wide) for each in value])
     if isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""A dispatch mode that looks at every result of a step and stops at the first that is not finite.
+"""A dispatch mode that checks every result of a step and stops at the first non-finite one.
 
-An operator is named whose result holds a value that is no number while its operands hold numbers. What code writes on
-purpose is not such a result: the -inf of an attention mask (written by a fill, added, selected by `where`), an infinity
-that follows from it, unset memory. NaN that an operator makes is, even of -inf: softmax over nothing but masked entries.
-Operands are looked at only where a result is not finite, so that a sound step costs one pass over each result.
+An operator is reported if its result has a non-finite value and its operands are finite. Intended values are
+not reported: the -inf of an attention mask (written by a fill, added, selected by `where`), infinities
+derived from it, uninitialized memory. A NaN made by an operator is, even from -inf: softmax of a fully masked
+row. Operands are only checked if a result is not finite, so that a finite step costs one pass over each
+result.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """An operator that has run, and what it was given."""
+    """An operator call with its operands."""
 
     func: Any
     args: Any
@@ -51,24 +52,25 @@ class _Call:
 
 
 class FoundError(BaseException):
-    """The first value that is no number was found: the step need not be run to its end.
+    """The first non-finite value was found: the step can stop.
 
-    No `Exception`, so that no code of the step takes it for its own failure.
+    A `BaseException`, so that the step's code does not handle it as its own failure.
     """
 
 
 class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
-    """Looks for the first operator whose result is not finite.
+    """Looks for the first operator with a non-finite result.
 
     Args:
-        model: the model that the step trains.
-        scale: the loss scale, None without one.
-        stop: raise `FoundError` at the first; else the step goes on, since other processes wait for its end.
+        model: the trained model.
+        scale: the loss scale; None without one.
+        stop: raise `FoundError` at the first one; else the step goes on, since other processes wait for
+            its end.
 
     Attributes:
-        finding: the first; None while there is none.
-        suspect: a value that the code wrote, or that no operator made; it is at fault if the loss is not finite and
-            nothing else was found.
+        finding: the first one; None if there is none.
+        suspect: a value that the code wrote, or no operator made; to blame if the loss is not finite
+            without a finding.
     """
 
     supports_higher_order_operators = True
@@ -85,7 +87,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         self._shape, self._scale, self._stop = (0, 0), scale, stop
         self._weights: dict[int, str] = {}
         self._inputs: dict[int, str] = {}
-        # Storages by their address, each held weakly: an address is not used again while a weak reference lives.
+        # Storages by address, held weakly: an address is not reused while a weak reference lives.
         self._constant: dict[int, StorageWeakRef] = {}
         self._unset: dict[int, StorageWeakRef] = {}
         self._passed: dict[int, StorageWeakRef] = {}
@@ -97,7 +99,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             _add(self._constant, buffer)  # a mask that the model keeps
 
     def begin_batch(self, batch: Mapping[str, Any]) -> None:
-        """The next micro-batch: its tensors by name."""
+        """Start the next micro-batch, with its tensors by name."""
         self._shape = _rows_and_length(batch)
         for name, value in batch.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -122,7 +124,9 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _turn(self) -> None:
-        """Autograd says which operators are the backward's; after it comes another forward, or what the caller says."""
+        """Update the phase: autograd shows the backward's operators; then follows a forward, or the caller's
+        phase.
+        """
         if current_node() is not None:
             self.phase = "backward"
         elif self.phase == "backward":
@@ -131,7 +135,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------------------- looking
 
     def _look(self, call: _Call, result: Any) -> NonFinite | None:
-        """What is wrong with the results; None if all may be as they are."""
+        """Return the problem of the results; None if they are all acceptable."""
         name = operator_name(call.func)
         written = written_in(call.func, call.args, call.kwargs)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -141,7 +145,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             for tensor in outputs:
                 _add(self._unset, tensor)
             return None
-        # Gradients start from a constant, too, and are no masks; what a backward computes again may be one.
+        # Gradients start from a constant too, and are no masks; values recomputed in a backward may be.
         gradient = self.phase == "backward" and not torch.is_grad_enabled()
         by_code = [not gradient and self._is_constant(operand) for operand in call.operands]
         constant = all(by_code) and not gradient
@@ -163,7 +167,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge(self, call: _Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
-        """What is wrong with a result that is not finite; None if it may be so."""
+        """Return the problem of a non-finite result; None if it is acceptable."""
         fresh = fresh_elements(call.func, call.operands, result, by_code)
         if fresh is not None:
             return self._fresh(call, result, fresh)
@@ -178,11 +182,11 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _meets(self, call: _Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
-        """What is wrong with an operand that is not finite; None if it may be so."""
+        """Return the problem of a non-finite operand; None if it is acceptable."""
         assert operand.tensor is not None
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
         if address in self._weights:
-            sound = address in self._constant and not nan  # a mask that the model keeps as a buffer
+            sound = address in self._constant and not nan  # a mask in a buffer of the model
             return None if sound else self._met(call, result, "weight", operand)
         if address in self._inputs:
             return self._met(call, result, "input", operand) if nan else None
@@ -191,7 +195,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         met = self._met(call, result, "outside", operand)
         if not _alive(self._unset, address):
             return met
-        if call.func not in _COPIES:  # memory that is filled piece by piece is copied as it is
+        if call.func not in _COPIES:  # memory filled piece by piece is copied unchanged
             self._suspect(met)
         return None
 
@@ -237,7 +241,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return value_of(operand.role, operand.tensor, name)
 
     def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
-        """Rows of the batch that hold elements of `bad`, where its first dimension counts rows or tokens."""
+        """Return the batch rows with elements of `bad`, if its first dimension is rows or tokens."""
         rows, length = self._shape
         if not rows or not bad.dim() or bad.shape[0] not in (rows, rows * length):
             return ()
@@ -263,7 +267,7 @@ def _storage(tensor: Any) -> Any:
     held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     try:
         return held.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have none
+    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have no storage
         return None
 
 
@@ -278,7 +282,7 @@ def _alive(known: dict[int, StorageWeakRef], address: int) -> bool:
 
 
 def _rows_and_length(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and tokens a row of a batch: those of its first tensor of integers; (0, 0) where it has none."""
+    """Return (rows, tokens per row) of a batch, from its first integer tensor; (0, 0) without one."""
     shapes = [tuple(value.shape) for value in batch.values() if isinstance(value, torch.Tensor)]
     flat = [shape for shape in shapes if len(shape) == 2]
     if flat:
