@@ -105,16 +105,9 @@ def inference_policy(
     device: str = "auto",
     revision: str | None = None,
 ) -> PrecisionPolicy:
-    """Return the policy to run a model under: as requested, else as trained, else the best here.
+    """Return the policy to run a model under: as requested, else as trained (`saved`), else the best here.
 
-    Args:
-        saved: the policy it was trained under, or None.
-        dtype: compute dtype, or `"auto"`.
-        quantization: a quantization format, `"none"`, or None for that of `saved`.
-        device, revision: as for `isotype.resolve_precision`.
-
-    Raises:
-        CheckpointError, PrecisionError: as `isotype.resolve_precision`.
+    `quantization`: a format, `"none"`, or None for that of `saved`; others as for `isotype.resolve_precision`.
     """
     if saved is None:
         wanted = None if quantization == "none" else quantization
@@ -143,11 +136,7 @@ def inference_policy(
 def base_policy(
     adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
 ) -> PrecisionPolicy:
-    """Return `inference_policy` for the base of an adapter, by default at the adapter's revision.
-
-    Raises:
-        CheckpointError: the adapter names no base model, or it does not exist.
-    """
+    """Return `inference_policy` for the base of an adapter, by default at the adapter's revision."""
     path = adapter.directory / CONFIG_FILE
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"
@@ -242,11 +231,7 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Return the PEFT model of `model` with a saved adapter, whose values are not rounded.
-
-    Raises:
-        CheckpointError: the adapter does not fit the model; every mismatched tensor is named.
-    """
+    """Return the PEFT model of `model` with a saved adapter, unrounded; raise CheckpointError if it does not fit."""
     policy = policy_of(model)
     assert policy is not None, "load() leaves its policy on the model"
     peft_model = inject(model, adapter, policy)
@@ -255,10 +240,7 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """Add the adapter's modules to the model, as in training, without the trained values.
-
-    PEFT's `from_pretrained` would round float32 `modules_to_save` and biases to the base's dtype.
-    """
+    """Add the adapter's untrained modules; PEFT's `from_pretrained` would round float32 parts to the base's dtype."""
     saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:

@@ -67,10 +67,7 @@ class DeferredBlocks:
         self._used: Block | None = None
 
     def take(self, model: Any, weights: WeightMap, placement: Placement, source: object) -> WeightMap:
-        """Defer the matrices of the blocks of a model on the meta device; return what is to be filled at once.
-
-        `source`: the checkpoint, for messages.
-        """
+        """Defer the matrices of the blocks of a model on the meta device; return what is to be filled at once."""
         self._model, self._source = model, source
         self._placement = replace(placement, modules=dict(model.named_modules()))
         blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
@@ -125,10 +122,7 @@ class DeferredBlocks:
         return converted(self._model, source, values)[name]
 
     def _waiting(self, model: Any, placement: Placement) -> Iterator[str]:
-        """Yield the matrices that can be deferred: vectors and shared weights may be read outside of their block.
-
-        Weights for a device other than the CPU are placed there for speed and not deferred.
-        """
+        """Yield the matrices that can be deferred: not vectors, shared weights, or those for a GPU."""
         named = dict(model.named_parameters(remove_duplicate=False))
         uses = Counter(map(id, named.values()))
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -140,10 +134,7 @@ class DeferredBlocks:
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace quantized layers by dense ones; those in blocks are filled when their block is read.
-
-        The model was loaded and not wrapped since; `dtype` is that of the dense weights.
-        """
+        """Replace quantized layers by dense ones in `dtype`; those in blocks are filled when their block is read."""
         blocks = {each.name: each for each in self.blocks}
 
         def later(place: Place, dense: Any) -> bool:
@@ -204,10 +195,7 @@ class DeferredBlocks:
                 owner.state.CB, owner.state.SCB = None, owner.state.SCB.to("meta")
 
     def on_forward(self) -> None:
-        """Read each block before its forward, and drop it afterwards.
-
-        If a block's layers are called directly, they read it, and the next block drops it.
-        """
+        """Read each block before its forward or that of its layers, and drop it afterwards."""
         for block in self.blocks:
             if block.sources or block.dense or block.stacks:
                 experts = (stack.module for stack in block.stacks)

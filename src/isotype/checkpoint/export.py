@@ -90,11 +90,7 @@ _FIX = "leave --gguf out, and convert the merged model with llama.cpp's convert_
 
 
 def check_exportable(config: Any) -> Architecture:
-    """Return how a model of this config is written.
-
-    Raises:
-        UsageError: an unsupported model, or positions scaled in an unsupported way.
-    """
+    """Return how a model of this config is written; raise UsageError if it or its positions are unsupported."""
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
@@ -329,12 +325,7 @@ def require_program(kind: str, adapter: Path, output: Path) -> None:
 
 
 def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
-    """Store a dense GGUF file in `kind` (of `isotype.core.dtypes.LLAMA_CPP_TYPES`) by `llama-quantize`; report the
-    types.
-
-    Raises:
-        SaveError: the program failed; the message has its last lines.
-    """
+    """Store a dense GGUF file in `kind` by `llama-quantize`; report the types, or raise SaveError."""
     command = [shutil.which(PROGRAM) or PROGRAM, str(dense), str(output), kind.upper()]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode or not output.is_file():
@@ -360,14 +351,9 @@ _SPECIAL = {
 
 
 def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
-    """Write a tokenizer's vocabulary, merges, kinds and special tokens.
+    """Write a tokenizer's vocabulary, merges, kinds and special tokens with `gguf.GGUFWriter`.
 
-    Args:
-        writer: `gguf.GGUFWriter`.
-        rows: of the embedding; those without a token are named and marked as unused.
-
-    Raises:
-        UsageError: it is no BPE, or splits text in a way that GGUF has no name for.
+    Embedding rows without a token are named and marked as unused. Raises UsageError for unsupported tokenizers.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]

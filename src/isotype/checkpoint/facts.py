@@ -136,11 +136,7 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
 def facts_of_config(
     source: str, config: Any, headers: CheckpointHeaders | None = None, notes: tuple[str, ...] = ()
 ) -> ModelFacts:
-    """Return the facts of a config and, if there are weights, of their headers.
-
-    Raises:
-        CheckpointError: transformers has no class for it, or the weights do not match that class.
-    """
+    """Return the facts of a config and, if there are weights, their headers; raise CheckpointError on a mismatch."""
     model = build_on_meta(config, source)
     pinned, strict = _pins(model)
     quantization = quantization_of(config)

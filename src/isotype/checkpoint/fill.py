@@ -305,7 +305,6 @@ def read_source(
 
     Args:
         model: has the names and shapes; may be on the meta device.
-        source: of its `weight_map`.
         dtype: of dequantized values; plainly stored values keep their dtype.
         turn: converts tensors of a GGUF file.
     """

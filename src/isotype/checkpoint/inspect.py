@@ -153,11 +153,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
 
 
 def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
-    """Return the headers of a model on the hub, from the local cache if it has them.
-
-    Raises:
-        CheckpointError: the hub does not have it, or cannot be reached.
-    """
+    """Return the headers of a model on the hub, from the local cache if it has them."""
     if (snapshot := local_snapshot(model_id, revision)) is not None:
         return read_headers(snapshot)
     remote, notes = remote_headers(model_id, revision)

@@ -139,10 +139,7 @@ def load(
 
 
 def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
-    """Return the directory or hub id from which transformers loads a model's tokenizer and config.
-
-    Those of a GGUF file are written into a cache first.
-    """
+    """Return where transformers loads a model's tokenizer and config; a GGUF file's are written into a cache."""
     if isinstance(checkpoint.source, Path) and checkpoint.source.suffix == ".gguf":
         require_complete_gguf(checkpoint)
         return tokenizer_copy(headers_of(checkpoint))
@@ -204,10 +201,7 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
 
 
 def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -> bool:
-    """Return True if the weights of `from_pretrained` can be streamed; else it loads by itself.
-
-    `state_dict`: weights given in memory; `settings`: transformers' `LoadStateDictConfig`.
-    """
+    """Return True if the weights of `from_pretrained` can be streamed; else it loads by itself."""
     from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
     elsewhere = "disk" in (settings.device_map or {}).values() or settings.device_mesh is not None
@@ -236,15 +230,9 @@ def stream(
     policy: PrecisionPolicy,
     deferred: DeferredBlocks | None = None,
 ) -> tuple[Any, dict[str, str]]:
-    """Fill `model` from a checkpoint's files.
+    """Fill `model` (on the meta device, with bitsandbytes' layers if quantized) from a checkpoint's files.
 
-    Args:
-        model: of transformers, on the meta device, with bitsandbytes' layers if it is quantized.
-        settings: transformers' `LoadStateDictConfig`.
-        deferred: takes what is read block by block.
-
-    Returns:
-        transformers' `LoadStateDictInfo`, and the fault of each parameter that is not finite.
+    Returns transformers' `LoadStateDictInfo`, and the fault of each parameter that is not finite.
 
     Raises:
         CheckpointError: tensors are missing, of another shape than the model's or duplicate, or a file is damaged.

@@ -88,11 +88,7 @@ class LoadPlan:
 
 
 def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
-    """Plan how the tensors of a checkpoint become those of a model.
-
-    Args:
-        model: the dense model, of transformers or not; on the meta device it costs nothing. It is not changed.
-        policy: from `isotype.resolve_precision`.
+    """Plan how the tensors of a checkpoint become those of a dense model, which may be on the meta device.
 
     Raises:
         CheckpointError: the checkpoint is quantized in a format whose tensors isotype does not know.

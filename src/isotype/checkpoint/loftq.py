@@ -36,15 +36,8 @@ _TURNS = 4
 def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor]) -> int:
     """Set the adapters of 4-bit layers to the nearest matrices to their quantization errors; return their number.
 
-    int8's errors are a hundredth of these: its layers keep their adapters, like unquantized ones.
-
-    Args:
-        model: PEFT's, with LoRA layers on a base that was loaded from the checkpoint.
-        moments: layer name in the base model -> relative second moments `[in]` of its input channels; equal if
-            missing.
-
-    Raises:
-        PrecisionError: the checkpoint is saved quantized, so the errors are unknown.
+    int8's errors are a hundredth of these: its layers keep their adapters. `moments`: layer name in the base model ->
+    relative second moments `[in]` of its input channels. Raises PrecisionError for a checkpoint saved quantized.
     """
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.name}, saved in {saved}"

@@ -98,11 +98,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
-    """Read the config and the headers of a checkpoint.
-
-    Args:
-        name: a directory, a GGUF file, `embedded:NAME` or a hub id; an open checkpoint is returned unchanged.
-        revision: branch, tag or commit of a hub id.
+    """Read the config and the headers of a checkpoint; an open one is returned unchanged.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or incomplete.
@@ -151,11 +147,7 @@ def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
 
 
 def downloaded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with local weights, downloaded if needed.
-
-    Raises:
-        CheckpointError: it has no weights, or the hub cannot be reached.
-    """
+    """Return the checkpoint with local weights, downloaded if needed."""
     if checkpoint.files is not None:
         return replace(checkpoint, source=checkpoint.files)
     require_weights(checkpoint)
@@ -179,34 +171,23 @@ def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
-    """Return the transformers config of a checkpoint; for a GGUF file, made from its metadata.
-
-    Raises:
-        CheckpointError: transformers does not read the architecture from GGUF.
-    """
+    """Return the transformers config of a checkpoint; for a GGUF file, made from its metadata."""
     if checkpoint.config is not None:
         return checkpoint.config
     return gguf_config(headers_of(checkpoint))
 
 
 def require_complete_gguf(checkpoint: Checkpoint) -> None:
-    """Compare a GGUF file with the model of its metadata; for other formats, opening has done so.
-
-    Raises:
-        CheckpointError: tensors are missing, of another size than the model's or duplicate.
-    """
+    """Raise CheckpointError if a GGUF file does not match the model of its metadata."""
     if checkpoint.gguf and checkpoint.headers is not None:
         model = build_on_meta(config_of(checkpoint), checkpoint.name)
         match(model, checkpoint.headers).require_complete()
 
 
 def require_loadable(name: str | Path, revision: str | None = None) -> None:
-    """Compare a checkpoint with its model and its config, as loading does.
+    """Raise CheckpointError if `load` would, after comparing a checkpoint with its model and its config.
 
     For a single file, an adapter, and a model unknown to transformers, only the quantization is checked.
-
-    Raises:
-        CheckpointError: `load` would refuse it; names every problem.
     """
     from transformers import CONFIG_MAPPING
 
@@ -228,11 +209,7 @@ def require_loadable(name: str | Path, revision: str | None = None) -> None:
 
 
 def require_readable(directory: Path) -> None:
-    """Read back written files: refuse incomplete safetensors, GGUF and `torch.save` files below `directory`.
-
-    Raises:
-        SaveError: some are incomplete; each is named.
-    """
+    """Raise SaveError for incomplete safetensors, GGUF and `torch.save` files below `directory`."""
     wrong = []
     for path in sorted(directory.rglob("*")):
         if path.suffix in (".safetensors", ".gguf"):
@@ -249,12 +226,7 @@ def require_readable(directory: Path) -> None:
 
 
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
-    """Return the facts about a model, without reading or allocating a weight.
-
-    Args:
-        model: an `nn.Module`, a transformers config, or the name of a checkpoint: a directory, a GGUF file,
-            `embedded:NAME` or a hub id.
-        revision: branch, tag or commit of a hub id, ignored for anything else.
+    """Return the facts about a model, config or named checkpoint, without reading or allocating a weight.
 
     Raises:
         CheckpointError: there is no model, or it is damaged or incomplete.
@@ -317,11 +289,7 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def local_path(model: str | Path) -> Path | None:
-    """Return the local path of a model; None if it can only be a hub id.
-
-    Args:
-        model: a path (file or directory), `embedded:NAME` or a hub id (`owner/name`). A local path wins over a hub id
-            of the same name.
+    """Return the local path of a path, `embedded:NAME` or hub id (`owner/name`); None if it can only be a hub id.
 
     Raises:
         CheckpointError: the path does not exist and cannot be a hub id, or the embedded model is not installed.
@@ -338,13 +306,7 @@ def local_path(model: str | Path) -> Path | None:
 
 
 def embedded_file(name: str) -> Path:
-    """Return the GGUF file of an embedded model.
-
-    Its package is never imported: it may need libraries that its file does not.
-
-    Raises:
-        CheckpointError: no such embedded model, its package is not installed, or its file is gone.
-    """
+    """Return the GGUF file of an embedded model, without importing its package; raise CheckpointError without."""
     source = f"{_SCHEME}{name}"
     package = EMBEDDED.get(name)
     if package is None:

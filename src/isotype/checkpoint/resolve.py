@@ -167,11 +167,7 @@ Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
 def kept(kind: type[Measurement], key: str) -> Measurement | None:
-    """Return the cached measurement of a checkpoint, wherever the checkpoint is; None if damaged or of another
-    layout.
-
-    `kind` is `Ranges` or `Damages`, `key` the fingerprint of `isotype.checkpoint.opened.Checkpoint`.
-    """
+    """Return the cached `Ranges` or `Damages` of a checkpoint's fingerprint; None if damaged or of another layout."""
     path = _path(kind, key)
     if not path.is_file():
         return None
@@ -183,12 +179,7 @@ def kept(kind: type[Measurement], key: str) -> Measurement | None:
 
 
 def keep(measurement: Ranges | Damages) -> Path:
-    """Cache a measurement of a checkpoint by its `key`.
-
-    Raises:
-        ValueError: it is of a model in memory.
-        SaveError: it cannot be written.
-    """
+    """Cache a measurement of a checkpoint by its `key`; raise ValueError for a model in memory."""
     if not measurement.key:
         raise ValueError(f"a model in memory has no key to keep its {measurement.subject} under")
     path = _path(type(measurement), measurement.key)

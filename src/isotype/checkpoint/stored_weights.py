@@ -74,11 +74,7 @@ class StoredWeights:
         return rows if part else rows[where].clone()
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return blocks and exponents of experts `start` to `stop` of an mxfp4 stack, as stored.
-
-        Raises:
-            CheckpointError: it is stored in another format.
-        """
+        """Return blocks and exponents of experts of an mxfp4 stack; raise CheckpointError for other formats."""
         tensor, _ = self._sources[name].tensors[0]
         if tensor.form != MXFP4 or tensor.problem is not None:
             fix = "load it with quantization nf4 or int8, or with none"
@@ -95,11 +91,7 @@ class StoredWeights:
 
 
 def blank_model(config: Any) -> Any:
-    """Return the model of a config with parameters on the meta device and real buffers, float32, in evaluation mode.
-
-    Raises:
-        CheckpointError: the config names no class of transformers, or an incompatible one.
-    """
+    """Return the model of a config with meta parameters and real buffers, float32, in evaluation mode."""
     return skeleton(config, torch.float32, buffers=True).eval()
 
 

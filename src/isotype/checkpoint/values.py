@@ -36,12 +36,7 @@ _GGUF_PIECE = 1 << 17
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a stored tensor: computed ones in `dtype`, plain ones in theirs; `read` reads a header's
-    tensor.
-
-    Raises:
-        CheckpointError: it is quantized in an unknown way.
-    """
+    """Return a stored tensor's values, computed ones in `dtype`; raise CheckpointError for unknown quantization."""
     scheme = tensor.scheme
     if not tensor.quantized:
         return read(tensor.weight)

@@ -28,11 +28,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """Return the model class for `config`: the auto class's choice, or the one that the config names.
-
-    Raises:
-        CheckpointError: the config names no class of transformers.
-    """
+    """Return the model class of `config`, or that of an auto class; raise CheckpointError if there is none."""
     if model_class is not None and not is_auto_class(model_class):
         return model_class
     cls = class_of(config, model_class)
@@ -56,12 +52,9 @@ def skeleton(
     """Return the dense model on the meta device, its float tensors in the policy's plain dtype.
 
     Args:
-        config: a transformers config; it is copied.
-        policy: from `isotype.resolve_precision`; or a dtype.
         model_class: a transformers model class or auto class; default: the class that the config names.
-        attn_implementation: as in `from_pretrained`.
         buffers: compute the values of buffers, which most checkpoints lack.
-        **settings: fields of the config to set, such as `num_labels`.
+        **settings: fields of the (copied) config to set, such as `num_labels`.
 
     Raises:
         CheckpointError: the config names no class of transformers, or an incompatible one.

@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype check` and return its exit status.
-
-    Raises:
-        UsageError: invalid arguments.
-        PrecisionError: a policy that the device or the model refuses.
-        CheckpointError: no model, or a damaged one.
-    """
+    """Run `isotype check` and return its exit status."""
     quiet_libraries()
     with interrupts_kept():
         return _run(argv, console)

@@ -59,14 +59,7 @@ def inspect_parser() -> Parser:
 
 
 def inspect(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype inspect` and return its exit status.
-
-    Raises:
-        CheckpointError: no checkpoint, a damaged one, or one whose weights do not match the model or cannot be read;
-            what its headers contain is printed first.
-        PrecisionError: with `--plan`, a policy that cannot be.
-        UsageError: arguments of a plan without `--plan`.
-    """
+    """Run `isotype inspect` and return its exit status; what headers contain is printed before errors."""
     options = inspect_parser().parse_args(list(argv))
     if options.plan:
         return _inspect_plan(options, console)
@@ -156,13 +149,7 @@ def quality_parser() -> Parser:
 
 
 def quality(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype quality` and return its exit status.
-
-    Raises:
-        CheckpointError: no checkpoint, or one that cannot be loaded.
-        DataError: a data set that cannot be read.
-        UsageError: a number of tokens out of range, or a model without logits.
-    """
+    """Run `isotype quality` and return its exit status."""
     from isotype.train.command.arguments import count_problems
 
     parser = quality_parser()
@@ -214,11 +201,7 @@ def explain(argv: Sequence[str], console: Console) -> int:
 
 
 def find_rule(code: str) -> Rule:
-    """Return the rule of a code in any spelling: `IST101`, `ist101`, `101`.
-
-    Raises:
-        UsageError: unknown code; the message names similar ones.
-    """
+    """Return the rule of a code in any spelling (`IST101`, `ist101`, `101`); a UsageError names similar ones."""
     from isotype.rules import all_rules
 
     rules = {rule.code: rule for rule in all_rules()}
@@ -383,14 +366,7 @@ def chat(argv: Sequence[str], console: Console) -> int:
 
 
 def plan(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype plan` and return its exit status: 0, or 1 if nothing fits.
-
-    Raises:
-        UsageError: invalid arguments.
-        PrecisionError: an unknown device.
-        CheckpointError: no model, or a damaged one.
-        DataError: a data set that cannot be trained on.
-    """
+    """Run `isotype plan` and return its exit status: 0, or 1 if nothing fits."""
     from isotype.planning.from_request import plan_of_request
     from isotype.planning.request import parse_request
     from isotype.planning.shelf import names_a_model

@@ -36,12 +36,7 @@ _WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
 
 
 def run(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype run` and return the script's exit status.
-
-    Raises:
-        UsageError: no script, or one that does not exist.
-        SystemExit: raised by the script.
-    """
+    """Run `isotype run` and return (or raise as SystemExit) the script's exit status."""
     options = parse(argv)
     if signal.getsignal(signal.SIGTERM) is terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it ends the script as it would without isotype
@@ -71,11 +66,7 @@ def _watched(options: Options, session: Session) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parse isotype's options up to the script or `-m MODULE`; the rest belongs to the script.
-
-    Raises:
-        UsageError: no script, one that does not exist, or less than one step.
-    """
+    """Parse isotype's options up to the script or `-m MODULE`; the rest belongs to the script."""
     own, rest = _split(list(argv))
     parser = Parser(
         prog="isotype run",

@@ -455,10 +455,7 @@ def literal(files: Iterable[Path]) -> list[str]:
 
 
 def fingerprint_of_rows(rows: Any) -> str | None:
-    """Return the number of rows and 16 hexadecimal digits of their values, columns and order; None for a stream.
-
-    It is the same for a file, a saved data set and the hub, on every machine.
-    """
+    """Return the number of rows and a machine-independent hash of values, columns and order; None for a stream."""
     if not hasattr(rows, "__len__"):
         return None
     count = len(rows)

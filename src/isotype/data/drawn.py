@@ -112,12 +112,7 @@ def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
 
 
 def shapes_folder() -> Path:
-    """Return the folder of the data set, drawn on first use: `train` and `test`, each with pictures and
-    `metadata.jsonl`.
-
-    Raises:
-        DataError: pillow is not installed.
-    """
+    """Return the folder of the data set, drawn on first use (raises DataError without pillow)."""
     folder = default_cache_dir() / f"{NAME}-{_VERSION}"
     if folder.is_dir():
         return folder

@@ -79,11 +79,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def find_local(name: str, test_split: str = "test") -> LocalData | None:
-    """Return the local or embedded data set of that name; None if the name can only be a hub id.
-
-    Raises:
-        DataError: a path that does not exist, contains no data or has an unsupported type.
-    """
+    """Return the local or embedded data set of that name, None for a hub id; raise DataError if invalid."""
     if name.startswith(EMBEDDED):
         return _find_embedded(name)
     path = Path(name).expanduser()

@@ -45,11 +45,7 @@ class _Part:
 
 
 def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
-    """Return the splits of a mixture (`trl.DatasetMixtureConfig`): train and, with `test_split_size`, test.
-
-    Raises:
-        DataError: with every problem of every data set.
-    """
+    """Return the splits of a `trl.DatasetMixtureConfig`: train and, with `test_split_size`, test."""
     import datasets
 
     if args.streaming and args.test_split_size is not None:
@@ -268,12 +264,7 @@ def _same(row: Any, seen: bool) -> dict[str, Any]:
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """Return the first rows of each data set in the proportions of `fraction`, as many as possible without
-    repetition.
-
-    Raises:
-        ValueError: only some have a fraction; a stream.
-    """
+    """Return the first rows of each data set in the proportions of `fraction`, without repetition."""
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):
         return built

@@ -58,11 +58,7 @@ class ColumnMap:
 
 
 def column_map(value: object, origin: str) -> ColumnMap | None:
-    """Return `columns` of one data set of a mixture: a preset, pairs as text, or {trainer's name: name or names}.
-
-    Raises:
-        DataError: none of these.
-    """
+    """Return `columns` of one data set of a mixture: a preset, pairs as text, or {trainer's name: name or names}."""
     if isinstance(value, str):
         return parse_columns(value, origin)
     pairs = {

@@ -73,12 +73,7 @@ def standard_chats(
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
-    """Describe how speakers' names were mapped to roles; None if there were none.
-
-    Args:
-        names: counts of `standard_chats`.
-        sample: number of rows counted, None if all.
-    """
+    """Describe how speakers' names were mapped to roles; None without; `sample`: rows counted, None if all."""
     if not names:
         return None
     read = ", ".join(

@@ -85,10 +85,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """Yield (row, problem) of the first row of each column with an id out of range, or with too many labels.
-
-    `size`: of the model's vocabulary; None if unknown.
-    """
+    """Yield (row, problem) of each column's first row with an id out of range (if known), or too many labels."""
     import pyarrow.compute as pc
 
     names = [name for name in ID_COLUMNS if name in rows.column_names]

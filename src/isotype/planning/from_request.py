@@ -396,11 +396,7 @@ BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """Return the command with the plan's values in place of `auto`, and the row they come from.
-
-    Raises:
-        UsageError: nothing fits, or there are several processes, which would each plan for themselves.
-    """
+    """Return the command with the plan's values for `auto`, and their row; raise UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
         problem = Problem(f"auto in {processes()} processes", "numbers, the same in every process", fix)

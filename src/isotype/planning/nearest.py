@@ -22,10 +22,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def nearest(request: PlanRequest) -> Row | None:
-    """Return the row that fits and differs least from a request; None if none fits.
-
-    Tried in this order, for rows of the same length: fewer rows at once; all layers recomputed; another storage.
-    """
+    """Return the fitting row nearest to a request: fewer rows at once, then recomputation, then other storage."""
     step = request.step
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
     tries = [again] if step.auto or step.checkpointing == CHECKPOINTING else [step, again]
@@ -42,9 +39,7 @@ def nearest(request: PlanRequest) -> Row | None:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """Return the findings on a step; the nearest fitting settings become the first fix of memory findings without
-    one.
-    """
+    """Return the findings; the nearest fitting settings become the first fix of memory findings without one."""
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for each in memory for fix in each.fixes):
         return findings

@@ -127,13 +127,7 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
 def parse_request(
     argv: Sequence[str], keywords: Mapping[str, Any] | None = None
 ) -> tuple[PlanRequest, Outputs]:
-    """Return the request of `isotype plan`'s arguments or of a training command's keywords, and where its answer
-    goes.
-
-    Raises:
-        UsageError: unknown or invalid arguments.
-        DataError: a data set that cannot be trained on.
-    """
+    """Return the request of `isotype plan`'s arguments or of a training's keywords, and where its answer goes."""
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
         parser().print_help()
@@ -183,13 +177,7 @@ def request_of(
     image: tuple[int, int] | None = None,
     images: int = 1,
 ) -> PlanRequest:
-    """Return the plan request of a training command; rows, lengths and storages that are `auto` are chosen.
-
-    Other arguments: see `PlanRequest`; `image` and `images` are the size and number of pictures per row.
-
-    Raises:
-        UsageError, PrecisionError, DataError: errors of the training command.
-    """
+    """Return the plan request of a training command; rows, lengths and storages that are `auto` are chosen."""
     auto = command.planned
     tokens = command["tokens_per_step"]
     command = command.but(tokens_per_step=None, **dict.fromkeys(auto))

@@ -47,10 +47,7 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
 
 
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
-    """Return the training of a request's data set with one row's settings; None if the request names no data set.
-
-    `seconds(rows, tokens)`: time of a micro-batch; None if unknown.
-    """
+    """Return the training of the data set with a row's settings, timed by `seconds(rows, tokens)`; None without data."""
     step = request.step
     if step.data_rows is None:
         return None
@@ -107,9 +104,7 @@ _NEAR = 32
 
 @dataclass(frozen=True)
 class Option:
-    """Settings with a trace of their own; `arguments` of `gradient_checkpointing_enable`, None if no layer is
-    recomputed.
-    """
+    """Settings with a trace of their own; `arguments` of `gradient_checkpointing_enable` are None for no layer."""
 
     step: PlannedStep
     arguments: Mapping[str, Any] | None
@@ -183,17 +178,12 @@ class Search:
         return known[1]
 
     def _looks_between(self, option: Option) -> bool:
-        """Return True if recomputing some layers is tried, as for one storage alone: its layers differ and trace
-        slowly.
-        """
+        """Return True if recomputing some layers is tried: only for one storage, since it takes long to trace."""
         every = option.arguments is not None and self.request.step.auto
         return every and not option.sharding and len(self._storages()) == 1
 
     def _sparser_row(self, option: Option, profile: DeviceProfile) -> Iterator[Row]:
-        """Yield a row that recomputes every n-th layer, if no row of the data fits without and one fits with some.
-
-        If one fits without, a smaller micro-batch is faster than recomputation.
-        """
+        """Yield a row that recomputes every n-th layer, if no row of the data fits without and one fits with some."""
         rows = self.request.rows or 1
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
@@ -334,11 +324,7 @@ class Search:
         )
 
     def _row(self, option: Option, steps: Steps, profile: DeviceProfile) -> Row:
-        """Return the largest micro-batch of one option that fits on one device; the smallest if none fits.
-
-        Raises:
-            NotForeseenError: a step cannot be traced to its end.
-        """
+        """Return the largest micro-batch of one option that fits on one device; the smallest if none fits."""
         size = self.rooms[profile.name].size
         assert size is not None
         rows, fits = self._micro_batch(steps, size)

@@ -57,11 +57,7 @@ def names_a_model(argv: Sequence[str]) -> bool:
 
 
 def plans(argv: Sequence[str]) -> Iterator[Plan]:
-    """Yield the plans of the largest models that fit, and of those that do not if none fits.
-
-    Raises:
-        UsageError, PrecisionError, DataError: as `isotype.planning.from_request.plan`.
-    """
+    """Yield the plans of the largest models that fit, and of those that do not if none fits."""
     fitting = 0
     for name, config in SHELF.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -65,11 +65,7 @@ def palette_css() -> str:
 
 
 def render(template: str, **content: object) -> str:
-    """Render a page of `report/templates`.
-
-    Raises:
-        jinja2.UndefinedError: the template uses a name that `content` lacks.
-    """
+    """Render a page of `report/templates`; a name that `content` lacks raises jinja2.UndefinedError."""
     return _environment().get_template(template).render(content)
 
 
@@ -113,11 +109,7 @@ def _joints(text: str) -> list[str]:
 
 
 def write_report(path: Path, text: str) -> Path:
-    """Write a report atomically; its folder is created if needed.
-
-    Raises:
-        SaveError: the file cannot be written; an existing one is unchanged.
-    """
+    """Write a report atomically, creating its folder; raise SaveError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)

@@ -388,8 +388,7 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     """Return the error if the resumed values were rounded on loading, else None.
 
-    `model.load_adapter` copies into the parameters first and then makes them float32, so only their values show it.
-    The trainable parameters are in the `master` dtype already.
+    `model.load_adapter` first copies into the parameters and then makes them float32, so only their values show it.
     """
     rounded = _rounded_to(model) if master == torch.float32 else None
     if rounded is None:

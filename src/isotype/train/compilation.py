@@ -59,10 +59,7 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """Take accelerate's options for compiling a model, so that it does not compile; None if there are none.
-
-    DeepSpeed's engine compiles by itself and keeps its options.
-    """
+    """Take accelerate's options for compiling a model (not DeepSpeed's), so that it does not compile; None without."""
     from accelerate.utils import DynamoBackend
 
     plugin = accelerator.state.dynamo_plugin
@@ -90,10 +87,7 @@ class CompiledBlocks:
 
 
 def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> CompiledBlocks:
-    """Compile the forward of every block when it is first differentiated, or gets another shape.
-
-    The model is changed in place and not fused; `options` of `torch.compile` include `backend`.
-    """
+    """Compile the forward of every block of a model when first differentiated, or given another shape."""
     names = []
     for name, block in list(outermost_blocks(model)):
         block.__dict__["compiled_options"] = tuple(sorted(options.items()))

@@ -90,10 +90,7 @@ def show_policy(
     extra: IsotypeArguments | None = None,
     choice: Choice | None = None,
 ) -> None:
-    """Print the policy, one line per role, with the choice of recomputed layers, then its warnings.
-
-    `--quiet`: three lines without reasons; `--verbose`: every reason in full.
-    """
+    """Print the policy and its warnings; `--quiet`: three lines without reasons; `--verbose`: full reasons."""
     rows = (*policy_rows(policy, optimizer), *_choice_rows(choice))
     if extra is not None and extra.quiet:
         third = -(-len(rows) // 3)

@@ -70,10 +70,7 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the model's greedy answer (sampling with `do_sample=True, …`) to a text or a conversation, as text.
-
-    Runs without autocast: under a policy no operator gets two float dtypes.
-    """
+    """Return the model's greedy answer (sampling with `do_sample=True, …`), without autocast, as under a policy."""
     device = next(model.parameters()).device
     inputs = {k: v.to(device) for k, v in encode(tokenizer, messages).items()}
     words = getattr(tokenizer, "tokenizer", tokenizer)

@@ -218,11 +218,7 @@ def is_its_own_reference(settings: Settings, start: Adapter | None) -> bool:
 
 
 def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Raise if the adapter needs a part of the base's weights and the policy quantizes them.
-
-    Raises:
-        PrecisionError: it does.
-    """
+    """Raise PrecisionError if the adapter needs a part of the base's weights and the policy quantizes them."""
     name = settings.extra.init_lora_weights
     if name in OF_FLOATS and policy.quantized:
         raise PrecisionError("the adapter cannot begin so", [_quantized(name, policy.storage)])

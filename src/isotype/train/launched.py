@@ -47,10 +47,7 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     """Return the sharding of `--fsdp` or `accelerate launch`, removed from the environment; None without either.
 
     The model is sharded while it is loaded (`isotype.checkpoint.shard`). accelerate would first load it whole into
-    every process, and shards nothing on a CPU, whatever its config.
-
-    Raises:
-        UsageError: unsupported requests, all named.
+    every process, and shards nothing on a CPU. Unsupported requests raise UsageError.
     """
     asked = requested_sharding(training)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -144,13 +141,7 @@ def _problems(asked: Sharding, training: Any, arguments: Any) -> list[Problem]:
 
 @contextmanager
 def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator[None]:
-    """Report the death of another process of the run, which fails a collective in this one.
-
-    `goes_on` returns the command that resumes a checkpoint.
-
-    Raises:
-        TrainingError: another process is gone.
-    """
+    """Raise TrainingError, with the command to resume, if a collective failed because another process died."""
     try:
         yield
     except RuntimeError as error:

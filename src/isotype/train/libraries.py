@@ -27,22 +27,14 @@ LAST_TRIED = {
 
 
 def require_fitting_libraries() -> None:
-    """Raise if a training would fail in transformers or TRL, or lose a step of isotype; log newer libraries.
-
-    Raises:
-        UsageError: a library lacks what is read or overridden; the message names both versions.
-    """
+    """Raise UsageError if a library lacks what isotype reads or overrides; log libraries newer than tested."""
     for line in newer_than_tried():
         logger.warning("%s", line)
     _refuse(_incompatibilities())
 
 
 def require_names(method: Method) -> None:
-    """Raise if TRL lacks a method's trainer, its arguments, or their parser, before any is loaded.
-
-    Raises:
-        UsageError: as `require_fitting_libraries`.
-    """
+    """Raise UsageError if TRL lacks a method's trainer, its arguments, or their parser, before any is loaded."""
     config = f"{method.trainer.removesuffix('Trainer')}Config"
     _refuse(("trl", reason) for reason in trl_head.lacking((method.trainer, config)))
 

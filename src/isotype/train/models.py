@@ -58,11 +58,9 @@ def adapted_model(
     *,
     adapt: Adapt | None = None,
 ) -> tuple[Any, Any]:
-    """Load `checkpoint` and add the arguments' adapter on the parts `adapt`, or `start`, to be trained further.
+    """Load `checkpoint` and add the arguments' adapter on the parts `adapt`, or `start`; return (model, peft_config).
 
-    Returns:
-        model, peft_config: the latter is None unless the trainer has to add the adapter, because a chat template adds
-            tokens that must become trainable first.
+    The latter is None unless a chat template adds tokens, so that the trainer has to add the adapter.
     """
     import transformers
 
@@ -205,13 +203,7 @@ def require_token_ids(config: Any, settings: Settings) -> None:
 
 
 def check_module_names(model: Any, config: Any) -> None:
-    """Check that every name in `--lora_target_modules` and `--lora_modules_to_save` is a module's.
-
-    A regex or `all-linear` (a string) is left to PEFT.
-
-    Raises:
-        UsageError: a name that no module ends with, with the nearest names.
-    """
+    """Raise UsageError for names in `--lora_target_modules` and `--lora_modules_to_save` without a module."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
@@ -290,11 +282,7 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
 
 
 def processing_class(source: Path | str, revision: str | None = None) -> Any:
-    """Return the tokenizer of a checkpoint, or its processor if it takes images.
-
-    Raises:
-        CheckpointError: the checkpoint has none, or it cannot be read.
-    """
+    """Return a checkpoint's tokenizer, or image processor; raise CheckpointError if there is none."""
     limit_templates()
     return tokenizer_of(
         source if isinstance(source, str) and not Path(source).is_dir() else Path(source),
@@ -323,13 +311,10 @@ def weightless_model(
     """Return the model of `isotype.load` and `isotype.add_lora` under `policy`, every tensor on the meta device.
 
     Args:
-        config: of transformers; it is copied.
-        policy: from `isotype.resolve_precision`.
         model_class: a transformers model class or auto class; default: the class that the config names.
         lora: a `peft.LoraConfig` or its arguments; None for no adapters.
-        fold: fold equal layers (see `isotype.model.fold`): before adapters are made, unless layers are chosen by
+        fold: fold equal layers (see `isotype.model.fold`) before adapters are made, unless layers are chosen by
             number.
-        attn_implementation: as in `from_pretrained`.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:

@@ -35,10 +35,6 @@ def policy_by_ranges(
     """Return the policy and the measured ranges behind it; None if not measured or not needed.
 
     `when`: `measure` a local checkpoint without a cached measurement, or use only what is `known`.
-
-    Raises:
-        PrecisionError, CheckpointError: as `resolve_precision` and `measure_ranges`; parameters beyond float16's
-            range.
     """
     profile = device_profile(device)
     measure = partial(_measured, measure_checkpoint, checkpoint, profile) if when == "measure" else None

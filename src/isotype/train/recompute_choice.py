@@ -48,8 +48,7 @@ class Choice:
 def choose(foresee: Foresee, room: Room) -> Choice:
     """Return the fewest recomputed layers with which a step fits: none, every fourth to every second, or all.
 
-    `foresee`: returns bytes at the peak with these arguments of `gradient_checkpointing_enable`, or raises
-    `NotForeseenError`.
+    `foresee` returns the peak in bytes with arguments of `gradient_checkpointing_enable`.
     """
     if room.size is None:
         return Choice(CHECKPOINTING, room.words)

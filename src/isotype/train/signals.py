@@ -99,10 +99,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
     """Callback that ends a training whose held-back loss, or `--metric_for_best_model`, stops improving."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the checkpoint's count.
-
-        transformers' `restore_callback_states_from_checkpoint` would also restore a former run's stop.
-        """
+        """Restore the checkpoint's count; transformers would also restore a former run's stop."""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:

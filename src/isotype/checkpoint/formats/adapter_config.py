@@ -48,11 +48,7 @@ _COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|position_ids
 
 
 def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
-    """Return the `PeftConfig` in a directory beside the tensors of the adapter.
-
-    Raises:
-        CheckpointError: it is damaged, of an unknown kind, or has invalid values; every one is named.
-    """
+    """Return a directory's `PeftConfig`, checked with the adapter's tensors; raise CheckpointError with all faults."""
     from peft import PeftConfig, PeftType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 

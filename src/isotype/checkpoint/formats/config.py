@@ -38,11 +38,7 @@ BUILD_ERRORS = (
 
 
 def read_config(directory: Path) -> Any:
-    """Return the transformers config in a directory; code of a checkpoint is not run.
-
-    Raises:
-        CheckpointError: config.json is damaged, or names an unknown model or dtype.
-    """
+    """Return the transformers config in a directory, without running its code; raise CheckpointError if invalid."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
@@ -133,12 +129,9 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 
 
 def build_on_meta(config: Any, source: str) -> nn.Module:
-    """Build the config's model on the meta device, in a tenth of a second even for 70B parameters.
+    """Build the config's model on the meta device (0.1 s for 70B parameters), or raise CheckpointError.
 
     Only an instance has the pins of its submodels: transformers gathers them in `post_init`.
-
-    Raises:
-        CheckpointError: transformers has no class for it, or the class does not accept it.
     """
     cls = model_class(config)
     if cls is None:
@@ -182,11 +175,7 @@ def without_prefix(model: Any, name: str) -> str:
 
 @contextmanager
 def building(cls: type, source: str = "") -> Iterator[None]:
-    """Build a model of class `cls` in this context, without initialization on the meta device.
-
-    Raises:
-        CheckpointError: the config does not fit the class; it names `source`, if given.
-    """
+    """Build a model of class `cls` without initialization; a config that does not fit raises CheckpointError."""
     modules = itertools.count(1)
 
     def one_more(*_: Any) -> None:
@@ -244,11 +233,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype of a name in a config, integers and float8 included; `what` names it in errors.
-
-    Raises:
-        CheckpointError: torch has no such dtype.
-    """
+    """Return the torch dtype of a name in a config; `what` names it in the CheckpointError for an unknown one."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
@@ -259,11 +244,7 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
 
 
 def gguf_config(headers: CheckpointHeaders) -> Any:
-    """Return the config of a GGUF file, from its headers.
-
-    Raises:
-        CheckpointError: transformers does not read its architecture from GGUF.
-    """
+    """Return the config of a GGUF file; raise CheckpointError if transformers cannot read its architecture."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, integrations
 

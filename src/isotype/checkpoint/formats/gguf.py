@@ -33,8 +33,7 @@ _STRING, _ARRAY = 8, 9
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     """Return the tensors of a GGUF file sorted by name, and its metadata: scalars and strings, without arrays.
 
-    The file is mapped and arrays are skipped: a vocabulary has about 10^5 strings, for which gguf.GGUFReader takes
-    seconds.
+    The file is mapped and arrays are skipped: gguf.GGUFReader takes seconds for the 10^5 strings of a vocabulary.
 
     Raises:
         CheckpointError: the file is missing, truncated, damaged or of an unknown version or tensor type.
@@ -105,12 +104,7 @@ def _entries(
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
-    """Return a small GGUF file with another's metadata and the names of its `tensors`, without the tokenizer's
-    arrays.
-
-    It serves for the config: gguf.GGUFReader takes seconds for a vocabulary, whose size is recorded under its own
-    key.
-    """
+    """Return a small GGUF file with another's metadata and tensor names, from which gguf reads a config quickly."""
     metadata: dict[str, object] = {}
     kept: list[bytes] = []
     words = 0

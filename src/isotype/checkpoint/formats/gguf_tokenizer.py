@@ -34,14 +34,8 @@ _AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "gran
 def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) -> Path:
     """Return a directory with the tokenizer and the config of a GGUF file's model, as by save_pretrained().
 
-    It is cached by the file's size and first and last MiB, and created atomically, also by concurrent processes.
-
-    Args:
-        cache_dir: default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`.
-
-    Raises:
-        CheckpointError: transformers cannot read the architecture from GGUF.
-        SaveError: the copy cannot be written.
+    It is cached in `cache_dir` (default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`) by the file's size and
+    first and last MiB, and created atomically.
     """
     path = headers.path
     root = cache_dir or default_cache_dir() / "gguf"

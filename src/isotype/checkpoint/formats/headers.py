@@ -75,23 +75,16 @@ class CheckpointHeaders:
 
 
 def read_headers(path: str | Path) -> CheckpointHeaders:
-    """Read the headers of a checkpoint directory, a .safetensors, .gguf or torch file, or all files of an index.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged, incomplete or pickled; lists every problem.
-    """
+    """Read the headers of a checkpoint directory, a .safetensors, .gguf or torch file, or all files of an index."""
     path = Path(path)
     held = _read_headers(path, *_file_of(path))
     return held if held.format == "gguf" else replace(held, quantization=quantization_beside(path))
 
 
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
-    """Return the quantization of weights in a directory or file, by config.json or modelopt's hf_quant_config.json.
+    """Return the quantization of weights by config.json or modelopt's hf_quant_config.json; empty without.
 
-    Empty if neither has one. A model that was cast to float8 as a whole has the method `cast`.
-
-    Raises:
-        CheckpointError: config.json is damaged, or its quantization_config is no object.
+    A model that was cast to float8 as a whole has the method `cast`.
     """
     directory = weights if weights.is_dir() else weights.parent
     file = directory / "config.json"
@@ -130,11 +123,7 @@ def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
 
 
 def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
-    """Return the tensors of one .safetensors or torch file.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or contains other objects.
-    """
+    """Return the tensors of one .safetensors or torch file; raise CheckpointError if damaged."""
     if file.name.endswith(_TORCH_SUFFIXES):
         return read_torch_header(file)
     return read_safetensors(file)[0]
@@ -155,11 +144,7 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
-    """Return the file with or listing a directory's weights, and their kind; None if there are none.
-
-    Raises:
-        CheckpointError: the weights are pickled, or the file is ambiguous.
-    """
+    """Return the file with or listing a directory's weights, and their kind; None if there are none."""
     for name, kind in _LAYOUTS:
         if (directory / name).is_file():
             return directory / name, kind
@@ -223,11 +208,7 @@ _LONGEST = 255  # bytes in the name of a file
 
 
 def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors of all shards of an index, and the index's metadata.
-
-    Raises:
-        CheckpointError: shards are missing or damaged, or index and shards disagree; lists every problem.
-    """
+    """Return the tensors of all shards of an index, and its metadata; raise CheckpointError with all faults."""
     weight_map, metadata = _read_index(index)
     expected: dict[str, set[str]] = defaultdict(set)
     for name, shard in weight_map.items():
@@ -264,10 +245,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield True for each file that exists, opening several ahead to hide the latency of file servers.
-
-    The beginning of each file is then in memory. One thread parses: several would wait for each other.
-    """
+    """Yield True for each file that exists, reading several beginnings ahead to hide the latency of file servers."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():
@@ -316,9 +294,6 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
 
 @functools.lru_cache(maxsize=64)
 def _is_file_name(shard: str) -> bool:
-    """Return True if it is a plain name: an index must not refer outside of its directory.
-
-    Links are followed: indices are downloaded, links are not, and the hub's cache consists of links.
-    """
+    """Return True if it is a plain name: an index must not refer outside of its directory (links may)."""
     plain = printable(shard) and "\0" not in shard and Path(shard).name == shard != ".."
     return bool(shard) and plain and len(shard.encode()) <= _LONGEST

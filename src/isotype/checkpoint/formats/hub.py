@@ -17,11 +17,7 @@ _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> Any:
-    """Return the transformers config of a hub id, by default of its main branch.
-
-    Raises:
-        CheckpointError: the hub does not have it, or neither hub nor local cache can provide it.
-    """
+    """Return the transformers config of a hub id, or raise CheckpointError."""
     from transformers import AutoConfig
 
     at = f" at revision {revision}" if revision else ""
@@ -73,11 +69,7 @@ def _cached(model_id: str, revision: str | None) -> Path | None:
 
 
 def download(model_id: str, revision: str | None = None) -> Path:
-    """Return the directory of a model in the hub's local cache, after downloading what is missing.
-
-    Raises:
-        CheckpointError: the hub does not have it, or cannot be reached.
-    """
+    """Return the directory of a model in the hub's local cache, after downloading what is missing."""
     from huggingface_hub import snapshot_download
 
     snapshot = local_snapshot(model_id, revision)

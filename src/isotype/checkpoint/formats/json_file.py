@@ -33,11 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """Return the content of JSON, and the duplicate names of its objects, of which `json` keeps the last.
-
-    Raises:
-        ValueError, RecursionError: it is not JSON.
-    """
+    """Return the content of JSON, and the duplicate names of its objects, of which `json` keeps the last."""
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,10 +69,7 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Yield values of the wrong type or beyond a limit, by the first of `entries` that matches the name.
-
-    `kinds`: types by name, for entries without a type of their own.
-    """
+    """Yield values of the wrong type (default: from `kinds`) or beyond a limit, by the first matching entry."""
     for key, value in content.items():
         entry = next((each for each in entries if re.fullmatch(each.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)

@@ -40,11 +40,7 @@ _SIGNATURES = (
 
 
 def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors of one safetensors file, in the order of their data, and its metadata; read the header only.
-
-    Raises:
-        CheckpointError: the file is missing, truncated or damaged; lists every problem.
-    """
+    """Return the tensors of one safetensors file's header, in the order of their data, and its metadata."""
     header, data_bytes = _safetensors_json(path)
     limit_tensors(path, len(header))
     metadata = header.pop("__metadata__", {})

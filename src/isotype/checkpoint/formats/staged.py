@@ -50,17 +50,11 @@ def staged(
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
     """Yield every piece of work in order, with its tensors in a buffer, or None if it must be read otherwise.
 
-    Tensors are valid until the next piece is requested. Memory is that of two buffers. The thread ends with the
-    caller, also after an interrupt.
+    Tensors are valid until the next piece is requested. The thread ends with the caller, also after an interrupt.
 
     Args:
         work: pieces of work with their tensors; more bytes than `size`, or a tensor without offset, yields None.
-        size: bytes of a buffer.
         pinned: use memory that a GPU can read directly; a line is logged if there is none.
-
-    Raises:
-        CheckpointError: a file ends before a tensor does.
-        OSError: a file cannot be read.
     """
     groups = list(_groups(work, size))
     free: SimpleQueue[torch.Tensor | None] = SimpleQueue()

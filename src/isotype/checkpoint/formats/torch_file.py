@@ -30,12 +30,7 @@ _NESTED = ("state_dict", "model")
 
 
 def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
-    """Return the tensors of a file of weights, without their values.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, has other objects than tensors, or was saved by torch before
-            1.6.
-    """
+    """Return the tensors of a file of weights without values; raise CheckpointError if damaged, or before torch 1.6."""
     return tuple(_header(name, value, path) for name, value in torch_tensors(path, "meta").items())
 
 
@@ -43,9 +38,6 @@ def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]
     """Return the tensors of a file of weights: memory-mapped on the CPU, without values on the meta device.
 
     This is the only call of `torch.load`, which unpickles tensors, containers and numbers, and no code.
-
-    Raises:
-        CheckpointError: as `read_torch_header`.
     """
     import torch
 

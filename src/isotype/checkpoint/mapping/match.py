@@ -104,12 +104,7 @@ class Match:
         )
 
     def require_complete(self) -> None:
-        """Raise one error with everything that prevents the checkpoint from being loaded.
-
-        Raises:
-            CheckpointError: a tensor is missing, of another shape than the model's, duplicate or unused, or its
-                values cannot be computed.
-        """
+        """Raise one CheckpointError with everything that prevents the checkpoint from being loaded."""
         problems = self.problems()
         if problems:
             left_out = len(problems) - _SHOWN

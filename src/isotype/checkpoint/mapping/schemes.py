@@ -123,12 +123,8 @@ def scheme_of(
 
     Args:
         constants: headers of the tensors beside it.
-        form: see `StoredTensor.form`.
         modules: names of its module, in the file and in the model.
         classes: names of the module's class and its bases.
-
-    Raises:
-        UnreadableError: a tensor is unused or missing.
     """
     method = method_of(quantization)
     if not constants:
@@ -339,11 +335,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return the group of a module by compressed-tensors' rules: exact names, then `re:` patterns, then classes.
-
-    Raises:
-        UnreadableError: no group matches, or two match by its two names.
-    """
+    """Return the one group of a module by compressed-tensors' rules: exact names, then `re:` patterns, then classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None

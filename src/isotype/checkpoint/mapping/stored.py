@@ -105,10 +105,7 @@ class StoredTensor:
 def stored_tensors(
     headers: Iterable[TensorHeader], quantization: Mapping[str, Any] | None = None
 ) -> tuple[StoredTensor, ...]:
-    """Return the weights of a checkpoint with their quantization constants, in the order of the headers.
-
-    `quantization`: of the checkpoint's config, see `CheckpointHeaders`.
-    """
+    """Return the weights of a checkpoint with their quantization constants, in the order of the headers."""
     names = {header.name: header for header in headers}
     owners = {name: _weight_of(name, names, quantization) for name in names}
     constants = grouped(names.values(), lambda header: owners[header.name][0])
@@ -147,12 +144,7 @@ def with_scheme(
     target: str = "",
     classes: Sequence[str] = ("Linear",),
 ) -> StoredTensor:
-    """Return the tensor with its `scheme`, or with the problem of having none.
-
-    Args:
-        quantization: see `stored_tensors`.
-        target: its name in the model, if there is one.
-    """
+    """Return the tensor with its `scheme`, or a problem; `target`: its name in the model, if there is one."""
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
     modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]

@@ -220,10 +220,7 @@ def cheapest(known: Learned, adapter: Adapter, tried: Sequence[Candidate], revis
 
 @contextmanager
 def merged_as(model: Any, form: str) -> Iterator[None]:
-    """Merge each block of a model from `trained` before its forward, rounded to a form, and restore it afterwards.
-
-    `form`: a float dtype, a format of bitsandbytes or a type of GGUF in blocks.
-    """
+    """Merge each block of a model from `trained` before its forward, rounded to a form, and restore it afterwards."""
     saved: dict[nn.Parameter, torch.Tensor] = {}
 
     def before(block: nn.Module, *_: Any) -> None:

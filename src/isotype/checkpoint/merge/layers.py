@@ -70,11 +70,7 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round float tensors to their stored dtypes; those `changed` by training without bias.
-
-        Raises:
-            PrecisionError: float16 cannot represent some; each is named.
-        """
+        """Round float tensors to their stored dtypes, `changed` ones without bias, or raise PrecisionError."""
         result, outside = {}, []
         for name, value in tensors.items():
             wanted = self.wanted(name)

@@ -372,11 +372,7 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
 
 
 def check_same_base(adapter: Adapter, base: str, revision: str | None = None) -> None:
-    """Check that the config of `base` describes the model that `adapter` was trained on, whatever its precision.
-
-    Raises:
-        CheckpointError: it is another model, even if the weights fit; every difference is named.
-    """
+    """Raise CheckpointError, with all differences, if `base` is another model than the adapter's own."""
     sources = ((base, revision), (str(adapter.base), adapter.revision))
     base_config, trained_config = (
         config_of(open_model(source, of)).get_text_config() for source, of in sources

@@ -76,11 +76,7 @@ _BUILDING = ".isotype-merging"
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `output` in the end; remove those of killed merges.
-
-    Raises:
-        SaveError: the disk is full or cannot be written; no files are left behind.
-    """
+    """Yield a temporary folder that becomes `output`, or is removed on errors; remove those of killed merges."""
     fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     built = fresh.with_name(fresh.name + _BUILDING)
     try:
@@ -108,14 +104,9 @@ def write_merged(
     """Write the merged model and its tokenizer, one block in memory at a time; return notes.
 
     Args:
-        merging: the model; its parts were not taken yet.
         tokenizer: or processor, or None.
         path: an existing, empty directory; for a GGUF file, the file in such a directory.
         stored: None for dense safetensors, else one of `FORMATS`.
-
-    Raises:
-        SaveError: there is no room.
-        UsageError, PrecisionError: as `write_tensors` and `Merging.parts`.
     """
     shapes, config = merging.shapes, merging.model.config
     directory = path.parent if stored in GGUF_TYPES else path
@@ -193,10 +184,7 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """Write weights (`parts`, by the model's names) with checkpoint names, config and generation settings.
-
-    Like `save_pretrained`. `dtype`: of the config; `room`: bytes for the header of a file of weights.
-    """
+    """Write what `save_pretrained` does from `parts`; `dtype`: of the config; `room`: bytes of a file's header."""
     left_out = never_saved(model)
     shards = Shards(directory, room)
     try:

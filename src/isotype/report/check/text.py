@@ -231,10 +231,7 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
-    """Return (label, sentence) of what to do next: by repair, by the caller, or without a known fix.
-
-    `commands`: the sentences contain the commands of fixes; else they refer to those above.
-    """
+    """Return (label, sentence) of what to do next; `commands`: with the commands of fixes instead of references."""
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
     done = "isotype.repair(model, isotype.check(model, …))"

@@ -78,10 +78,7 @@ class Spec:
         return self.name in PLANNED or self.name in RECOMPUTE
 
     def read(self, given: Any) -> tuple[Any, Problem | None]:
-        """Return (value, None) of a text or of a value of YAML or Python, or (None, problem).
-
-        A list is read element by element if the argument takes several values.
-        """
+        """Return (value, None) of a text or a value of YAML or Python (lists element by element), or (None, problem)."""
         if self.many and isinstance(given, (list, tuple, set, frozenset)):
             read = [
                 self._read_one(each)
@@ -253,11 +250,7 @@ class Command:
         return replace(self, processes=count)
 
     def tokens(self) -> tuple[str, ...]:
-        """Return the command line, `isotype` first, or after a launcher for several processes.
-
-        A command from a file is the file and its differences; all values if one of the file cannot be reset by a
-        flag.
-        """
+        """Return the command line, after a launcher for several processes; with a file, that and the differences."""
         launcher = (
             ("torchrun", "--standalone", "--nproc_per_node", str(self.processes), "-m")
             if self.processes > 1

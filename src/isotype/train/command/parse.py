@@ -189,11 +189,7 @@ def _check_json(argument: Argument, value: Any) -> None:
 
 
 def read_config(path: str, method: str) -> ConfigFile:
-    """Read a file of `name: value` lines, isotype's or another trainer's, and set the variables of its `env`.
-
-    Raises:
-        UsageError: it cannot be read, is not a mapping, or has unknown names or invalid values.
-    """
+    """Read a file of `name: value` lines, isotype's or another trainer's, and set the variables of its `env`."""
     content, lines = _mapping(path)
     content, problems = in_own_names(content, method, path)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}

@@ -57,24 +57,14 @@ class Settings:
         return self.command.of()
 
     def but(self, **values: Any) -> Settings:
-        """Return the settings with values that a run decides; the command is unchanged.
-
-        Values that the method's dataclasses do not have are ignored.
-
-        Raises:
-            UsageError: TRL or transformers refuse the combination.
-        """
+        """Return the settings with values that a run decides, without names that the method's dataclasses lack."""
         decided = {**self.decided, **values}
         made = dict(zip(HOLDERS, _made(self.command, decided), strict=True))
         return replace(self, extra=made.pop("isotype"), decided=decided, **made)
 
 
 def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
-    """Parse the arguments of `isotype METHOD`: those of `trl METHOD` and isotype's own.
-
-    Raises:
-        UsageError, PrecisionError: as `parse_command` and `settings_of`.
-    """
+    """Parse the arguments of `isotype METHOD`: those of `trl METHOD` and isotype's own."""
     return settings_of(parse_command(method.name, argv)[0])
 
 
@@ -83,7 +73,7 @@ def settings_of(command: Command) -> Settings:
 
     Raises:
         UsageError: no model, numbers out of range, a combination that TRL or transformers refuse.
-        PrecisionError: flags that contradict each other about dtypes; the error names all of them.
+        PrecisionError: all contradictions about dtypes.
     """
     problems = list(_incomplete(command))
     if problems:
@@ -263,11 +253,7 @@ def cure_by_trial(explicit: Iterable[str], works_without: Callable[[str], bool])
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix from the arguments that a message names: omit the explicit ones, change others.
-
-    Args:
-        help_of: the command whose help is the last resort.
-    """
+    """Return a fix from the arguments that a message names: omit the explicit ones, change others."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A library writes "Packing": a plain word names the argument only if it was given.

@@ -53,12 +53,9 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
 
 
 def translated(values: Mapping[str, Any], method: str, folder: Path) -> Translation:
-    """Translate the content of an axolotl or LLaMA-Factory file into arguments of `isotype METHOD`.
+    """Translate an axolotl or LLaMA-Factory file into arguments of `isotype METHOD`; raise ValueError for others.
 
     `folder` is the file's; relative paths are searched in the working folder, then there.
-
-    Raises:
-        ValueError: it is neither's.
     """
     dialect = dialect_of(values)
     if dialect is None:

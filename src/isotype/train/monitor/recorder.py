@@ -93,11 +93,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.trainer.steps.begin(number, float(kwargs["lr_scheduler"].get_last_lr()[0]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run before an update that would ruin the weights, and name the operator.
-
-        Raises:
-            TrainingError: loss or gradient are not finite, see `Verdict`.
-        """
+        """Raise TrainingError, naming the operator, before an update that would ruin the weights."""
         self.settle()
         self._skipping = skipping_optimizer(kwargs["optimizer"], self.trainer.accelerator, args.device)
         if self._skipping is None:
@@ -114,11 +110,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._skipping = None
 
     def settle(self) -> None:
-        """Read the unread step, record it and end the run if necessary.
-
-        Raises:
-            TrainingError: its loss or gradient was not finite; its update was skipped.
-        """
+        """Read and record the unread step; raise TrainingError if its loss or gradient was not finite."""
         step, self._unread = self._unread, None
         if step is not None:
             step.read()

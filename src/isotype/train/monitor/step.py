@@ -146,10 +146,7 @@ _MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completio
 
 
 def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Return the tokens of the sequences in the loss: attended ones if there is a mask, else all.
-
-    Sequences that are only compared with, such as those of KTO's KL estimate, do not count.
-    """
+    """Return the (attended) tokens in the loss, without sequences for comparison, as of KTO's KL estimate."""
     total: torch.Tensor | int = 0
     for ids, mask in _MASKS.items():
         if batch.get(ids) is not None:

@@ -171,10 +171,7 @@ def trained_kind(root: Path) -> str | None:
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete a former run's files if it was of the other kind, since readers would mix them with the new ones.
-
-    Called after the new files exist; files that isotype did not write are kept.
-    """
+    """Delete files that isotype wrote in a former run of the other kind, since readers would mix them."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
@@ -219,9 +216,6 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
     Args:
         checkpoint: resumed in this epoch; None if the epoch begins from its start.
         skipped: batches of the epoch that were already trained on.
-
-    Raises:
-        UsageError: the checkpoint lacks the run's moving reference model, for which the base is no substitute.
     """
     part = loader
     while (inner := getattr(part, "batch_sampler", None)) is not None:

@@ -70,11 +70,7 @@ def resume_point(settings: Settings) -> Path | None:
 
 
 def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
-    """Check that the checkpoint to resume was made by the run that `identity` describes.
-
-    Raises:
-        CheckpointError: it was not; every difference is named.
-    """
+    """Raise CheckpointError, with all differences, if the checkpoint to resume is from another run than `identity`."""
     if resume is None:
         return
     problems = differences(resume, identity)

@@ -47,13 +47,9 @@ def files_of_checkpoint(
 
 
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
-    """Write the report into the run's folder `root` and return the path of the HTML.
+    """Write the report into the run's folder `root` (if this is rank 0, `writes`) and return the path of the HTML.
 
-    An existing report with steps is kept if this command made none: it may belong to a finished run. `writes`: this
-    process writes (rank 0).
-
-    Raises:
-        SaveError: it cannot be written; an existing one is unchanged.
+    An existing report with steps is kept if this command made none: it may belong to a finished run.
     """
     tells_more = record.status == "finished" and bool(record.steps)
     if not writes or (not made_steps and not tells_more and _has_steps(root / JSON_NAME)):
@@ -86,13 +82,7 @@ def _has_steps(path: Path) -> bool:
 
 
 def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Path]:
-    """Write `run_report.html` and `run_report.json` into a directory and return their paths.
-
-    Each file is written under a temporary name and then renamed, so that readers never see a part.
-
-    Raises:
-        SaveError: the directory or a file cannot be written; existing files are unchanged.
-    """
+    """Write `run_report.html` and `run_report.json` into a directory, atomically, and return their paths."""
     directory = Path(directory)
     html, data = to_html(record), to_json(record)
     try:

@@ -154,12 +154,7 @@ class WholeCheckpoints(Sharded):
             discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
-        """Save the model into `directory`: after `recover` it has all old files or all new ones.
-
-        Raises:
-            SaveError: the disk is full, or cannot be written.
-            TrainingError: the trained weights are not finite.
-        """
+        """Save the model into `directory`: after `recover` it has all old files or all new ones."""
         self._check_trained()
         with self._staged(directory, "trained model") as staging:
             self.save_model(str(staging / "model"), _internal_call=True)

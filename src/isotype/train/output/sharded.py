@@ -35,10 +35,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Return the saved weights by name, gathered one after another into CPU memory.
-
-    A collective of all processes; those with `keep` False discard the gathered weights and return nothing.
-    """
+    """Return the saved weights by name, gathered into CPU memory; all processes call it, those with `keep` get them."""
     # Of a model without adapters, buffers and frozen weights too: its file is the whole model.
     named = _adapters(model) if hasattr(model, "peft_config") else model.state_dict()
     state = {}

@@ -150,11 +150,7 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """Return the findings; each fix that arguments can make gets its command.
-
-    `bare`: a model was checked and no training, so its command is another check; `present`: the device is in this
-    machine.
-    """
+    """Return the findings with commands for fixes by arguments; `bare`: of a model's check, not a training."""
 
     def commanded(fix: Fix) -> Fix:
         if fix.command or fix.scope != "setting":

@@ -59,10 +59,7 @@ _TRIED = 8
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the most expensive pictures of any sampled row; None if unknown.
-
-    `processor`: of the model, or its tokenizer.
-    """
+    """Return the most expensive pictures of any sampled row; None if unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not {*PICTURE_COLUMNS} & {*rows.column_names}:
@@ -79,12 +76,7 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
 
 
 def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
-    """Return the plan with the real lengths of a local data set's rows.
-
-    Raises:
-        DataError: the data set cannot be trained on.
-        UsageError, CheckpointError: the tokenizer does not fit it.
-    """
+    """Return the plan with the real lengths of a local data set's rows."""
     training, script = settings.training, settings.script
     notes: list[str] = []
     data = training_data_here(settings, notes.append)

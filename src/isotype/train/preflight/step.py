@@ -174,10 +174,7 @@ class PlannedStep:
         return run(self.request(arguments, rows, tokens), verify=False).memory.peak
 
     def alternative(self, choice: Choice) -> str:
-        """Describe the step's memory with the opposite choice, all layers or none; "" if memory is no question.
-
-        Only traced if the step takes a good part of the allowed memory without recomputation.
-        """
+        """Describe the step's memory with all layers recomputed instead of none, or vice versa; "" if it fits easily."""
         room = self.room.size
         if room is None or self.plan.unforeseen:
             return ""
@@ -218,12 +215,7 @@ def choice_of(plan: StepPlan, checkpoint: Checkpoint, policy: PrecisionPolicy) -
 
 
 def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
-    """Return the report on the step of a plan.
-
-    Raises:
-        PrecisionError: a policy that the device or the model refuses.
-        CheckpointError, UsageError: as `isotype.train.models.weightless_model`.
-    """
+    """Return the report on the step of a plan."""
     checkpoint = open_model(plan.source, plan.revision)  # raises if it is no model
     policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)
     config = config_of(checkpoint)

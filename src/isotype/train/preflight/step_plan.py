@@ -44,11 +44,7 @@ _STATUS = "exit status: 0 nothing found, 1 something at or above --fail-on, 2 ba
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
-    """Return the check's own arguments, and the training command.
-
-    Raises:
-        UsageError: an invalid value, an unknown argument, or no model.
-    """
+    """Return the check's own arguments, and the training command."""
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
         help_parser().print_help()
@@ -76,12 +72,7 @@ def _problems(own: argparse.Namespace) -> list[Problem]:
 
 
 def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
-    """Return the check's own arguments, the user's function and the device, for `isotype check
-    package.module:function`.
-
-    Raises:
-        UsageError: arguments that the function decides.
-    """
+    """Return own arguments, function and device of `isotype check package.module:function`; raise for others."""
     function, *rest = argv
     parser = Parser(prog="isotype check", add_help=False)
     _add_own(parser)
@@ -174,11 +165,7 @@ def help_parser() -> argparse.ArgumentParser:
 
 
 def plan_of(options: Options, command: Command) -> StepPlan:
-    """Return the step that a command describes.
-
-    Raises:
-        UsageError, PrecisionError, DataError: errors of the training command.
-    """
+    """Return the step that a command describes."""
     if options.bare and command.method == "sft" and command.file is None and _is_light(command):
         problems = list(number_problems(command.given))
         if problems:
@@ -197,11 +184,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
 
 
 def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
-    """Return the plan with the pictures of `--image`.
-
-    Raises:
-        UsageError: the model takes no pictures, or their tokens are unknown without a processor.
-    """
+    """Return the plan with the pictures of `--image`; raise UsageError if their tokens are unknown."""
     if options.image is None:
         return plan
     from isotype.checkpoint.opened import config_of, open_model
@@ -337,10 +320,7 @@ def _unforeseen(training: Any, length: int) -> str:
 def training_plan(
     settings: Settings, start: Adapter | None, tokenizer: Any, data: Any, lengths: Lengths | None = None
 ) -> StepPlan:
-    """Return the step of a training that is about to begin, with its longest possible rows.
-
-    `start`: the adapter to train further; `data`: splits of rows; `lengths`: of the training rows, if known.
-    """
+    """Return the step of a training that is about to begin, with its longest possible rows."""
     from isotype.train.models import parts_to_adapt
     from isotype.train.preflight.plan_rows import bounded, pictures_in_rows, with_held_back
     from isotype.train.rows.lengths import lengths_in

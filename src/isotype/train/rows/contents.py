@@ -83,11 +83,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Refuse pictures if the model takes none, and rows that its processor refuses, among up to 64 of each split.
-
-    Raises:
-        DataError: either.
-    """
+    """Raise DataError if the model takes no pictures, or its processor refuses some of up to 64 rows of a split."""
     problems = [each for name, rows in data.items() for each in _problems(settings, tokenizer, name, rows)]
     if problems:
         raise data_error(settings.script.dataset_name or "datasets", problems)
@@ -123,12 +119,7 @@ def _columns(settings: Settings, rows: Any) -> list[str]:
 def fitting(
     settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]
 ) -> tuple[Settings, Any]:
-    """Return settings and splits in which no row with pictures is cut: rows beyond `--max_length` are refused or
-    dropped.
-
-    Raises:
-        DataError: rows are longer, and dropping was not requested.
-    """
+    """Return settings and splits in which no row with pictures is cut: longer ones are dropped, or raise DataError."""
     if not any(_columns(settings, rows) for rows in data.values()):
         return settings, data
     limit = settings.command.given("max_length")

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Return the data of a training command, before rows are held back.
-
-    `evaluates`: a test split is required; by default if the command evaluates.
-
-    Raises:
-        DataError: as `isotype.data.load.load_training_data`.
-    """
+    """Return the data before rows are held back; `evaluates`: with a test split (default: if evaluation is on)."""
     evaluates = settings.training.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -54,11 +48,7 @@ def training_data_here(
 
 
 def hold_back(settings: Settings, data: Any) -> Any:
-    """Return the splits, with `--eval_split` of the training rows as the test split.
-
-    Raises:
-        UsageError: an invalid share or number of rows; a stream.
-    """
+    """Return the splits, with `--eval_split` of the training rows as the test split."""
     share, script = settings.extra.eval_split, settings.script
     if share is None:
         return data

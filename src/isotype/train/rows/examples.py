@@ -48,10 +48,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the requested passes over the rows, as transformers counts them at the end of a run.
-
-    The last update of an epoch may have fewer batches, and its last batch fewer rows.
-    """
+    """Return the requested passes over the rows as transformers counts them, with shorter last updates and batches."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps
@@ -79,10 +76,7 @@ def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float
 
 
 def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
-    """Return the first row as the model gets it: pieces of text, each with True if it has loss.
-
-    None if the trainer's batches have no loss mask (reward models, RL, preferences over pictures).
-    """
+    """Return the first row's pieces of text, each with True if it has loss; None without a loss mask."""
     if not len(trainer.train_dataset):
         return None
     if isinstance(trainer.data_collator, Pictured):

@@ -72,14 +72,7 @@ def lengths_of(
 ) -> Lengths | None:
     """Return the lengths of a data set's rows as the method's trainer makes them, except for an added end token.
 
-    Args:
-        method: a key of `METHODS`.
-        rows: a data set; None is returned for a stream, and for rows with pictures without a processor.
-        text_field: name of SFT's plain text column.
-        source: name of the data set, for errors.
-
-    Raises:
-        DataError: the chat template refuses a row.
+    None for a stream, and for rows with pictures without a processor. `text_field`: name of SFT's plain text column.
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
@@ -157,11 +150,7 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return the most documents in `rows` packed rows, and the tokens of the longest: a batch with one document per
-    row.
-
-    If not all lengths are known, it is one document per row, of maximum length.
-    """
+    """Return documents in `rows` packed rows and the longest's tokens: the largest batch with a row per document."""
     largest: tuple[int, int] = (0, 0)
     fullest: list[int] = []  # documents of the other rows of a batch, none with a longer one
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):

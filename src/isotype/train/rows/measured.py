@@ -32,16 +32,7 @@ _LENGTH = 128
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
     """Return about `tokens` tokens from all over a data set, as one batch padded on the right.
 
-    Each row is cut to 128 tokens or the model's positions.
-
-    Args:
-        model: whose tokenizer and chat template are used.
-        name: of the data set, as `--dataset_name`.
-        revision: branch, tag or commit of a hub id.
-
-    Raises:
-        CheckpointError: the model has no tokenizer here.
-        DataError: the data set cannot be read.
+    Each row is cut to 128 tokens or the model's positions. `model`: its tokenizer and chat template are used.
     """
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:

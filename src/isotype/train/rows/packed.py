@@ -49,11 +49,7 @@ def _documents(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(trainer: Any) -> str | None:
-    """Make a trainer keep the rows of its batches unless its model's attention goes by lengths.
-
-    Returns:
-        A note for the user; None if the batches stay TRL's.
-    """
+    """Make a trainer keep the rows of its batches unless attention goes by lengths; return a note, or None."""
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
         return None
@@ -73,10 +69,7 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Show hooks of a trainer's embeddings the batch as TRL would have joined it.
-
-    NEFTune's noise depends on the length of the row.
-    """
+    """Show hooks of embeddings the batch as TRL would join it: NEFTune's noise depends on the row's length."""
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()
     return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])

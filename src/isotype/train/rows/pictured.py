@@ -64,8 +64,7 @@ class Pictured:
     multiple: int | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch, padded on the right: ids, mask and labels int64 `[rows, tokens]`, and the processor's
-        pictures.
+        """Return the batch, padded on the right: ids, mask and labels int64 `[rows, tokens]`, and the pictures.
 
         Raises:
             TemplateError: the chat template refuses a row.
