@@ -49,7 +49,7 @@ class Rule:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule, by code."""
+    """Return every rule, by code."""
     return tuple(
         Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
         for code, module in rule_modules().items()
@@ -57,7 +57,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
-    """(how their codes begin, what they are about, the rules) of each family that has any."""
+    """Yield (how their codes begin, what they are about, the rules) of each family that has any."""
     for family, about in FAMILIES.items():
         some = [rule for rule in rules if rule.code.startswith(family)]
         if some:
@@ -65,7 +65,7 @@ def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
 
 
 def page(rule: Rule) -> str:
-    """A rule's page as Markdown."""
+    """Return a rule's page as Markdown."""
     return f"# {rule.code}: {rule.title}\n\n{rule.page.strip()}\n"
 
 
@@ -87,7 +87,7 @@ def _found(rule: Rule, trace: Trace) -> Iterator[Finding]:
 
 
 def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
-    """The finding that a part of the check itself failed with `error`: `what` could not be done.
+    """Return the finding that a part of the check itself failed with `error`: `what` could not be done.
 
     Args:
         what: a sentence without its reason.
@@ -109,11 +109,12 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
 def resolves(
     finding: Finding, before: Sequence[Finding], after: Sequence[Finding], costly: bool = False
 ) -> bool:
-    """Whether `finding` is gone and nothing new appeared: no error of another cause, no warning of another code.
+    """Return whether `finding` is gone and nothing new appeared: no error of another cause, no warning of
+    another code.
 
-    Where the step ended early, what comes after was not seen before: a step that now goes on may show its cost. With
-    `costly` any cost is let pass: a step that runs at a cost is better than one that crashes; one that is no longer
-    traced to its end is no such step.
+    Where the step ended early, what comes after was not seen before: a step that now goes on may show its
+    cost. With `costly` any cost is let pass: a step that runs at a cost is better than one that crashes; one
+    that is no longer traced to its end is no such step.
     """
     errors = {(each.code, each.cause) for each in before if each.severity == "error"}
     codes = {each.code for each in before}

@@ -29,7 +29,7 @@ TITLE = "Evaluation or generation outside of autocast"
 
 
 def _lacks_autocast(broken: Broken) -> bool:
-    """Whether the training has an autocast that the call runs without."""
+    """Return whether the training has an autocast that the call runs without."""
     call = broken.call
     return call.phase == "generate" and broken.trace.setup.autocast is not None and call.autocast is None
 

@@ -36,7 +36,7 @@ TITLE = "No kernel for this dtype"
 
 
 def _is_unsafe(call: Call) -> bool:
-    """Whether autocast refuses the function itself, in whatever dtype."""
+    """Return whether autocast refuses the function itself, in whatever dtype."""
     return call.breach is not None and call.breach.message.endswith(UNSAFE)
 
 

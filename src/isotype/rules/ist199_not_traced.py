@@ -93,7 +93,7 @@ def _message(failure: Failure) -> str:
 
 
 def _without_state(trace: Trace, failure: Failure) -> bool:
-    """Whether the step ended in a layer that has lost its quantization state: IST402 says so."""
+    """Return whether the step ended in a layer that has lost its quantization state: IST402 says so."""
     return any(
         weight.module == failure.module
         and weight.quantization is not None

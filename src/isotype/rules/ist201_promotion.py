@@ -109,7 +109,7 @@ def _by_ranges(trace: Trace) -> frozenset[str]:
 
 
 def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Whether it is an adapter's weight itself, as stored or transposed."""
+    """Return whether it is an adapter's weight itself, as stored or transposed."""
     weight = owners.get(operand.origin.name) if operand.origin.kind == "parameter" else None
     return weight is not None and weight.adapter and sorted(weight.shape) == sorted(operand.shape)
 

@@ -65,7 +65,7 @@ def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
 
 
 def _of_frozen_weight(cast: costs.Cast, trace: Trace, owners: Mapping[str, Weight]) -> bool:
-    """A frozen weight that autocast, or the layer itself, casts down to the compute dtype."""
+    """Return a frozen weight that autocast, or the layer itself, casts down to the compute dtype."""
     origin = cast.operand.origin
     weight = owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not _is_frozen(weight):

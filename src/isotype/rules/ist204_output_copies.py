@@ -78,7 +78,7 @@ def _signature(call: Call, before: Origin) -> _Signature:
 
 @per_trace
 def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
-    """The calls that read what was made of a cast, by the cast; views of it read nothing."""
+    """Return the calls that read what was made of a cast, by the cast; views of it read nothing."""
     readers: dict[_Signature, list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
@@ -91,7 +91,7 @@ def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
-    """Whether losses read it, and each of them only some of its rows."""
+    """Return whether losses read it, and each of them only some of its rows."""
     whole = costs.elements(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     losses = [

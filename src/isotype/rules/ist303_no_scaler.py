@@ -41,7 +41,7 @@ TITLE = "float16 training without loss scaling"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """A float16 backward, or float16 trainable parameters, without a GradScaler."""
+    """Yield a float16 backward, or float16 trainable parameters, without a GradScaler."""
     setup = trace.setup
     weights = trained(trace)
     if setup.scaler or "backward" not in setup.phases or not weights:

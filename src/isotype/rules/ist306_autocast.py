@@ -30,7 +30,7 @@ TITLE = "Autocast in another dtype than the policy's"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """An autocast dtype that is not the policy's compute dtype."""
+    """Yield an autocast dtype that is not the policy's compute dtype."""
     setup = trace.setup
     if setup.policy is None or setup.autocast is None or setup.autocast == setup.policy.compute:
         return

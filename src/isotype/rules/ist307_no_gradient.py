@@ -48,7 +48,7 @@ CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=F
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """A backward that has nothing to do, and parameters that are used where gradients are off."""
+    """Yield a backward that has nothing to do, and parameters that are used where gradients are off."""
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
     if refused is None and trace.reached is None:
         return
@@ -118,7 +118,7 @@ def _without_gradients(trace: Trace, unreached: Sequence[Unreached]) -> tuple[st
 
 
 def _ignored(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
-    """A part of the model whose result nothing reads: the pooling head of a vision tower."""
+    """Return a part of the model whose result nothing reads: the pooling head of a vision tower."""
     named = and_its_like(each.weight for each in unreached)
     how = "leave these modules out of target_modules (exclude_modules names them): their adapters are never trained"
     return f"the loss does not depend on what is computed with {named}", iter(
@@ -160,7 +160,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
 
 
 def _cut(trace: Trace) -> Call | None:
-    """The last `detach` that the user's code asks for in the forward."""
+    """Return the last `detach` that the user's code asks for in the forward."""
     cuts = (
         call
         for call in reversed(trace.calls)

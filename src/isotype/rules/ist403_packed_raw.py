@@ -89,7 +89,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def explains(trace: Trace, failure: Failure) -> bool:
-    """Whether it was packed codes that ended the step."""
+    """Return whether it was packed codes that ended the step."""
     layer = next((w for w in trace.weights if w.module == failure.module and _is_bare(w)), None)
     return layer is not None or _cause(failure, trace.owners) is not None
 
@@ -202,7 +202,7 @@ def _failed(trace: Trace, failure: Failure) -> Iterator[Finding]:
 
 
 def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | None:
-    """What codes had to do with the end of a step, and what to do; None where they had nothing to do with it."""
+    """What codes had to do with the end of a step, and what to do; None if they had nothing to do with it."""
     column = _COLUMN.search(failure.error)
     if column is not None:
         columns = int(column[1] or column[2])

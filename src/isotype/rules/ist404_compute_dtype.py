@@ -72,7 +72,7 @@ _NARROW = "without loss scaling, gradients below 6e-8 become zero in float16"
 
 
 def layers_in(trace: Trace, dtype: torch.dtype) -> frozenset[str]:
-    """The 4-bit layers that compute in `dtype` while the model runs in another one."""
+    """Return the 4-bit layers that compute in `dtype` while the model runs in another one."""
     return frozenset(w.module for w in _wide(trace, _activations(trace)) if _compute(w) == dtype)
 
 
@@ -91,12 +91,12 @@ def _compute(weight: Weight) -> torch.dtype | None:
 
 
 def _stale(weights: Iterable[Weight], wanted: torch.dtype | None) -> list[Weight]:
-    """Those whose states would no longer fit (IST401) once the layers compute in `wanted`."""
+    """Return those whose states would no longer fit (IST401) once the layers compute in `wanted`."""
     return [w for w in weights if w.quantization is not None and w.quantization.state not in (None, wanted)]
 
 
 def _activations(trace: Trace) -> torch.dtype | None:
-    """The dtype the model runs in: the policy's, autocast's, or that of its plain frozen weights."""
+    """Return the dtype the model runs in: the policy's, autocast's, or that of its plain frozen weights."""
     setup = trace.setup
     return setup.policy.compute if setup.policy is not None else setup.autocast or _plain(trace)
 

@@ -89,7 +89,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _share(trace: Trace) -> str:
-    """The FLOPs of deltas and of the gradients of whole stacks, in words."""
+    """Return the FLOPs of deltas and of the gradients of whole stacks, in words."""
     grown = sum(
         call.flops * call.repeats
         for call in trace.calls
@@ -102,7 +102,7 @@ def _share(trace: Trace) -> str:
 
 
 def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
-    """The frozen 16-bit weights that the call adds to."""
+    """Yield the frozen 16-bit weights that the call adds to."""
     for operand in call.operands:
         if not operand.role.startswith("self") or operand.dtype not in HALVES:
             continue
@@ -141,7 +141,7 @@ def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tupl
 
 
 def _tensors(updates: dict[str, tuple[Weight, Call]], one: str, many: str) -> str:
-    """How many of which dtype, in words."""
+    """Return how many of which dtype, in words."""
     weights = [weight for weight, _ in updates.values()]
     dtype, number = dtype_name(weights[0].dtype), count(weights)
     return f"a {dtype} {one}" if number == 1 else f"{number} {dtype} {many}"

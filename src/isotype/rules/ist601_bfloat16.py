@@ -80,6 +80,6 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
 
 
 def _kernel(product: Call) -> str:
-    """The kernel that torch names: that of one matrix, or of a batch of several (`CUDABlas.cpp`)."""
+    """Return the kernel that torch names: that of one matrix, or of a batch of several (`CUDABlas.cpp`)."""
     batch = next(shape[0] for _, shape in product.results)
     return "bgemm" if "bmm" in product.op and batch > 1 else "gemm"

@@ -60,7 +60,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_attention(call: Call) -> bool:
-    """Whether it is a fused attention call of the forward that broke no contract."""
+    """Return whether it is a fused attention call of the forward that broke no contract."""
     sound = call.phase == "forward" and call.operands and call.breach is None
     return bool(sound) and any(part in call.op for part in ATTENTION_KERNELS)
 

@@ -64,7 +64,7 @@ _DEVICES = (2, 4, 8, 16, 32, 64)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """The peak against what the device has."""
+    """Yield the peak against what the device has."""
     limit, peak, phase = trace.setup.limit, trace.memory.peak, trace.memory.peak_phase
     if limit.size is None or phase is None or limit.holds(peak):
         return
@@ -160,7 +160,7 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
 
 
 def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """(advice, bytes saved, argument, its value) of everything that applies."""
+    """Yield (advice, bytes saved, argument, its value) of everything that applies."""
     phase = trace.memory.peak_phase
     assert phase is not None
     peak = trace.memory.phases[phase]
@@ -191,7 +191,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """The fewest devices over which the step fits when FSDP2 shards it: its saving on each."""
+    """Yield the fewest devices over which the step fits when FSDP2 shards it: its saving on each."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:

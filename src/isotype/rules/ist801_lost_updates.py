@@ -89,7 +89,7 @@ class _Size:
 
 
 def _update(weight: Weight, trace: Trace) -> float:
-    """The largest first update of a weight's values; infinite where nobody knows.
+    """Return the largest first update of a weight's values; infinite where nobody knows.
 
     Adam's is the learning rate, whatever the gradient; SGD's the learning rate times the measured gradient.
     """
@@ -112,7 +112,7 @@ def _rounds_away(size: float, dtype: torch.dtype, rate: float) -> bool:
 
 
 def _size(weight: Weight, trace: Trace) -> _Size:
-    """The median of a weight's nonzero values, its own or the measured one; else what they are initialised to.
+    """Return the median of a weight's nonzero values, its own or the measured one; else what they are initialised to.
 
     A DoRA magnitude is the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5): of `n` values
     with the layer's measured median m, sqrt(n) m / 0.6745 (a normal distribution's deviation); without a measurement,

@@ -132,5 +132,5 @@ def _largest(weight: Weight) -> float:
 
 
 def _reach(weight: Weight) -> float:
-    """The bound of the norm's output: no entry of a normalised vector of n values is above sqrt(n)."""
+    """Return the bound of the norm's output: no entry of a normalised vector of n values is above sqrt(n)."""
     return _largest(weight) * math.sqrt(weight.shape[-1]) if weight.shape else 0.0

@@ -97,7 +97,7 @@ def _counters(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_counter(call: Call) -> bool:
-    """Whether a whole number is added to the only tensor at hand, which was made for this."""
+    """Return whether a whole number is added to the only tensor at hand, which was made for this."""
     (operand, *others), cause = call.operands, call.operands[0].origin.cause
     single = not others and not call.numbers and math.prod(operand.shape) == 1
     return single and operand.dtype in _EXACT and cause.kind in ("constant", "outside")

@@ -73,7 +73,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _epsilon(call: Call) -> float:
-    """The positive number that vanishes; 0 where there is none, or none to report."""
+    """Return the positive number that vanishes; 0 where there is none, or none to report."""
     if TRANSFORMERS in call.source:
         return 0.0
     number = dict(call.numbers).get(_GUARDS.get(_name(call), ""), 0.0)

@@ -41,7 +41,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """A forward that was seen to use a cast of before the step."""
+    """Yield a forward that was seen to use a cast of before the step."""
     if trace.stale_casts:
         yield Finding(
             "IST909",

@@ -61,7 +61,7 @@ class Broken:
 
     @property
     def agrees(self) -> bool:
-        """Whether its float operands agree, and no autocast to another dtype than theirs is the reason either.
+        """True if its float operands agree, and no autocast to another dtype than theirs is the reason either.
 
         A 16-bit dtype that meets an autocast to the other one is refused where it promotes
         (`at::autocast::prioritize`).
@@ -70,12 +70,12 @@ class Broken:
 
     @property
     def packed(self) -> bool:
-        """Whether bytes lie among float operands: packed codes."""
+        """True if bytes lie among float operands: packed codes."""
         codes = any(operand.dtype in (torch.uint8, torch.int8) for operand in self.call.operands)
         return codes and bool(self.floats)
 
     def runs(self, *names: str) -> bool:
-        """Whether the operator's name contains one of these."""
+        """Return whether the operator's name contains one of these."""
         return any(name in self.call.op for name in names)
 
 
@@ -99,20 +99,20 @@ class Claim:
 
 
 def rule_modules() -> Mapping[str, ModuleType]:
-    """The file of every rule by its code, in order of the codes."""
+    """Return the file of every rule by its code, in order of the codes."""
     package = import_module("isotype.rules")
     names = sorted(info.name for info in iter_modules(package.__path__) if info.name.startswith("ist"))
     return {code_of(name): import_module(f"{package.__name__}.{name}") for name in names}
 
 
 def code_of(module: str) -> str:
-    """The code of a rule by the name of its file: `isotype.rules.ist101_operands` -> `IST101`."""
+    """Return the code of a rule by the name of its file: `isotype.rules.ist101_operands` -> `IST101`."""
     return module.rpartition(".")[2].split("_", 1)[0].upper()
 
 
 @cache
 def all_claims() -> tuple[tuple[str, Claim], ...]:
-    """(code, claim) of every rule on broken contracts, in the order in which they are asked."""
+    """Return (code, claim) of every rule on broken contracts, in the order in which they are asked."""
     claims = [
         (code, each) for code, module in rule_modules().items() for each in getattr(module, "CLAIMS", ())
     ]
@@ -120,5 +120,5 @@ def all_claims() -> tuple[tuple[str, Claim], ...]:
 
 
 def claimed(broken: Broken) -> tuple[str, Claim]:
-    """The code of the rule that a broken contract belongs to, and the claim by which it does."""
+    """Return the code of the rule that a broken contract belongs to, and the claim by which it does."""
     return next((code, claim) for code, claim in all_claims() if claim.takes(broken))

@@ -87,7 +87,7 @@ def _written_into(group: Group) -> str | None:
 
 
 def _in_place(op: str) -> bool:
-    """Whether an overload's name (`aten.lerp_.Scalar`) says that it writes into its first operand."""
+    """Return whether an overload's name (`aten.lerp_.Scalar`) says that it writes into its first operand."""
     name = op.split(".")[1] if op.count(".") > 1 else ""
     return name.endswith("_") and not name.endswith("__")
 

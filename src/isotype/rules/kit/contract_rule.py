@@ -21,7 +21,8 @@ from isotype.rules.kit.words import cause_text, device_says, evidence
 def contract_rule(
     module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
 ) -> Callable[[Trace], Iterator[Finding]]:
-    """The `find` of a rule on broken contracts: the findings of those that it claims, one for each cause.
+    """Return the `find` of a rule on broken contracts: the findings of those that it claims, one for each
+    cause.
 
     Args:
         module: `__name__` of the rule's file.
@@ -31,7 +32,7 @@ def contract_rule(
     code = code_of(module)
 
     def find(trace: Trace) -> Iterator[Finding]:
-        """The broken contracts that are this rule's, by cause."""
+        """Yield the broken contracts that are this rule's, by cause."""
         for group in groups(trace):
             if group.code == code:
                 finding = _finding(trace, group, headline, trace.owners)
@@ -49,7 +50,7 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 
 def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
-    """What the rule `code` finds where a check of the model's own code refused a dtype; None where no tensor is mismatched."""
+    """What the rule `code` finds where a check of the model's own code refused a dtype; None if no tensor is mismatched."""
     taken = _named_dtypes(failure.error)
     at_hand = [o for o in failure.operands if o.origin.cause.kind != "constant"]
     compute = sides_in(trace).at(failure.module, [operand.origin.cause for operand in at_hand])

@@ -54,7 +54,7 @@ class Cast:
 
     @property
     def widens(self) -> bool:
-        """Whether the copy takes more bytes than what was cast."""
+        """True if the copy takes more bytes than what was cast."""
         return self.after.itemsize > self.before.itemsize
 
     @property
@@ -64,7 +64,7 @@ class Cast:
 
 
 def cast_of(call: Call) -> Cast | None:
-    """The cast that a call is, None for any other call."""
+    """Return the cast that a call is, None for any other call."""
     if not call.op.startswith(_CASTS) or len(call.operands) != 1 or not call.results:
         return None
     operand, (after, shape) = call.operands[0], call.results[0]
@@ -75,12 +75,12 @@ def cast_of(call: Call) -> Cast | None:
 
 @per_trace
 def casts(trace: Trace) -> tuple[Cast, ...]:
-    """The casts between float dtypes of a step, in order."""
+    """Return the casts between float dtypes of a step, in order."""
     return tuple(cast for call in trace.calls if (cast := cast_of(call)) is not None)
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Whether a cast was autocast's: no function of Python's that casts asked for it."""
+    """Return whether a cast was autocast's: no function of Python's that casts asked for it."""
     return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in _CAST_FUNCTIONS)
 
 
@@ -96,7 +96,7 @@ def elements(shape: Iterable[int]) -> int:
 
 
 def root(origin: Origin) -> Origin:
-    """The origin to blame for a wide dtype.
+    """Return the origin to blame for a wide dtype.
 
     As `Origin.cause`, but a module that casts its input down and its output back to what it was given (a quantized
     layer, an adapter) restores a dtype and chose none: the blame goes on to whoever made its input.
@@ -130,7 +130,7 @@ def adapter_modules(trace: Trace) -> frozenset[str]:
 
 @cache
 def is_view(op: str) -> bool:
-    """Whether an operator returns a view of what it was given and moves no bytes."""
+    """Return whether an operator returns a view of what it was given and moves no bytes."""
     return op.startswith("prim.") or any(
         value.alias_info and not value.alias_info.is_write for value in _returns(op)
     )
@@ -138,7 +138,7 @@ def is_view(op: str) -> bool:
 
 @cache
 def writes_in_place(op: str) -> bool:
-    """Whether an operator returns an operand that it has written to."""
+    """Return whether an operator returns an operand that it has written to."""
     return any(value.alias_info and value.alias_info.is_write for value in _returns(op))
 
 
@@ -170,7 +170,7 @@ def new_pages(call: Call) -> int:
 
 
 def run_dtype(call: Call) -> torch.dtype | None:
-    """The dtype that a matmul-like call runs in, None for other calls."""
+    """Return the dtype that a matmul-like call runs in, None for other calls."""
     return call.results[0][0] if call.flops and call.results else None
 
 
@@ -178,7 +178,7 @@ Seconds = Callable[[Call], float]
 
 
 def seconds_on(profile: DeviceProfile, stand_in: torch.dtype | None = None) -> Seconds | None:
-    """What times a call by the roofline; None where the profile has no rates.
+    """What times a call by the roofline; None if the profile has no rates.
 
     Args:
         profile: the device.
@@ -209,7 +209,7 @@ def slowdown(
 ) -> float | None:
     """Estimated time of the step over its time with `costly` calls in the dtype `wanted` and without `gone`.
 
-    A call in another dtype moves its float bytes in proportion. None where the profile has no rates for the dtypes;
+    A call in another dtype moves its float bytes in proportion. None if the profile has no rates for the dtypes;
     `stand_in` is the dtype whose rate is taken for one without a rate of its own.
     """
     profile = trace.setup.profile
@@ -251,7 +251,7 @@ def flops_of(calls: Iterable[Call]) -> int:
 
 
 def flops_share(trace: Trace, calls: Iterable[Call]) -> float:
-    """The share (0 to 1) of the step's FLOPs that calls have."""
+    """Return the share (0 to 1) of the step's FLOPs that calls have."""
     return flops_of(calls) / max(1, all_flops(trace))
 
 

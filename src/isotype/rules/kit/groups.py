@@ -70,7 +70,7 @@ class Group:
 
 @per_trace
 def groups(trace: Trace) -> tuple[Group, ...]:
-    """The broken contracts of a trace by cause, in the order in which they surface."""
+    """Return the broken contracts of a trace by cause, in the order in which they surface."""
     owners, sides = trace.owners, sides_in(trace)
     by_cause: dict[tuple[str, ...], list[tuple[str, Refused, Call, Operand]]] = {}
     forward: set[tuple[str, str, str]] = set()
@@ -111,7 +111,7 @@ def sides_in(trace: Trace) -> Sides:
 
 
 def side_at(call: Call, sides: Sides) -> torch.dtype:
-    """The dtype of the part of the model in which a call's float operands meet."""
+    """Return the dtype of the part of the model in which a call's float operands meet."""
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     # One without dimensions gives its dtype to nothing that it meets.
     return sides.at(
@@ -133,7 +133,7 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
 
 
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
-    """The operand to blame: the first float one that is not in the dtype of its side.
+    """Return the operand to blame: the first float one that is not in the dtype of its side.
 
     In an adapter it is the frozen part that did not become float32 with the trained ones.
     """
@@ -167,7 +167,7 @@ _SCALES = ("absmax", "absmax_code", "code")
 
 
 def _layer(operand: Operand) -> str:
-    """The module whose weight an operand is, registered or not, "" where it is none."""
+    """Return the module whose weight an operand is, registered or not, "" where it is none."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 

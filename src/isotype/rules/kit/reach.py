@@ -12,7 +12,7 @@ from isotype.records.reach import Leak, Reach
 def leak_finding(
     code: str, severity: Severity, message: str, reach: Reach, leak: Leak, cause: str, fixes: Iterable[Fix]
 ) -> Finding:
-    """The finding of a leak, at the module that lets it through."""
+    """Return the finding of a leak, at the module that lets it through."""
     of = f"{leak.changed:,} of {plural(leak.of, 'prediction')} change"
     return Finding(
         code,
@@ -35,5 +35,5 @@ def measured_on(reach: Reach) -> str:
 
 
 def where(leak: Leak) -> str:
-    """The class of the module that lets a change through."""
+    """Return the class of the module that lets a change through."""
     return leak.kind or "the model"

@@ -83,7 +83,7 @@ def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: t
 
 
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
-    """The whole step in `other` or in float32, whichever the device runs natively, and faster."""
+    """Return the whole step in `other` or in float32, whichever the device runs natively, and faster."""
     return tuple(step_in(trace, dtype, target) for target in _targets(trace, dtype, other))
 
 
@@ -144,7 +144,7 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
 
 
 def _is_input(trace: Trace, dtype: torch.dtype) -> bool:
-    """Whether an input of the model is in `dtype`: the casts of the weights leave it as it is."""
+    """Return whether an input of the model is in `dtype`: the casts of the weights leave it as it is."""
     return any(
         operand.dtype == dtype and operand.origin.kind == "input"
         for call in trace.calls

@@ -81,7 +81,7 @@ def traffic_of(trace: Trace, call: Call) -> int:
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """How many times the trained weights of the folded model the whole model has."""
+    """Return how many times the trained weights of the folded model the whole model has."""
     sizes = [(costs.elements(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 

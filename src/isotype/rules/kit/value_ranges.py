@@ -62,12 +62,12 @@ class Held:
 
 
 def computes_float16(trace: Trace) -> bool:
-    """Whether an operator of the step takes or returns float16."""
+    """Return whether an operator of the step takes or returns float16."""
     return any(torch.float16 in _dtypes(call) for call in trace.calls)
 
 
 def largest(trace: Trace) -> Held | None:
-    """The largest measured value that the forward holds in float16; None where none is known."""
+    """Return the largest measured value that the forward holds in float16; None if none is known."""
     forward = (each for each in held(trace) if each.call.phase == "forward")
     return max(forward, key=lambda each: each.value, default=None)
 
@@ -115,7 +115,7 @@ class Flushed:
 
 @per_trace
 def flushed(trace: Trace) -> Flushed | None:
-    """What float16 flushes to zero in the backward; None where nothing was measured of it."""
+    """What float16 flushes to zero in the backward; None if nothing was measured of it."""
     gradients = [
         each
         for each in held(trace)
@@ -223,7 +223,7 @@ def _matched(
 
 
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
-    """(largest magnitude that the call holds in float16, whether it is an operand); None where it holds none.
+    """Return (largest magnitude that the call holds in float16, whether it is an operand); None if it holds none.
 
     Inside of a scaled layer values are 2^-exponent of what was measured, gradients 2^exponent; its weights, the largest of
     which is `weight`, are what they are.
@@ -241,7 +241,7 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
 
 
 def _is_weight(operand: Operand, call: Call) -> bool:
-    """Whether an operand of a matmul is a weight of its own layer, cast or not."""
+    """Return whether an operand of a matmul is a weight of its own layer, cast or not."""
     origin = operand.origin if operand.origin.before is None else operand.origin.before
     own = base_name(origin.name.rpartition(".")[0]) == base_name(call.module)
     return call.flops > 0 and (origin.kind == "state" or (origin.kind == "parameter" and own))
@@ -263,7 +263,7 @@ class Growth:
 
 
 def growth(ranges: Ranges) -> Growth | None:
-    """Where the residual stream grows; None where no stream was found."""
+    """Where the residual stream grows; None if no stream was found."""
     largest = ranges.residual
     if largest is None:
         return None

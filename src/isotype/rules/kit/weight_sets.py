@@ -21,7 +21,7 @@ _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
 
 
 def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
-    """The trainable float parameters; those of `dtypes` where any are given."""
+    """Return the trainable float parameters; those of `dtypes` where any are given."""
     return tuple(
         weight
         for weight in trace.weights
@@ -40,7 +40,7 @@ def names(weights: Iterable[Weight]) -> tuple[str, ...]:
 
 
 def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
-    """The names of their modules, likewise."""
+    """Return the names of their modules, likewise."""
     return distinct_names(weight.module for weight in weights)
 
 
@@ -61,14 +61,14 @@ def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ..
 
 
 def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
-    """The quantized weights, each with its state."""
+    """Yield the quantized weights, each with its state."""
     for weight in trace.weights:
         if weight.quantization is not None:
             yield weight, weight.quantization
 
 
 def main_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
-    """The dtype in which most bytes of `weights` are; None for no weights."""
+    """Return the dtype in which most bytes of `weights` are; None for no weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += weight.bytes * weight.repeats
@@ -104,13 +104,13 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """The distance from `value` to the next larger number that bfloat16 or float16 holds."""
+    """Return the distance from `value` to the next larger number that bfloat16 or float16 holds."""
     exponent = max(math.floor(math.log2(value)), _SMALLEST[dtype]) if value > 0 else _SMALLEST[dtype]
     return math.ldexp(1.0, exponent - _DIGITS[dtype])
 
 
 def layer_of(name: str) -> str:
-    """The repeated layer a name lies in (`model.layers.0`), "" outside of any."""
+    """Return the repeated layer a name lies in (`model.layers.0`), "" outside of any."""
     parts = name.split(".")
     numbered = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return "" if numbered is None else ".".join(parts[: numbered + 1])
@@ -126,7 +126,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """A finding about `weights`; the first of them is the place, and by default the cause."""
+    """Return a finding about `weights`; the first of them is the place, and by default the cause."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

@@ -41,7 +41,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
 
 
 def evidence(origin: Origin) -> tuple[str, ...]:
-    """The path of a dtype from where it was made to the operand, first step first."""
+    """Return the path of a dtype from where it was made to the operand, first step first."""
     lines = []
     for step in reversed(origin.path()):
         line = cause_text(step)
@@ -71,7 +71,7 @@ def fix(
 
 
 def actions(kind: ActionKind, targets: Iterable[str], value: str) -> tuple[Action, ...]:
-    """The same action on every target, each once."""
+    """Return the same action on every target, each once."""
     return tuple(Action(kind, target, value) for target in dict.fromkeys(targets))
 
 
@@ -86,11 +86,11 @@ def setting(description: str, target: str, value: str, safety: Safety = "safe") 
 
 
 def safety_of_cast(weights: Iterable[Weight], dtype: torch.dtype) -> Safety:
-    """Whether `dtype` is known to hold every value of `weights`."""
+    """Return whether `dtype` is known to hold every value of `weights`."""
     return "safe" if all(weight.exact_in == dtype for weight in weights) else "unsafe"
 
 
 def and_its_like(names: Iterable[str]) -> str:
-    """The first name with a `*` for the numbers of layers, and that there are others."""
+    """Return the first name with a `*` for the numbers of layers, and that there are others."""
     first, *others = distinct_names(names)
     return f"{first} and its like" if others else first
