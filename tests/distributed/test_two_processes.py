@@ -34,6 +34,7 @@ from tests.distributed.launch import (
     prepared,
     require_fused_as_peft,
 )
+from tests.zoo.processors import picture, save_vision_model
 
 LOADS = {name: EVERY_LOAD[name] for name in ("pinned", "nf4", "int8", "mixed", "full")}
 MODELS = {"experts": "qwen3-moe", "turned": "gpt2"}
@@ -128,7 +129,48 @@ def together(base: Path, saved: Callable[..., Path]) -> Together:
     root = base / "together"
     path = str(saved("llama", torch.bfloat16))
     fuse = {"job": "fuse", **EVERY_FUSE["nf4"]}
-    return _trained(root, USUAL, lambda: [*_held(root, HELD), {**fuse, "path": path}, {**load, "path": path}])
+    return _trained(
+        root,
+        USUAL,
+        lambda: [*_held(root, HELD), _pictured(root), {**fuse, "path": path}, {**load, "path": path}],
+    )
+
+
+def _pictured(root: Path) -> dict[str, Any]:
+    """A training whose processes get a picture and none, by turns."""
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
+    shown = [{"role": "user", "content": "<image> w1"}, {"role": "assistant", "content": "w2"}]
+    rows = []
+    for number in range(0, 8, 2):
+        picture(40, 40, number).save(root / f"{number}.png")
+        pair = [{"messages": shown, "images": [f"{number}.png"]}, {"messages": turns, "images": []}]
+        rows += pair if number % 4 else pair[::-1]
+    (root / "pictures.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_vision_model("llava", root / "llava")
+    return {"job": "train", "argv": ["sft", *_pictured_arguments(root, 2, *SHARDED)]}
+
+
+def _pictured_arguments(root: Path, processes: int, *more: str) -> list[str]:
+    # By Adam a gradient of zero, as of a tower that shows an unlearned picture, counts as a step; none at all does not.
+    fixed = (
+        "--optim",
+        "sgd",
+        "--shuffle_dataset",
+        "False",
+        "--per_device_train_batch_size",
+        2 // processes,
+        *STEPS,
+        *more,
+    )
+    return argv(root / "llava", root / "pictures.jsonl", root / f"pictured-{processes}", processes, *fixed)
+
+
+def test_a_process_without_a_picture_gathers_the_tower_with_the_others(together: Together) -> None:
+    pytest.importorskip("PIL", reason="needs the package pillow")
+    alone(_pictured_arguments(together.root, 1))
+    assert losses(together.root / "pictured-2") == pytest.approx(
+        losses(together.root / "pictured-1"), abs=2e-5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +256,7 @@ def test_fused_layers_read_what_is_gathered_when_they_are_called(together):
 def test_one_process_speaks_writes_and_succeeds(together):
     assert [each[: len(USUAL)] for each in together.results] == [[0] * len(USUAL)] * 2
     for step in range(1, 5):
-        assert together.printed.count(f"step {step}/4") == len(USUAL)
+        assert together.printed.count(f"step {step}/4") == len(USUAL) + 1  # one more with pictures
 
 
 @pytest.mark.parametrize("name", HELD)

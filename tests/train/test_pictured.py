@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset, DatasetDict, Features, Json, List
 from datasets import Image as Pictures
 
@@ -262,3 +263,19 @@ def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch
         assert asked
         assert all(url.startswith("data:image/png;base64,") for sample in asked for url in sample["pictures"])
         assert all(None not in (sample["before"], sample["after"]) for sample in asked)
+
+
+def test_a_batch_without_pictures_gets_one_where_every_process_must_run_the_tower():
+    processor = tiny_processor("llava")
+    text_alone = {"messages": [said("user", "w1"), said("assistant", "w2")], "images": []}
+    shown = {"messages": CHAT, "images": pictures()}
+    plain = Pictured(processor)([text_alone])
+    always = Pictured(processor, always=True)
+    batch = always([text_alone])
+    assert "pixel_values" not in plain
+    assert batch["pixel_values"].shape[0] == 1
+    assert batch["labels"].shape[0] == 2
+    assert set(batch["labels"][1].tolist()) == {-100}
+    tokens = plain["input_ids"].shape[1]
+    assert torch.equal(batch["labels"][0, :tokens], plain["labels"][0])
+    assert len(always([shown, text_alone])["labels"]) == 2

@@ -24,6 +24,7 @@ from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError
 from isotype.core.formats import MXFP4
 from isotype.core.names import base_name
+from isotype.core.random_states import random_states_kept
 from isotype.model.experts.quantize import quantize_parts, with_constants
 from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import require_finite
@@ -82,7 +83,8 @@ def load_sharded(
     config = copy.deepcopy(config_of(checkpoint))
     _check_dense(checkpoint, mesh)
     forget_quantization(config)  # what is dequantized has none any more
-    model = skeleton(config, policy, buffers=True, **settings)
+    with random_states_kept():  # towers draw buffers and embeddings where they are made
+        model = skeleton(config, policy, buffers=True, **settings)
     headers = headers_of(checkpoint)
     matched = match(model, headers)
     matched.require_complete()

@@ -170,6 +170,19 @@ def data_url(picture: Any, side: int = 256) -> str:
     return f"data:image/{'png' if plain else 'jpeg'};base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
+def row_without_pictures(rows: Any) -> int | None:
+    """Return the index of the first row of a `datasets.Dataset` without a picture, None if there is none; no picture is decoded."""
+    at = 0
+    for table in rows.with_format("arrow").iter(1000):
+        columns = [table.column(name) for name in PICTURE_COLUMNS if name in table.column_names]
+        for number in range(table.num_rows):
+            cells = [column[number] for column in columns]
+            if not any(cell.is_valid and len(cell) for cell in cells):
+                return at + number
+        at += table.num_rows
+    return None
+
+
 def pictures_in(row: Mapping[str, Any]) -> list[Any]:
     """Return the pictures in the columns of a row, unchanged."""
     cells: Iterable[Any] = (row[name] for name in PICTURE_COLUMNS if row.get(name) is not None)

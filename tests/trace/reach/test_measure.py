@@ -233,6 +233,19 @@ def test_a_classifier_finds_the_last_token_by_the_id_of_padding() -> None:
     assert measured(model, {**made, "labels": torch.tensor([0, 1])}).leaks == ()
 
 
+def test_a_picture_of_a_row_that_is_not_learned_is_not_missed() -> None:
+    model, batch = built("gemma3-vl")
+    ids = batch["input_ids"].clone()
+    rows = torch.cat([ids, ids.masked_fill(ids == model.config.image_token_id, 5)])  # type: ignore[union-attr]
+    both = {**batch, "input_ids": rows, "labels": torch.cat([torch.full_like(ids, -100), rows[len(ids) :]])}
+    both |= {
+        name: torch.cat([value, value])
+        for name, value in batch.items()
+        if name in ("token_type_ids", "attention_mask")
+    }
+    assert not [each for each in measured(model, both).unused if each.kind == "picture"]
+
+
 def test_model_and_random_numbers_are_as_before() -> None:
     model, batch = built("llama")
     weights = {name: each.clone() for name, each in model.state_dict().items()}

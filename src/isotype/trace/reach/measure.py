@@ -21,7 +21,6 @@ from isotype.trace.reach.small import NoCopyError, small_copy
 from isotype.trace.reach.unused import unused_count, unused_inputs, unused_weights
 
 _MATRIX_ROWS = 24
-_PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
 
 
 def measure_reach(
@@ -87,10 +86,9 @@ def _labels(probe: Probe) -> Labels:
     batch, labels = probe.batch, probe.batch.inputs["labels"]
     at_padding = at_pictures = 0
     if labels.shape == batch.ids.shape:
-        learned, config = labels != IGNORED, getattr(probe.copy.model, "config", None)
+        learned = labels != IGNORED
         at_padding = int((learned & batch.padding).sum())
-        tokens = {token for name in _PICTURES if isinstance(token := getattr(config, name, None), int)}
-        at_pictures = sum(int((learned & (batch.ids == token)).sum()) for token in tokens)
+        at_pictures = int((learned & probe.of_pictures).sum())
     return Labels(len(probe.learned), probe.shift, at_padding, at_pictures)
 
 

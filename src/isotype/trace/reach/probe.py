@@ -20,6 +20,9 @@ SEEN = {torch.float64: 1e-5, torch.float32: 1e-4}
 """A change of a logit counts from here on, relative to the largest logit: what is computed in float32 inside of a model rounds at 1e-7."""
 
 
+_PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
+
+
 class UndecidedError(Exception):
     """Nothing can be measured; its message is a clause that says why."""
 
@@ -149,6 +152,13 @@ class Probe:
     def meaningless(self) -> torch.Tensor:
         """Which tokens no config gives a meaning, `[rows, tokens]`."""
         return torch.isin(self.batch.ids, torch.tensor(self.copy.plain))
+
+    @cached_property
+    def of_pictures(self) -> torch.Tensor:
+        """The tokens that stand for pictures and sounds, by the config, `[rows, tokens]` bool."""
+        config = getattr(self.copy.model, "config", None)
+        tokens = [token for name in _PICTURES if isinstance(token := getattr(config, name, None), int)]
+        return torch.isin(self.batch.ids, torch.tensor(tokens, dtype=torch.long))
 
     def noise(self, like: torch.Tensor) -> torch.Tensor:
         """Normally distributed values of the same shape and dtype."""

@@ -16,11 +16,13 @@ _PICTURES = ("pixel", "features", "audio", "image")
 
 
 def unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
-    """Pictures and sounds, and an attention mask that would hide padding, whose change changes no prediction at all."""
-    batch = probe.batch
+    """Pictures and sounds of rows that are learned, and an attention mask that would hide padding, whose change changes no prediction."""
+    batch, shown = probe.batch, probe.of_pictures.any(-1)
+    unlearned = bool(shown.any()) and not bool(shown[probe.learned.rows].any())
     for name, value in batch.inputs.items():
         if (
             isinstance(value, torch.Tensor)
+            and not unlearned
             and value.is_floating_point()
             and any(word in name for word in _PICTURES)
         ):

@@ -21,10 +21,12 @@ import torch
 from isotype.compat.templates import render_chat
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
+from isotype.data.locate import data_error
 from isotype.data.parts import left_out
-from isotype.data.pictures import pictures_in, size_of
+from isotype.data.pictures import pictures_in, row_without_pictures, size_of
 from isotype.data.placed import in_parts
 from isotype.data.tokens import IGNORED
+from isotype.model.shard import is_sharded
 from isotype.train.rows.spans import Span, assistant_spans, other_spans
 
 _OF_PICTURES = re.compile(
@@ -56,12 +58,15 @@ class Pictured:
         only: only the assistant's turns are targets (`--assistant_only_loss`).
         whole: prompts are targets, too (`--completion_only_loss False`).
         multiple: batch lengths are padded to a multiple of it (`--pad_to_multiple_of`).
+        always: a batch without pictures gets one more row, with a picture and no label: processes that share a sharded
+            model must all gather the tower's weights.
     """
 
     processor: Any
     only: bool = False
     whole: bool = False
     multiple: int | None = None
+    always: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch, padded on the right: ids, mask and labels int64 `[rows, tokens]`, and the pictures.
@@ -70,7 +75,10 @@ class Pictured:
             TemplateError: the chat template refuses a row.
             ValueError: the processor refuses it, or the template renders the beginning of a conversation differently.
         """
-        batch, kinds = self.encoded([self.written(row) for row in rows])
+        written = [self.written(row) for row in rows]
+        if self.always and not any(row.pictures for row in written):
+            written.append(self._unlearned)
+        batch, kinds = self.encoded(written)
         batch["labels"] = batch["input_ids"].masked_fill(kinds != LEARNED, IGNORED)
         return batch
 
@@ -143,6 +151,15 @@ class Pictured:
         return batch, kinds.masked_fill(batch["attention_mask"] == 0, GIVEN)
 
     @cached_property
+    def _unlearned(self) -> Written:
+        from PIL import Image
+
+        turns = [{"role": "user", "content": [{"type": "image"}]}]
+        return Written(
+            str(render_chat(self.processor, turns, tokenize=False)), [], [Image.new("RGB", (64, 64))]
+        )
+
+    @cached_property
     def _around(self) -> frozenset[int]:
         """Special tokens of a picture or beside one."""
         added = self.processor.tokenizer.added_tokens_decoder
@@ -208,13 +225,29 @@ class Pictured:
 
 
 def learn_no_pictures(trainer: Any, training: Any) -> None:
-    """Replace the picture collator of a TRL trainer by `Pictured`, with the given arguments."""
+    """Replace the picture collator of a TRL trainer by `Pictured`, with the given arguments.
+
+    Raises:
+        DataError: a sharded model, and preference pairs of which only some have pictures.
+    """
+    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    collator = trainer.data_collator
+    collator, sharded = trainer.data_collator, any(map(is_sharded, trainer.model.parameters()))
     if isinstance(collator, DataCollatorForVisionLanguageModeling):
         only, whole = training.assistant_only_loss, not collator.completion_only_loss
-        trainer.data_collator = Pictured(collator.processor, only, whole, collator.pad_to_multiple_of)
+        trainer.data_collator = Pictured(
+            collator.processor, only, whole, collator.pad_to_multiple_of, always=sharded
+        )
+    if sharded and isinstance(collator, DataCollatorForVisionPreference):
+        empty = row_without_pictures(trainer.train_dataset)
+        if empty is not None:
+            what = f"row {empty + 1} has no picture, others have"
+            expected = "a picture in every pair: processes that share a sharded model must all run its tower"
+            raise data_error(
+                "preference pairs with and without pictures",
+                [Problem(what, expected, "leave such rows out, or train without --fsdp")],
+            )
 
 
 def answers_in(row: Mapping[str, Any]) -> list[str]:
