@@ -80,10 +80,6 @@ _FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | 
 """FlashAttention's forwards; varlen attention calls the second one."""
 
 
-def _bitsandbytes(names: str) -> frozenset[str]:
-    return frozenset(f"bitsandbytes.{name}" for name in names.split())
-
-
 _CPU, _NVIDIA, _XPU = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"xpu"})
 _CUDA = frozenset({"cuda", "rocm"})
 _ADDMM = _ops("addmm addmm_ _addmm_activation")
@@ -372,7 +368,13 @@ FAMILIES: tuple[Family, ...] = (
     # bitsandbytes' kernels (and their `.out` forms) take pointers: absmax and code are read as float32
     # without a check.
     *(
-        Family(_bitsandbytes(names), alike=positions, only="f", refusal=CORRUPTS, devices=_CUDA)
+        Family(
+            frozenset(f"bitsandbytes.{name}" for name in names.split()),
+            alike=positions,
+            only="f",
+            refusal=CORRUPTS,
+            devices=_CUDA,
+        )
         for names, positions in (
             ("dequantize_4bit", (1,)),
             ("dequantize_blockwise", (1, 2)),

@@ -134,7 +134,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
     chosen: dict[str, Row | None] = {}
     searches = []
     for alike in groups.values():
-        step = _for_device(request, alike[0])
+        step = replace(request, step=replace(request.step, device=alike[0].name))
         search = Search(step, config, checkpoint, tuple(alike), rooms, length, _micro(request, length))
         searches.append(search)
         for row in search.rows():
@@ -198,10 +198,6 @@ def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -
         if plan_of_request(replace(again, longest=False, goal="balanced")).chosen is not None:
             return count
     return None
-
-
-def _for_device(request: PlanRequest, profile: DeviceProfile) -> PlanRequest:
-    return replace(request, step=replace(request.step, device=profile.name))
 
 
 def measured_layers(checkpoint: Checkpoint) -> Damages | None:

@@ -46,7 +46,10 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
     if METHODS[step.method].loss == "policy":
         return findings  # its rows are completions of prompts: their length is no argument of the step alone
     rows = max(step.rows, step.step_rows) * step.devices
-    command = command.but(**_said_by(step, command))
+    if (
+        "per_device_train_batch_size" not in command
+    ):  # a bare model's check; a training would have more by default
+        command = command.but(per_device_train_batch_size=step.rows)
     request = PlanRequest(
         step,
         command,
@@ -75,11 +78,6 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
         replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
         for finding in findings
     )
-
-
-def _said_by(step: StepPlan, command: Command) -> dict[str, int]:
-    """Return the batch arguments of a bare model's check, whose defaults differ from the training's."""
-    return {} if "per_device_train_batch_size" in command else {"per_device_train_batch_size": step.rows}
 
 
 _LIKE = (

@@ -211,18 +211,6 @@ class _RequireGradient:
         return tree_map(requiring, output)
 
 
-def _require_gradient(module: nn.Module, value: str) -> list[Undo]:
-    return [module.register_forward_hook(_RequireGradient()).remove]
-
-
-def _cast_output(module: nn.Module, value: str) -> list[Undo]:
-    return [module.register_forward_hook(_CastOutput(value)).remove]
-
-
-def _cast_input(module: nn.Module, value: str) -> list[Undo]:
-    return [module.register_forward_pre_hook(_CastInput(value), with_kwargs=True).remove]
-
-
 def _set_state(layer: Any, value: str) -> list[Undo]:
     dtype = parse_dtype(value)
     states = {
@@ -322,11 +310,13 @@ def _exceptions(model: nn.Module, wanted: RangeBoundaries) -> Iterator[ModuleExc
 _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
     "parameter": _cast_parameter,
     "trainable": _set_trainable,
-    "differentiable": _require_gradient,
+    "differentiable": lambda module, _: [module.register_forward_hook(_RequireGradient()).remove],
     "gradient": _set_gradient,
     "buffer": _cast_buffer,
-    "output": _cast_output,
-    "input": _cast_input,
+    "output": lambda module, value: [module.register_forward_hook(_CastOutput(value)).remove],
+    "input": lambda module, value: [
+        module.register_forward_pre_hook(_CastInput(value), with_kwargs=True).remove
+    ],
     "state": _set_state,
     "compute": _set_compute,
     "boundary": _set_boundary,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -136,7 +136,8 @@ def plan(
     fixed: set[tuple[str, str]] = set()
     tried = {(each.code, each.cause): each for each in report.findings}
     present: Sequence[Finding] = report.findings
-    while (finding := _next_open(present, left)) is not None:
+    while open_ones := [f for f in present if f.severity != "note" and (f.code, f.cause) not in left]:
+        finding = open_ones[0]
         key = (finding.code, finding.cause)
         if key in fixed:
             left[key] = (finding, "it comes back with the fix of another finding")
@@ -150,13 +151,6 @@ def plan(
             present = after
     still = {(each.code, each.cause) for each in present}
     return _needed(report, chosen, present), [each for key, each in left.items() if key in still]
-
-
-def _next_open(
-    present: Sequence[Finding], left: Mapping[tuple[str, str], tuple[Finding, str]]
-) -> Finding | None:
-    """Return the first unresolved finding that is not given up."""
-    return next((f for f in present if f.severity != "note" and (f.code, f.cause) not in left), None)
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:

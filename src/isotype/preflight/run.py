@@ -109,10 +109,6 @@ def _with_ranges(request: StepRequest, trace: Trace) -> Trace:
     return replace(trace, setup=replace(trace.setup, ranges=ranges), notes=(*trace.notes, *notes))
 
 
-def _values_known(trace: Trace) -> bool:
-    return trace.setup.ranges is not None or not computes_float16(trace)
-
-
 def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Return the findings with their fixes tried; unchanged with one more finding if trying them failed."""
     try:
@@ -161,7 +157,7 @@ class _Step:
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """Return the findings with verified fixes, and with changes that only the user can make."""
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
-        known = _values_known(trace)
+        known = trace.setup.ranges is not None or not computes_float16(trace)
         fixed = [
             replace(finding, fixes=self._working(finding, findings, tried, known)) for finding in findings
         ]
@@ -176,7 +172,7 @@ class _Step:
     ) -> tuple[Fix, ...]:
         good: list[Fix] = []
         costly: list[Fix] = []
-        advice = [fix for fix in finding.fixes if _only_advice(fix)]
+        advice = [fix for fix in finding.fixes if all(each.kind == "advice" for each in fix.actions)]
         for fix in finding.fixes:
             if fix in advice or len(good) == _FIXES_SHOWN[finding.severity]:
                 continue
@@ -314,10 +310,6 @@ def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:
     known = {each.code for each in before}
     new = sorted({each.code for each in after if each.severity == "warning" and each.code not in known})
     return f"it is gone, at a cost of {', '.join(new)}"
-
-
-def _only_advice(fix: Fix) -> bool:
-    return all(action.kind == "advice" for action in fix.actions)
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:

@@ -20,7 +20,6 @@ from isotype.core.names import format_bytes
 from isotype.lora import kernels
 from isotype.lora.loss.head_choice import TIMES, card_of, times_file
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
-from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.versions import Incompatibility, pip_command
 from isotype.report.text import fitting
@@ -254,10 +253,6 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     console.print(Text(f"--dtype auto means {auto_dtype(profile)}"))
 
 
-def _rate_json(rate: MatmulRate) -> dict[str, Any]:
-    return {key: value for key, value in asdict(rate).items() if key != "dtype"}
-
-
 def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
     dtypes = sorted({*COMPUTE_DTYPES, *profile.native, *profile.emulated, *profile.refused}, key=str)
     return {
@@ -287,7 +282,10 @@ def doctor_json(report: DoctorReport) -> dict[str, Any]:
         "verdict": verdict(report),
         "auto_dtype": auto_dtype(report.profile),
         "device": _profile_json(report.profile),
-        "rates": {dtype_name(dtype): _rate_json(rate) for dtype, rate in report.rates.items()},
+        "rates": {
+            dtype_name(dtype): {key: value for key, value in asdict(rate).items() if key != "dtype"}
+            for dtype, rate in report.rates.items()
+        },
         "python": report.python,
         "torch_build": report.torch_build,
         "toolkits": dict(report.toolkits),

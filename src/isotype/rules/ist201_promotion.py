@@ -65,17 +65,14 @@ class _Wide:
 def find(trace: Trace) -> Iterator[Finding]:
     """Matmul-like operators that run wider than the compute dtype, by cause."""
     compute = trace.setup.compute
-    if trace.failure is not None or compute not in costs.HALVES or _is_no_slower(trace, compute):
+    native = trace.setup.profile.supports(compute) == "native"  # elsewhere float32 is no slower
+    if trace.failure is not None or compute not in costs.HALVES or not native:
         return
     owners = trace.owners
     for group in _groups(trace, owners):
         cost = _cost(trace, [wide.call for wide in group])
         if cost.flops_share >= _LEAST_SHARE or (cost.slowdown or 1.0) >= _LEAST_SLOWDOWN:
             yield _finding(trace, group, cost, owners)
-
-
-def _is_no_slower(trace: Trace, compute: torch.dtype) -> bool:
-    return trace.setup.profile.supports(compute) != "native"
 
 
 def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:

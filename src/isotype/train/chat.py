@@ -167,7 +167,7 @@ def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
     if not model.can_generate():
         raise UsageError.of(
             "this model does not write text",
-            f"{name}: a {_class_name(model)}",
+            f"{name}: a {type(model.get_base_model() if hasattr(model, 'get_base_model') else model).__name__}",
             "a model with a language head",
             "give another model",
         )
@@ -178,10 +178,6 @@ def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
             "tokenizer.json and tokenizer_config.json beside the weights",
             "copy them from the model that the weights come from",
         )
-
-
-def _class_name(model: Any) -> str:
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
 
 def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy, interactive: bool) -> str:
@@ -245,17 +241,17 @@ def _turn(
         return messages
     if len(kept) < len(asked):
         console.print("(the oldest turns no longer fit into the context and are forgotten)", style="dim")
-    sampling = {"do_sample": False} if options.temperature == 0 else _sampled(options.temperature)
+    sampling = (
+        {"do_sample": False}
+        if options.temperature == 0
+        else {"do_sample": True, "temperature": options.temperature}
+    )
     text, whole = stream_answer(
         model, tokenizer, kept, console, max_new_tokens=options.max_new_tokens, **sampling
     )
     if not whole and not interactive:
         raise KeyboardInterrupt
     return [*kept, {"role": "assistant", "content": text}]
-
-
-def _sampled(temperature: float) -> dict[str, Any]:
-    return {"do_sample": True, "temperature": temperature}
 
 
 def _fitting(model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int) -> list[Message]:

@@ -72,7 +72,8 @@ def attention_kernel(
         return None
     if cudnn and _is_cudnns(profile, call, release):
         return "cudnn"
-    if not call.masked and call.dtype in profile.flash_attention and _same_sizes(call, _FLASH_HEAD):
+    same = len(set(call.sizes)) == 1 and call.sizes[0] <= _FLASH_HEAD
+    if same and not call.masked and call.dtype in profile.flash_attention:
         return "flash"
     query, key, value = (size * call.dtype.itemsize for size in call.sizes)
     aligned = query == key and not (query % _ALIGNED or value % _ALIGNED)
@@ -120,7 +121,3 @@ def _efficient(profile: DeviceProfile) -> frozenset[torch.dtype]:
     assert profile.capability is not None, "asked of GPUs whose capability is known"
     older = frozenset({torch.float32, torch.float16})
     return older | {torch.bfloat16} if profile.capability >= _AMPERE else older
-
-
-def _same_sizes(call: AttentionCall, at_most: int) -> bool:
-    return len(set(call.sizes)) == 1 and call.sizes[0] <= at_most

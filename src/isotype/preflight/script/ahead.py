@@ -95,7 +95,8 @@ def call_with(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside of a wrapper that distributes it over devices."""
     inner = getattr(model, "module", None)
-    return inner if _is_wrapper(model) and isinstance(inner, nn.Module) else model
+    wraps = type(model).__name__ in ("DistributedDataParallel", "DataParallel")  # by name, to import neither
+    return inner if wraps and isinstance(inner, nn.Module) else model
 
 
 def tried(report: Report) -> bool:
@@ -149,11 +150,6 @@ def _asked(optimizer: torch.optim.Optimizer | None) -> Any:
     known = signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
     return type(optimizer)([nn.Parameter(torch.zeros(1))], **options)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module only distributes a model over devices, by name to avoid imports."""
-    return type(module).__name__ in ("DistributedDataParallel", "DataParallel")
 
 
 def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:

@@ -220,18 +220,13 @@ def slowdown(
         return None
     bandwidth = profile.memory_bandwidth
     assert bandwidth is not None
-    total = step_seconds(trace, seconds)
+    total = sum(map(seconds, trace.calls))
     saved = sum(map(seconds, gone))
     for call in costly:
         widest = max((dtype.itemsize for dtype in _float_dtypes(call)), default=wanted.itemsize)
         memory = bytes_moved(call) * min(1.0, wanted.itemsize / widest) / bandwidth
         saved += seconds(call) - max(call.flops * call.repeats / rate, memory)
     return total / (total - saved) if 0 < saved < total else 1.0
-
-
-def step_seconds(trace: Trace, seconds: Seconds) -> float:
-    """Estimated seconds of the whole step."""
-    return sum(map(seconds, trace.calls))
 
 
 def _float_dtypes(call: Call) -> Iterator[torch.dtype]:

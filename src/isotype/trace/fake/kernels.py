@@ -166,7 +166,14 @@ class Kernels:
             return None
         storage = part.untyped_storage()
         shared = storages.get(storage_key(storage))
-        how = ("view" if shared is not None else "new", shared, *_layout(part))
+        how = (
+            "view" if shared is not None else "new",
+            shared,
+            tuple(part.shape),
+            part.stride(),
+            part.dtype,
+            part.storage_offset(),
+        )
         copy = self._made(how, tensors)
         alike = dispatch_keys(copy) == dispatch_keys(part)
         if shared is None:
@@ -197,10 +204,6 @@ class Kernels:
 
 class _One:
     """Marks a result of one tensor instead of several."""
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.storage_offset()
 
 
 def _is_steady(func: Any) -> bool:

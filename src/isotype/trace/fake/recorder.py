@@ -406,7 +406,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         source = f"{raised.f_code.co_filename}:{raised.f_lineno}" if raised is not None else ""
         text = f"{type(error).__name__}: {first_line(error)}"
         with without_functions():
-            operands = tuple(self._at_hand(error))
+            operands = tuple(
+                Operand(name, value.dtype, tuple(value.shape), self.origin(value))
+                for name, value in tensors_at_hand(error)
+                if value.dtype in FLOATS
+            )
         mixed = len({operand.dtype for operand in operands}) > 1
         # A parameter cast by the forward is another object here; the real step keeps it.
         ours = "poisoned by swap_tensors" in text
@@ -416,12 +420,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         again = self.phase == "backward" and frame is not None and not ours
         name, condition = frame.name if frame else "", condition_at(source)
         return Failure(self.phase, name, source, text, mixed, operands, again, condition)
-
-    def _at_hand(self, error: Exception) -> Iterator[Operand]:
-        """Yield the float tensors available where an error was raised."""
-        for name, value in tensors_at_hand(error):
-            if value.dtype in FLOATS:
-                yield Operand(name, value.dtype, tuple(value.shape), self.origin(value))
 
 
 # ------------------------------------------------------------------------------------------------------- helpers

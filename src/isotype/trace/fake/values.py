@@ -309,20 +309,6 @@ def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
     return count, torch.zeros(tensor.shape, dtype=torch.long), torch.ones(count.shape, dtype=torch.long)
 
 
-def _bincount(tensor: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
-    return torch.zeros((max(minlength, 1),), dtype=torch.long)
-
-
-def _repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
-    return torch.zeros((output_size or repeats.numel(),), dtype=torch.long)
-
-
-def _repeat_interleave_self(
-    tensor: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
-) -> torch.Tensor:
-    return tensor.clone()
-
-
 def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> Any:
     """Return the loss and the forward variables of each sequence: as many as its longest target has states."""
     steps, batch = (scores.shape[0], scores.shape[1]) if scores.dim() == 3 else (scores.shape[0], 1)
@@ -339,9 +325,13 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.allclose.default: lambda *_, **__: True,
     aten.is_nonzero.default: lambda *_: True,
     aten._unique2.default: _unique,
-    aten.bincount.default: _bincount,
-    aten.repeat_interleave.Tensor: _repeat_interleave,
-    aten.repeat_interleave.self_Tensor: _repeat_interleave_self,
+    aten.bincount.default: lambda _, weights=None, minlength=0: torch.zeros(
+        max(minlength, 1), dtype=torch.long
+    ),
+    aten.repeat_interleave.Tensor: lambda repeats, *, output_size=None: torch.zeros(
+        output_size or repeats.numel(), dtype=torch.long
+    ),
+    aten.repeat_interleave.self_Tensor: lambda tensor, *_, **__: tensor.clone(),
 }
 """Stand-ins for the results of operators with unknown values."""
 

@@ -147,7 +147,10 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             return None
         # Gradients start from a constant too, and are no masks; values recomputed in a backward may be.
         gradient = self.phase == "backward" and not torch.is_grad_enabled()
-        by_code = [not gradient and self._is_constant(operand) for operand in call.operands]
+        by_code = [
+            not gradient and (operand.original is None or _alive(self._constant, _address(operand.original)))
+            for operand in call.operands
+        ]
         constant = all(by_code) and not gradient
         statistics = outputs[1:] if is_attention(name) and "backward" not in name else []
         for tensor in statistics:
@@ -248,9 +251,6 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return tuple(int(row) for row in bad.reshape(rows, -1).any(1).nonzero().flatten())
 
     # ----------------------------------------------------------------------------------------------- provenance
-
-    def _is_constant(self, operand: Operand) -> bool:
-        return operand.original is None or _alive(self._constant, _address(operand.original))
 
 
 def _add(into: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:

@@ -78,7 +78,9 @@ def parse_command(
         expected = "a model, a training command with its arguments, or package.module:function"
         problems.append(Problem("no model", expected, f"{parser.prog} MODEL --device t4"))
     parser.refuse(problems)
-    _require_json(values)
+    for name, argument in _JSON.items():
+        if name in values:
+            _check_json(argument, values[name].value)
     return Command(method, values, file), ours
 
 
@@ -161,12 +163,6 @@ def _two_models(model: str) -> Problem:
     near = difflib.get_close_matches(model.lower(), METHODS, n=1)
     fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
     return Problem(f"{model} and --model_name_or_path", "one model", fix)
-
-
-def _require_json(values: Mapping[str, Value]) -> None:
-    for name, argument in _JSON.items():
-        if name in values:
-            _check_json(argument, values[name].value)
 
 
 def _check_json(argument: Argument, value: Any) -> None:

@@ -160,7 +160,8 @@ class Sharded(TrainerSteps):
         writes = self.args.should_save
         # A checkpoint of a whole model has only the shards: resuming needs no gathered weights.
         adapter = hasattr(self.model, "peft_config")
-        state = whole_state(self.model, keep=writes) if adapter or not _in_checkpoint(output_dir) else {}
+        inside = output_dir is not None and Path(output_dir).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+        state = whole_state(self.model, keep=writes) if adapter or not inside else {}
         if writes and state:
             self._save(output_dir or self.args.output_dir, state_dict=state)
         self.accelerator.wait_for_everyone()
@@ -214,10 +215,6 @@ class Sharded(TrainerSteps):
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
-
-
-def _in_checkpoint(directory: str | None) -> bool:
-    return directory is not None and Path(directory).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
 
 
 def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
