@@ -33,7 +33,7 @@ from isotype.lora import kernels, linear, weights
 from isotype.lora.attention.registered import LENGTHS
 from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
-from isotype.lora.sequences import Sequences, saying
+from isotype.lora.unpadded import Sequences, saying
 from isotype.trace.fake import twin
 from isotype.train.monitor.step import MicroBatch, Step
 from tests.models import quiet

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import isotype
 from isotype.lora.attention import choice as choices
 from isotype.lora.attention import registered
+from isotype.lora.attention.blocks import float32_copies, recomputed
 from isotype.lora.attention.choice import (
     OWN,
     Choice,
@@ -24,7 +25,6 @@ from isotype.lora.attention.choice import (
     offered,
     shape_of,
 )
-from isotype.lora.attention.recomputed import float32_copies, recomputed
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
 from tests import cpus

@@ -13,9 +13,9 @@ import torch
 
 from isotype.lora import kernels
 from isotype.lora.gpu.products import ADDMM, MM, Products
+from isotype.lora.kernels import float32_reductions
 from isotype.lora.loops import products
 from isotype.lora.loops.products import Sum, write_sums
-from isotype.lora.reductions import float32_reductions
 
 CPU = torch.device("cpu")
 

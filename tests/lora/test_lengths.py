@@ -19,8 +19,7 @@ import isotype.lora.loss.trl_head
 from isotype.lora.attention import lengths, registered
 from isotype.lora.attention.registered import LENGTHS, AttentionReport, use_fast_attention, without_padding
 from isotype.lora.loss.trl_head import put_head
-from isotype.lora.sequences import Sequences, current, saying
-from isotype.lora.unpadded import unpadded
+from isotype.lora.unpadded import Sequences, current, saying, unpadded
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from tests.lora import by_lengths
 from tests.lora.test_padding import Batch, adapted, present

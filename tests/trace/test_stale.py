@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.trace.live.stale import StaleCasts
+from isotype.trace.live.forward import StaleCasts
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ match is not used, and the reason goes to `isotype.fuse` and the run report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -201,3 +202,29 @@ _TRIALS: Mapping[Operation, Callable[[Any, torch.device, torch.dtype, str], list
     "rotary": _try_rotary,
     "float32_product": _try_product,
 }
+
+
+_SWITCHES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
+
+@contextmanager
+def float32_reductions() -> Iterator[None]:
+    """Forbid reduced-precision reductions in this process inside; restore the settings on exit."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = {name: _allowed(matmul, name) for name in _SWITCHES}
+    for name, allowed in before.items():
+        setattr(matmul, name, (False, allowed[1]) if isinstance(allowed, tuple) else False)
+    try:
+        yield
+    finally:
+        for name, allowed in before.items():
+            setattr(matmul, name, allowed)
+
+
+def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
+    """Return (reduced precision allowed, split-k allowed); the first alone for torch 2.10 without the second."""
+    reduced = bool(getattr(matmul, name))
+    try:
+        return reduced, bool(getattr(matmul, f"{name}_split_k"))
+    except AttributeError:
+        return reduced

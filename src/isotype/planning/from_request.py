@@ -24,12 +24,11 @@ from isotype.core.random_states import random_states_kept
 from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import ADAPTED, choose_targets
 from isotype.planning.command import EXAMPLE_DATA
-from isotype.planning.html import to_html
 from isotype.planning.rates import with_rates
 from isotype.planning.record import Device, Record, Row, Time, front, picked
 from isotype.planning.request import OWN, PlanRequest, parse_request, request_of, require_known_goal
 from isotype.planning.search import Search, runs_alike
-from isotype.planning.text import speed_of, to_text
+from isotype.planning.text import speed_of, to_html, to_text
 from isotype.precision.damages import MEASURED, Damages
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.devices.room import Room, room_of

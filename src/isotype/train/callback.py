@@ -27,8 +27,8 @@ from isotype.compat.transformers import calling_trainer
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError, first_line
 from isotype.core.source import line_of
+from isotype.lora.kernels import float32_reductions
 from isotype.lora.loss.trl_head import passed_on, without_its_padding
-from isotype.lora.reductions import float32_reductions
 from isotype.lora.unpadded import traced_as
 from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
@@ -62,7 +62,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     the same batch is run again under a recorder, and training stops with the first operator whose result is not
     finite: its module, operands, source line and cause.
 
-    During training, products of 16-bit matrices on a GPU accumulate in float32 (`isotype.lora.reductions`).
+    During training, products of 16-bit matrices on a GPU accumulate in float32 (`isotype.lora.kernels`).
 
     Args:
         policy: default: the model's policy, else one derived at every run from the model's dtypes and the trainer's

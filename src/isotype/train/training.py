@@ -28,7 +28,7 @@ from isotype.core.files import only_writer, recover
 from isotype.core.terminal import printed_command
 from isotype.data.pictures import PICTURE_COLUMNS
 from isotype.lora.fuse import FusionReport, fuse
-from isotype.lora.reductions import float32_reductions
+from isotype.lora.kernels import float32_reductions
 from isotype.model.enforce import Change
 from isotype.model.recompute import CHECKPOINTING, checkpointing_arguments
 from isotype.precision.by_damage import with_constants_of

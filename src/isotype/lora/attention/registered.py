@@ -18,8 +18,14 @@ from isotype.compat.torch import FakeTensor, cudnn_is_on, is_transformed
 from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
+from isotype.lora.attention.blocks import float32_copies, recomputed
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
-from isotype.lora.attention.lengths import by_lengths, lengths_mask, why_not_lengths
+from isotype.lora.attention.lengths import (
+    by_lengths,
+    lengths_mask,
+    repeated_attention_forward,
+    why_not_lengths,
+)
 from isotype.lora.attention.lengths import why_not_call as why_not_by_lengths
 from isotype.lora.attention.plan import (
     Plan,
@@ -29,11 +35,8 @@ from isotype.lora.attention.plan import (
     plan_of_mask,
     spec_of,
 )
-from isotype.lora.attention.recomputed import float32_copies, recomputed
-from isotype.lora.attention.repeated import repeated_attention_forward
 from isotype.lora.attention.strips import compiled_strips
-from isotype.lora.sequences import Sequences, packed
-from isotype.lora.unpadded import MOST_TOKENS, Unpadded, tried, unpadded, unpadded_sides
+from isotype.lora.unpadded import MOST_TOKENS, Sequences, Unpadded, packed, tried, unpadded, unpadded_sides
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.attention import (
     AttentionCall,
@@ -46,7 +49,7 @@ NAME = "isotype"
 """Name in transformers' registries, and for `model.set_attn_implementation`."""
 
 REPEATED = "isotype_repeated"
-"""Name of torch's kernel with repeated keys and values, see `isotype.lora.attention.repeated`."""
+"""Name of torch's kernel with repeated keys and values, see `isotype.lora.attention.lengths`."""
 
 LENGTHS = "isotype_lengths"
 """Name of torch's kernels with one for concatenated sequences, see `lengths_attention_forward`."""

@@ -28,8 +28,7 @@ from isotype.lora.attention.lengths import why_not_lengths
 from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
 from isotype.lora.loss.head_choice import HeadChoice, HeadShape, choose, head_of, token_class
 from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
-from isotype.lora.sequences import saying
-from isotype.lora.unpadded import Unpadded, in_one_row
+from isotype.lora.unpadded import Unpadded, in_one_row, saying
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.simulated import has_value, working_dtype

@@ -56,8 +56,8 @@ from isotype.report.text import short_source, wrapped
 from isotype.rules import judge
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
+from isotype.trace.live.forward import StaleCasts
 from isotype.trace.live.recorder import device_of
-from isotype.trace.live.stale import StaleCasts
 from isotype.trace.live.watch import Beginning, Watch
 
 AGAIN_SECONDS = 60.0

@@ -18,10 +18,10 @@ from isotype.core.names import format_bytes, plural
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Finding, Fix
 from isotype.records.memory import MEMORY_KINDS, Memory, MemoryKind
+from isotype.records.reach import Reach
 from isotype.records.trace import Operand
 from isotype.report.check.cost import device_words, sharding_words, time_rows
 from isotype.report.check.map import Row, dtype_map, layer_counts
-from isotype.report.check.reach import reach_picture
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
     cost_clauses,
@@ -356,3 +356,41 @@ def _setup(report: Record) -> list[tuple[str, str]]:
         ("device figures", profile.source),
     ]
     return [(name, value) for name, value in pairs if value]
+
+
+SIDE = 14
+"""Pixels between squares."""
+
+
+def reach_picture(reach: Reach | None) -> dict[str, object] | None:
+    """Return the template's data; None without a measurement."""
+    matrix = None if reach is None else reach.matrix
+    if reach is None or matrix is None:
+        return None
+    causal = reach.labels is not None and reach.labels.shift == 1
+    squares = [
+        (
+            token * SIDE,
+            line * SIDE,
+            "seen" if not causal or matrix.meant(column, token) else "wrong",
+            f"token {token} reaches the prediction after token {column}",
+        )
+        for line, (column, tokens) in enumerate(matrix.reached)
+        for token in tokens
+    ]
+    borders = [
+        token * SIDE
+        for token in range(1, len(matrix.sequences))
+        if matrix.sequences[token] != matrix.sequences[token - 1]
+    ]
+    wrong = sum(css == "wrong" for _, _, css, _ in squares)
+    return {
+        "squares": squares,
+        "borders": borders,
+        "lines": [(line * SIDE, f"after {column}") for line, (column, _) in enumerate(matrix.reached)],
+        "width": len(matrix.sequences) * SIDE,
+        "height": len(matrix.reached) * SIDE,
+        "about": f"row {matrix.row} of the batch: {len(matrix.sequences)} tokens from left to right, a line for each prediction",
+        "words": f"{len(squares)} squares, {wrong} of them where a token reaches a prediction that must not see it",
+        "wrong": wrong,
+    }
