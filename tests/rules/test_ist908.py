@@ -16,8 +16,8 @@ from tests.rules.samples import reached
 COUNT = NoReach("count", "num_items_in_batch")
 
 
-@pytest.mark.parametrize(("accumulates", "severity"), [(True, "error"), (False, "note")])
-def test_a_count_that_changes_no_loss(accumulates: bool, severity: str) -> None:
+@pytest.mark.parametrize(("accumulates", "severity"), [(4, "error"), (1, "note")])
+def test_a_count_that_changes_no_loss(accumulates: int, severity: str) -> None:
     trace = reached(unused=(COUNT,))
     (finding,) = find(replace(trace, setup=replace(trace.setup, accumulates=accumulates)))
     assert finding.severity == severity

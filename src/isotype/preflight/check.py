@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
     autocast_eval: bool
     fold: bool
     evaluation: Any
-    accumulates: bool
+    accumulates: bool | int
     room: Room | None
     ranges: Ranges | None
     wiring: bool | Mapping[str, Any]
@@ -96,7 +96,7 @@ def check(
             - `autocast_eval`: whether autocast is on in the phase `"generate"` too.
             - `fold`: trace layers that are equal but for their values once; what is found in one is said of all.
             - `evaluation`: the inputs of a batch that is evaluated between steps, as `inputs`: its memory is a phase of its own.
-            - `accumulates`: whether an optimizer step takes several micro-batches of these inputs (False).
+            - `accumulates`: micro-batches of these inputs in an optimizer step, or True for several (False).
             - `room`: what the step may take of the device's memory (`isotype.precision.devices.room.Room`); None: its share.
             - `ranges`: from `isotype.measure_ranges`, which says where float16 overflows. Without it a float16 step of a
               model whose weights are at hand is measured here, on these inputs, where that takes little time.

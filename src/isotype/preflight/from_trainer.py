@@ -103,7 +103,7 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
         autocast=_autocast(arguments),
         optimizer=getattr(arguments.optim, "value", arguments.optim),
         learning_rate=arguments.learning_rate,
-        accumulates=arguments.gradient_accumulation_steps > 1,
+        accumulates=arguments.gradient_accumulation_steps,
         **_processes_of(model, arguments),
     )
 

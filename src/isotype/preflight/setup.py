@@ -71,7 +71,7 @@ def setup_of(request: StepRequest) -> Setup:
         autocast_eval=request.autocast_eval,
         checkpoint_dtype=_checkpoint_dtype(config),
         attention=attention_of(config),
-        accumulates=request.accumulates,
+        accumulates=2 if request.accumulates is True else int(request.accumulates),
         room=request.room,
         batch=_shapes(request.inputs),
         towers=_towers(request.model),

@@ -80,7 +80,7 @@ class StepRequest:
     fold: bool = False
     evaluation: Any = None
     reference: MemoryKind | None = None
-    accumulates: bool = False
+    accumulates: bool | int = False
     room: Room | None = None
     ranges: Ranges | None = None
     wiring: bool | Mapping[str, Any] = True

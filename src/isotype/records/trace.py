@@ -291,8 +291,7 @@ class Setup:
         checkpoint_dtype: dtype that the model's config names as its checkpoint's; None if it names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None
             if unknown.
-        accumulates: whether an optimizer step takes several micro-batches: gradients exist from the
-            second one on.
+        accumulates: number of micro-batches in an optimizer step; gradients exist from the second one on.
         room: device memory available to the step, and why; None: its share of all of it, see `limit`.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
@@ -321,7 +320,7 @@ class Setup:
     autocast_eval: bool = False
     checkpoint_dtype: torch.dtype | None = None
     attention: str | None = None
-    accumulates: bool = False
+    accumulates: int = 1
     room: Room | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     details: tuple[str, ...] = ()

@@ -44,7 +44,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     reach = trace.reach
     for each in () if reach is None else reach.unused:
         if reach is not None and each.kind == "count":
-            accumulates = trace.setup.accumulates
+            accumulates = trace.setup.accumulates > 1
             yield Finding(
                 "IST908",
                 "error" if accumulates else "note",

@@ -311,7 +311,7 @@ class _Step:
             accumulate_grad=True,
         )
         self.process.end_backward()
-        if self.setup.accumulates:
+        if self.setup.accumulates > 1:
             self.gradient_bytes = self.recorder.ledger.alive("gradients")
         trainable = self._trainable()
         if all(

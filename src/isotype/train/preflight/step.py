@@ -144,7 +144,7 @@ class PlannedStep:
             devices=plan.devices,
             reshard=plan.reshard,
             reference=plan.copied,
-            accumulates=rows < plan.step_rows,
+            accumulates=-(-plan.step_rows // rows),
             room=self.room,
             evaluation=self._evaluation(model, rows, tokens),
             ranges=self.ranges,
