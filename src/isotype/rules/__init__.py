@@ -1,4 +1,4 @@
-"""JUDGE: one rule, one file; pure functions from a trace to findings."""
+"""Rules: one file per rule, pure functions from a trace to findings."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ FAMILIES: Mapping[str, str] = {
     "IST8": "range",
     "IST9": "dependence: who reaches whom",
 }
-"""How a code begins -> what its rules are about."""
+"""Prefix of a family's codes -> its topic."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """A rule: the file `rules/ist101_….py` with `TITLE`, a docstring that is its page, and `find`.
 
-    Findings are about the step unless the file says another `KIND`.
+    Findings are about the step unless the file has another `KIND`.
 
     Attributes:
         code: `IST###`, from the file's name.
         title: the headline of its page.
         page: its documentation (Markdown).
         find: from a trace to findings.
-        kind: what its findings are about.
+        kind: topic of its findings.
     """
 
     code: str
@@ -57,7 +57,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
-    """Yield (how their codes begin, what they are about, the rules) of each family that has any."""
+    """Yield (code prefix, topic, rules) of each family with rules."""
     for family, about in FAMILIES.items():
         some = [rule for rule in rules if rule.code.startswith(family)]
         if some:
@@ -70,7 +70,7 @@ def page(rule: Rule) -> str:
 
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
-    """What all rules find, errors first, then in order of the codes; the fixes of each in order of preference."""
+    """Return the findings of all rules, errors first, then by code; fixes in order of preference."""
     findings = [
         replace(finding, fixes=by_preference(finding.fixes))
         for rule in all_rules()
@@ -82,17 +82,17 @@ def judge(trace: Trace) -> tuple[Finding, ...]:
 def _found(rule: Rule, trace: Trace) -> Iterator[Finding]:
     try:
         yield from (replace(finding, kind=rule.kind) for finding in rule.find(trace))
-    except Exception as error:  # noqa: BLE001 - the other rules' findings count; this one's failure is told
+    except Exception as error:  # noqa: BLE001 - the other rules' findings count; this failure is reported
         yield unjudged(f"the rule {rule.code} could not judge the step", error, f"{rule.code}: ")
 
 
 def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
-    """Return the finding that a part of the check itself failed with `error`: `what` could not be done.
+    """Return the finding for a part of the check that failed with `error`.
 
     Args:
         what: a sentence without its reason.
-        error: what was raised.
-        whose: written before it where the finding names its cause.
+        error: the exception.
+        whose: prefix of the finding's cause.
     """
     raised = f"{type(error).__name__}: {first_line(error)}"
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
@@ -109,12 +109,11 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
 def resolves(
     finding: Finding, before: Sequence[Finding], after: Sequence[Finding], costly: bool = False
 ) -> bool:
-    """Return whether `finding` is gone and nothing new appeared: no error of another cause, no warning of
-    another code.
+    """Return whether `finding` is gone without a new error of another cause or a new warning of another code.
 
-    Where the step ended early, what comes after was not seen before: a step that now goes on may show its
-    cost. With `costly` any cost is let pass: a step that runs at a cost is better than one that crashes; one
-    that is no longer traced to its end is no such step.
+    If the step ended early, its later costs were not seen before, so they are accepted. `costly` accepts any
+    cost: a step that runs at a cost is better than one that crashes, unless it is no longer traced to its
+    end.
     """
     errors = {(each.code, each.cause) for each in before if each.severity == "error"}
     codes = {each.code for each in before}

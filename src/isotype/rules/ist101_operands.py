@@ -1,10 +1,10 @@
 """
-**What it means.** A matmul, or another operator that takes operands of one dtype only, is given two. PyTorch
+**What it means.** A matmul, or another operator that needs operands of one dtype, gets two. PyTorch
 promotes dtypes in elementwise operators but never in matmuls, so the step crashes there.
 
-**Why it happens.** Something before the operator left the compute dtype: a norm whose weight was kept or cast in
-float32 (`weight * hidden` is then float32), an embedding that was upcast, a `.float()` in a custom layer, a weight in
-another dtype than its neighbours.
+**Why it happens.** Something before the operator changed the dtype: a norm whose weight was kept or cast in
+float32 (`weight * hidden` is then float32), an embedding that was upcast, a `.float()` in a custom layer, a
+weight in another dtype than its neighbours.
 
 **An example that fails**
 
@@ -18,8 +18,8 @@ another dtype than its neighbours.
 
     isotype.repair(model, isotype.check(model, batch))   # each norm returns bfloat16 again
 
-**How safe is the fix?** Returning a norm's output in the compute dtype is what models do that were trained in 16
-bits: nothing that is stored loses digits. Casting a parameter down is offered as unsafe.
+**How safe is the fix?** Models trained in 16 bits return a norm's output in the compute dtype too: no stored
+value loses digits. Casting a parameter down is offered as unsafe.
 
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """

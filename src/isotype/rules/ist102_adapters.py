@@ -1,11 +1,11 @@
 """
-**What it means.** The weights of an adapter (LoRA, DoRA's magnitude, LoKr, a prompt, a module to save) have another
-dtype than the activations that reach them, and nothing casts between the two.
+**What it means.** The weights of an adapter (LoRA, DoRA's magnitude, LoKr, a prompt, a module to save)
+have another dtype than the activations that reach them, and nothing casts between the two.
 
-**Why it happens.** Float32 adapters are right: they are the masters that the optimizer updates. But the layer that
-holds them has to cast its input to their dtype and its result back, as PEFT's layers do. Adapters of one's own often
-do not; with PEFT it happens when `autocast_adapter_dtype=False` meets another base dtype, or when
-`cast_input_dtype_enabled` is off.
+**Why it happens.** Float32 adapters are right: they are the masters that the optimizer updates. But their
+layer has to cast its input to their dtype and its result back, as PEFT's layers do. Custom adapters often do
+not; with PEFT it happens with `autocast_adapter_dtype=False` on another base dtype, or with
+`cast_input_dtype_enabled` off.
 
 **An example that fails**
 
@@ -17,9 +17,9 @@ do not; with PEFT it happens when `autocast_adapter_dtype=False` meets another b
 
     isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16, its masters stay float32
 
-**How safe is the fix?** The masters keep their dtype and digits; only the products are computed in the compute dtype,
-as they would be under autocast. Casting the adapter itself down is offered as unsafe: updates smaller than bfloat16
-can hold would be lost (IST801).
+**How safe is the fix?** The masters keep their dtype and digits; only the products are computed in the
+compute dtype, as they would be under autocast. Casting the adapter itself down is offered as unsafe: updates
+too small for bfloat16 would be lost (IST801).
 
 **Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.
 """

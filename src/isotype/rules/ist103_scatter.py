@@ -1,10 +1,10 @@
 """
-**What it means.** `index_put`, `index_add`, `scatter` and `masked_scatter` write rows into a tensor, and take rows of
-its dtype only.
+**What it means.** `index_put`, `index_add`, `scatter` and `masked_scatter` write rows into a tensor, and
+the rows must have its dtype.
 
-**Why it happens.** A mixture of experts collects its experts' results in a buffer that was made in another dtype (the
-router's float32, the default dtype); a vision-language model writes image features of the vision tower's dtype among
-token embeddings of another; a cache was allocated for another model.
+**Why it happens.** A mixture of experts collects its experts' results in a buffer that was made in another
+dtype (the router's float32, the default dtype); a vision-language model writes image features of the vision
+tower's dtype among token embeddings of another; a cache was allocated for another model.
 
 **An example that fails**
 
@@ -15,10 +15,12 @@ token embeddings of another; a cache was allocated for another model.
 
     combined.index_add_(0, rows, (expert(hidden[rows]) * weights).to(combined.dtype))
 
-**How safe is the fix?** Rounding the result once, where it enters the buffer, is what the surrounding model does with
-every other result. The offered fixes return the outputs of the module that made the other dtype in the compute dtype.
+**How safe is the fix?** The result is rounded once when it enters the buffer, as the surrounding model rounds
+every other result. The offered fixes return the outputs of the module with the other dtype in the compute
+dtype.
 
-**Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune #1349.
+**Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune
+#1349.
 """
 
 from __future__ import annotations

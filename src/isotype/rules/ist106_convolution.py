@@ -1,9 +1,9 @@
 """
-**What it means.** A convolution takes input, weight and bias of one dtype. In most models it is the patch embedding of a
-vision tower, the first operator that sees the images.
+**What it means.** A convolution needs input, weight and bias of one dtype. In most models it is the patch
+embedding of a vision tower, the first operator on the images.
 
-**Why it happens.** The processor returns float32 pixels; the tower was loaded in 16 bits (or the other way round: the
-tower is kept in float32 and the rest is not).
+**Why it happens.** The processor returns float32 pixels; the tower was loaded in 16 bits (or the other way
+round: the tower is kept in float32 and the rest is not).
 
 **An example that fails**
 
@@ -14,9 +14,11 @@ tower is kept in float32 and the rest is not).
 
     batch["pixel_values"] = batch["pixel_values"].to(model.dtype)
 
-**How safe is the fix?** Pixels have 8 bits; bfloat16 keeps them all once they are normalised to within its 8 digits.
+**How safe is the fix?** Pixels have 8 bits; bfloat16 keeps them all once they are normalised to within its 8
+digits.
 
-**Seen in** OpenGVLab/InternVL #602; haotian-liu/LLaVA #1712; kohya-ss/sd-scripts #1562; unslothai/unsloth #5313.
+**Seen in** OpenGVLab/InternVL #602; haotian-liu/LLaVA #1712; kohya-ss/sd-scripts #1562; unslothai/unsloth
+#5313.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """
-**What it means.** Gradient checkpointing runs parts of the forward again during the backward, and there they meet other
-dtypes than at first.
+**What it means.** Gradient checkpointing runs parts of the forward again during the backward, and there
+they have other dtypes than the first time.
 
-**Why it happens.** The forward ran under autocast and the backward outside of it, and the checkpointing function does not
-restore the autocast state (a checkpoint of one's own, a hook, a custom Function); or the weights were cast in between.
+**Why it happens.** The forward ran under autocast and the backward outside of it, and the checkpointing
+function does not restore the autocast state (a custom checkpoint, a hook, a custom Function); or the weights
+were cast in between.
 
 **An example that fails**
 
@@ -16,7 +17,7 @@ restore the autocast state (a checkpoint of one's own, a hook, a custom Function
 
     torch.utils.checkpoint.checkpoint(layer, *inputs, use_reentrant=False)   # restores autocast
 
-**How safe is the fix?** PyTorch's own checkpoint restores the autocast state and loses nothing.
+**How safe is the fix?** PyTorch's checkpoint restores the autocast state and loses nothing.
 
 **Seen in** pytorch/pytorch #193338, #71124; NVIDIA/TransformerEngine #791.
 """
@@ -40,7 +41,9 @@ _mismatches = contract_rule(
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Operators that gradient checkpointing runs again, with operands of different dtypes, or that then fail."""
+    """Yield operators with operands of different dtypes in recomputation by gradient checkpointing, and its
+    failures.
+    """
     yield from _mismatches(trace)
     failure = trace.failure
     if failure is None or not failure.recomputed:

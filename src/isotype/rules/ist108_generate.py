@@ -1,9 +1,9 @@
 """
-**What it means.** Training runs under autocast, which hides that the model's own dtypes do not fit; evaluation or
-generation outside of it raises.
+**What it means.** Training runs under autocast, which hides a mismatch of the model's dtypes; evaluation
+or generation outside of autocast raises.
 
-**Why it happens.** Float32 adapters, norms or heads in a 16-bit model rely on autocast. `model.generate` in a callback, a
-pipeline or after training runs without it.
+**Why it happens.** Float32 adapters, norms or heads in a 16-bit model rely on autocast. `model.generate` in a
+callback, a pipeline or after training runs without it.
 
 **An example that fails**
 
@@ -12,12 +12,13 @@ pipeline or after training runs without it.
 
 **Repaired**
 
-    isotype.enforce(model, policy)   # the model's own borders cast; no autocast needed
+    isotype.enforce(model, policy)   # the modules' boundaries cast; no autocast needed
     # or: with torch.autocast(device, dtype): model.generate(**prompt)
 
 **How safe is the fix?** Boundaries cast activations only, never stored weights.
 
-**Seen in** huggingface/trl #1203; huggingface/diffusers #10617; hiyouga/LLaMA-Factory #5480; unslothai/unsloth #3723.
+**Seen in** huggingface/trl #1203; huggingface/diffusers #10617; hiyouga/LLaMA-Factory #5480;
+unslothai/unsloth #3723.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TITLE = "Evaluation or generation outside of autocast"
 
 
 def _lacks_autocast(broken: Broken) -> bool:
-    """Return whether the training has an autocast that the call runs without."""
+    """Return whether the training runs under autocast and this call does not."""
     call = broken.call
     return call.phase == "generate" and broken.trace.setup.autocast is not None and call.autocast is None
 

@@ -1,9 +1,10 @@
 """
 **What it means.** The operands agree, but the device has no kernel for their dtype.
 
-**Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some losses
-exist in float32 and float64 only; others lack float16 on a CPU or bfloat16 on an older GPU. `binary_cross_entropy` is
-refused under a GPU's autocast in any dtype: the logarithm of a rounded probability overflows.
+**Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and
+some losses exist in float32 and float64 only; others lack float16 on a CPU or bfloat16 on an older GPU.
+`binary_cross_entropy` is refused under a GPU's autocast in any dtype: the logarithm of a rounded probability
+overflows.
 
 **An example that fails**
 
@@ -13,7 +14,7 @@ refused under a GPU's autocast in any dtype: the logarithm of a rounded probabil
 
     torch.linalg.svd(weight.float()).U.to(weight.dtype)
 
-**How safe is the fix?** Computing in float32 and rounding once is more exact than any kernel in 16 bits would be.
+**How safe is the fix?** Computing in float32 and rounding once is more exact than any 16-bit kernel.
 
 **Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308;
 pytorch/pytorch #61098, #117844.
@@ -36,12 +37,12 @@ TITLE = "No kernel for this dtype"
 
 
 def _is_unsafe(call: Call) -> bool:
-    """Return whether autocast refuses the function itself, in whatever dtype."""
+    """Return whether autocast refuses the function in any dtype."""
     return call.breach is not None and call.breach.message.endswith(UNSAFE)
 
 
 def _has_no_kernel(broken: Broken) -> bool:
-    # float8 is for storage: no operator promotes it.
+    # float8 is a storage dtype: no operator promotes it.
     return any(dtype.itemsize == 1 for dtype in broken.floats) or (broken.agrees and not broken.packed)
 
 
@@ -61,7 +62,7 @@ _without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on thi
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Operators that the device has no kernel for in the dtype they are given."""
+    """Yield operators for which the device has no kernel in their dtype."""
     for finding in _without_kernel(trace):
         dtype, where = dtype_name(finding.operands[0].dtype), short(finding.source)
         yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")

@@ -1,9 +1,9 @@
 """
-**What it means.** The fused kernels of layer norm and its kind take weight and bias in the input's dtype, or both in
-float32 on some devices; anything else raises.
+**What it means.** The fused kernels of layer norm and similar norms take weight and bias in the input's
+dtype, or both in float32 on some devices; anything else raises.
 
-**Why it happens.** Norm weights were upcast to float32 for stability and the input stayed in 16 bits, or one of weight and
-bias was cast and the other was not.
+**Why it happens.** Norm weights were upcast to float32 for stability and the input stayed in 16 bits, or one
+of weight and bias was cast and the other was not.
 
 **An example that fails**
 
@@ -16,7 +16,8 @@ bias was cast and the other was not.
 
     isotype.repair(model, isotype.check(model, batch))
 
-**How safe is the fix?** A boundary computes the norm in the dtype of its input and leaves the stored weight alone.
+**How safe is the fix?** A boundary computes the norm in the dtype of its input and does not change the stored
+weight.
 
 **Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945.
 """

@@ -1,17 +1,18 @@
 """
-**What it means.** The check could not put back everything that the step's own code has assigned while it was traced.
+**What it means.** The check could not restore all state that the step's code assigned during the trace.
 
-**Why it happens.** A trace runs the loss and the model's code on fake tensors. What that code assigns (attributes, globals,
-containers, memoized results) is put back afterwards. A generator that has moved on cannot be, nor what is held where
-Python cannot look: inside of another library's own objects, or beyond the number of objects that a check looks at.
+**Why it happens.** A trace runs the loss and the model's code on fake tensors. Assigned state (attributes,
+globals, containers, memoized results) is restored afterwards. A generator that has advanced cannot be
+restored, nor state inside of another library's objects, or beyond the number of objects that a check
+examines.
 
 **An example**
 
     batches = (load(path) for path in paths)
     isotype.check(model, lambda m: m(next(batches)).mean())     # the first batch is gone
 
-**What to do.** Give the check what the step needs by value: draw the batch before, and let the loss use it. What is named
-as still holding a tensor of the trace has to be made again before the real step.
+**What to do.** Pass the step's needs by value: draw the batch before, and let the loss use it. Recreate the
+objects named as still holding a tensor of the trace before the real step.
 
 **How safe is the fix?** Nothing is changed.
 
@@ -29,7 +30,7 @@ TITLE = "Something the check could not put back"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """What the trace has left behind, in one note."""
+    """Yield one note on state that the trace has left behind."""
     if trace.left:
         yield Finding(
             code="IST198",

@@ -1,11 +1,11 @@
 """
-**What it means.** The step raised an error that isotype could not explain by a contract and go on from. What comes
-before that place was judged; what comes after was not seen.
+**What it means.** The step raised an error that isotype could not explain by a contract and continue
+after. The part before it was judged; the part after it was not seen.
 
-**Why it happens.** The model needs values and not only dtypes (a loop until something has converged, a number read
-out of a tensor and used as a size), it calls a kernel that has no fake implementation, a library is missing, or the
-inputs do not fit the model. Where the error itself speaks of dtypes, the real step very likely raises it too: then
-the finding is an error, else a warning.
+**Why it happens.** The model needs values besides dtypes (a loop until convergence, a number read from a
+tensor and used as a size), it calls a kernel without a fake implementation, a library is missing, or the
+inputs do not fit the model. If the error is about dtypes, the real step very likely raises it too: then the
+finding is an error, else a warning.
 
 **An example**
 
@@ -15,8 +15,8 @@ the finding is an error, else a warning.
 
     isotype.check(Pooled(), {"x": x})
 
-**What to do.** Run the step for real under the live recorder, which needs no fakes: `isotype run train.py`. Give
-`check` the inputs that the model takes. For a kernel of your own, register a fake
+**What to do.** Run the real step under the live recorder, which needs no fake tensors: `isotype run
+train.py`. Give `check` the inputs of the model. For a kernel of your own, register a fake
 (`torch.library.register_fake`).
 
 **How safe is the fix?** Nothing is changed.
@@ -49,7 +49,7 @@ _REFUSALS = ("AssertionError", "NotImplementedError", "RuntimeError", "TypeError
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Where the step ended early."""
+    """Yield the finding of a step that ended early."""
     failure = trace.failure
     if failure is None or failure.recomputed:
         return  # a recomputation that fails is IST107
@@ -93,7 +93,7 @@ def _message(failure: Failure) -> str:
 
 
 def _without_state(trace: Trace, failure: Failure) -> bool:
-    """Return whether the step ended in a layer that has lost its quantization state: IST402 says so."""
+    """Return whether the step ended in a layer without its quantization state, which IST402 reports."""
     return any(
         weight.module == failure.module
         and weight.quantization is not None
@@ -103,7 +103,7 @@ def _without_state(trace: Trace, failure: Failure) -> bool:
 
 
 def is_about_dtypes(failure: Failure) -> bool:
-    """Whether the error's own words are about dtypes, or the check that raised it where it has none of them."""
+    """Return whether the error, or the check that raised it, is about dtypes."""
     name, _, message = failure.error.partition(":")
     if failure.dtype_related and "dtype" in failure.condition:
         return True

@@ -55,7 +55,7 @@ _LEAST_SLOWDOWN = 1.1
 
 @dataclass(frozen=True)
 class _Wide:
-    """A matmul in a wide dtype: the operand to blame, and who made the dtypes of all its wide operands."""
+    """A matmul in a wide dtype: the operand to blame, and the origins of all its wide operands."""
 
     call: Call
     mismatched: Operand
@@ -63,7 +63,7 @@ class _Wide:
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Matmul-like operators that run wider than the compute dtype, by cause."""
+    """Yield matmul-like operators wider than the compute dtype, by cause."""
     compute = trace.setup.compute
     native = trace.setup.profile.supports(compute) == "native"  # elsewhere float32 is no slower
     if trace.failure is not None or compute not in costs.HALVES or not native:
@@ -76,14 +76,14 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
-    """Wide matmuls by cause; those of a backward join the group of the module they belong to."""
+    """Return wide matmuls by cause; those of a backward join their module's group."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
     exempt = costs.adapter_modules(trace) | _quantized_modules(trace) | _by_ranges(trace)
     broken = {call.module for call in trace.breaches()}
     for call in trace.calls:
         if call.module in broken:
-            continue  # judged there; what its backward runs in follows from how it was converted
+            continue  # judged there; its backward's dtype follows from the conversion
         wide = _wide(call, trace.setup.compute, exempt, owners)
         if wide is None:
             continue
@@ -96,17 +96,17 @@ def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
 
 
 def _quantized_modules(trace: Trace) -> frozenset[str]:
-    """Layers with a compute dtype of their own, which IST404 judges."""
+    """Return the layers with their own compute dtype, which IST404 judges."""
     return frozenset(weight.module for weight in trace.weights if weight.quantization is not None)
 
 
 def _by_ranges(trace: Trace) -> frozenset[str]:
-    """Modules that compute in float32 because their values pass float16's range."""
+    """Return the modules that compute in float32 because their values exceed float16's range."""
     return frozenset(call.module for call in trace.calls if base_name(call.module) in trace.by_ranges)
 
 
 def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Return whether it is an adapter's weight itself, as stored or transposed."""
+    """Return whether an operand is an adapter's weight, as stored or transposed."""
     weight = owners.get(operand.origin.name) if operand.origin.kind == "parameter" else None
     return weight is not None and weight.adapter and sorted(weight.shape) == sorted(operand.shape)
 
@@ -125,7 +125,7 @@ def _wide(
     roots = tuple(costs.root(operand.origin) for operand in wide)
     if any(cause.kind == "cast" and TRANSFORMERS in cause.source for cause in roots):
         return None
-    # What flows in explains more than the weight that it meets.
+    # The input explains more than the weight.
     flowing = next((i for i, operand in enumerate(wide) if operand.origin.kind != "parameter"), 0)
     return _Wide(call, wide[flowing], (roots[flowing], *roots))
 
@@ -178,7 +178,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost, owners: Mapping[str, 
 
 
 def _fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
-    """Weights and inputs together first: one alone would meet the other in another dtype."""
+    """Yield weights and inputs together first: one alone would mismatch the other."""
     expected = dtype_name(trace.setup.compute)
     weights = [owners[cause.name] for cause in group.causes if cause.name in owners]
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]

@@ -1,12 +1,11 @@
 """
-**What it means.** The same tensors are cast from one float dtype to another at every step: frozen float32 weights
-that autocast casts to 16 bits at each matmul, or inputs that PEFT casts up to a float32 adapter's dtype and autocast
-casts down again.
+**What it means.** The same tensors are cast from one float dtype to another at every step: frozen float32
+weights that autocast casts to 16 bits at each matmul, or inputs that PEFT casts up to a float32 adapter's
+dtype and autocast casts down again.
 
-**Why it is bad.** A cast reads and writes every element and computes nothing. Autocast keeps its casts of trainable
-weights for the whole step, since the optimizer needs the float32 masters; frozen ones it casts at every use, again in
-the recomputation of a checkpointed layer, and their float32 digits are never seen by a matmul. They take twice the
-memory besides.
+**Why it is bad.** A cast reads and writes every element and computes nothing. Autocast caches its casts of
+trainable weights for the whole step; frozen ones are cast at every use, again in the recomputation of a
+checkpointed layer, and no matmul uses their float32 digits. They also take twice the memory.
 
 **An example that costs**
 
@@ -20,11 +19,11 @@ memory besides.
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     with disable_input_dtype_casting(model): # peft.helpers; and the adapters' casts, where autocast is on
 
-**What is not reported.** Trainable weights (masters), pinned weights, less than 2 % of all bytes that the step
-reads and writes. Bytes of a cast: elements x (item size before + item size after).
+**What is not reported.** Trainable weights (masters), pinned weights, casts below 2 % of all bytes that the
+step reads and writes. Bytes of a cast: elements x (item size before + item size after).
 
-**How safe is the fix?** The matmuls see the same 16-bit digits as before. The float32 digits that are dropped would
-count only where the weights are merged or saved: safe where the 16-bit dtype holds every value, else unsafe.
+**How safe is the fix?** The matmuls see the same 16-bit digits as before. The dropped float32 digits matter
+only if the weights are merged or saved: safe if the 16-bit dtype represents every value, else unsafe.
 
 **Seen in** huggingface/peft #1172; AgileRL #623.
 """
@@ -50,7 +49,7 @@ _NO_INPUT_CAST = "with peft.helpers.disable_input_dtype_casting(model): …"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Casts of frozen weights, and casts up that autocast takes back."""
+    """Yield casts of frozen weights, and up-casts that autocast reverses."""
     owners = trace.owners
     weights = [cast for cast in costs.casts(trace) if _of_frozen_weight(cast, trace, owners)]
     if _notable(weights, trace):
@@ -65,7 +64,7 @@ def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
 
 
 def _of_frozen_weight(cast: costs.Cast, trace: Trace, owners: Mapping[str, Weight]) -> bool:
-    """Return a frozen weight that autocast, or the layer itself, casts down to the compute dtype."""
+    """Return whether autocast, or the layer itself, casts a frozen weight down to the compute dtype."""
     origin = cast.operand.origin
     weight = owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not _is_frozen(weight):
@@ -83,7 +82,7 @@ def _is_frozen(weight: Weight) -> bool:
 def _weights_finding(trace: Trace, casts: Sequence[costs.Cast], owners: Mapping[str, Weight]) -> Finding:
     first = casts[0]
     before, after = dtype_name(first.before), dtype_name(first.after)
-    # All of them together: embeddings left in float32 would promote what the others get.
+    # All together: embeddings left in float32 would promote the results of the others.
     frozen = [weight for weight in trace.weights if _is_frozen(weight) and weight.dtype == first.before]
     weights = {owners[c.operand.origin.name].name: owners[c.operand.origin.name] for c in casts}.values()
     spare = sum(
@@ -115,7 +114,7 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast], owners: Mapping[
 
 
 def _undone(trace: Trace, owners: Mapping[str, Weight]) -> Iterator[tuple[costs.Cast, Weight]]:
-    """Casts down, in an adapter's module, of what the layer around it cast up from the same dtype."""
+    """Yield down-casts in an adapter's module of values that its layer cast up from the same dtype."""
     adapters = {weight.module: weight for weight in owners.values() if weight.adapter}
     for cast in costs.casts(trace):
         up, weight = cast.operand.origin, adapters.get(cast.call.module)
@@ -129,7 +128,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     first, weight = undone[0]
     wide, narrow = dtype_name(first.before), dtype_name(first.after)
     up = first.operand.origin
-    # Up and down again: each reads one dtype and writes the other.
+    # Up and down again: both read one dtype and write the other.
     moved = 2 * sum(cast.bytes for cast, _ in undone)
     cost = Cost(
         cast_bytes=moved,

@@ -1,13 +1,13 @@
 """
-**What it means.** Embeddings, the head, norms or other frozen weights that are not quantized are float32, while
-most of the model is in 16 bits or in a quantization format.
+**What it means.** Embeddings, the head, norms or other frozen weights that are not quantized are float32,
+while most of the model is in 16 bits or in a quantization format.
 
-**Why it is bad.** They take twice the memory they need: for a vocabulary of 128,256 and a hidden size of 4,096, embedding
-and head take 2.1 GB more. Their float32 results promote the residual stream, so that every layer casts its input and
-attention runs in float32 unless autocast is on.
+**Why it is bad.** They take twice the memory they need: for a vocabulary of 128,256 and a hidden size of
+4,096, embedding and head take 2.1 GB more. Their float32 results promote the residual stream, so that every
+layer casts its input and attention runs in float32 unless autocast is on.
 
-**Why it happens.** `prepare_model_for_kbit_training` of PEFT, which trainers call for quantized models, casts every
-parameter to float32 that is not quantized.
+**Why it happens.** `prepare_model_for_kbit_training` of PEFT, which trainers call for quantized models, casts
+every parameter to float32 that is not quantized.
 
 **An example that costs**
 
@@ -19,12 +19,12 @@ parameter to float32 that is not quantized.
     isotype.enforce(model, policy)            # or: isotype.repair(model, isotype.check(model, batch))
     model.gradient_checkpointing_enable(); model.enable_input_require_grads()   # what else it did
 
-**What is not reported.** Pinned weights, adapters, buffers; less than 1 % of the memory of all weights. Trainable
-weights are float32 masters, which small updates need: for them it is a note of their cost. Extra memory: sum over
-these weights of elements x (4 - 2) bytes.
+**What is not reported.** Pinned weights, adapters, buffers; less than 1 % of the memory of all weights.
+Trainable weights are float32 masters, which small updates need: they get a note on their cost. Extra memory:
+sum over these weights of elements x (4 - 2) bytes.
 
-**How safe is the fix?** Where the weights came from a 16-bit checkpoint, every value goes back without loss: safe.
-Where that is not so, or not known (weights not at hand), it is offered as unsafe.
+**How safe is the fix?** If the weights came from a 16-bit checkpoint, every value is cast back without loss:
+safe. Otherwise, or if the values are not available, it is offered as unsafe.
 
 **Seen in** huggingface/peft #3265; bitsandbytes #1515, #1569; axolotl #2621; unslothai/unsloth #1186.
 """
@@ -50,7 +50,7 @@ _LEAST_SHARE = 0.01
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Frozen weights in float32 beside narrower ones."""
+    """Yield frozen float32 weights beside narrower ones."""
     base = [w for w in trace.weights if not (w.buffer or w.adapter)]
     narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in costs.HALVES)]
     wide = [
@@ -67,12 +67,12 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _wanted_wide(trace: Trace, weight: Weight) -> bool:
-    """Whether it is float32 on purpose: its author pins it, or values of its module pass float16's range."""
+    """Return whether a weight is float32 on purpose: pinned, or because of its module's value range."""
     return weight.pinned or base_name(weight.module) in trace.by_ranges
 
 
 def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
-    """The 16-bit dtype of the model: that of most plain weights, else of the policy, else what it computes in."""
+    """Return the model's 16-bit dtype: that of most plain weights, else the policy's, else the compute dtype."""
     policy = trace.setup.policy
     if policy is not None:
         return policy.plain if policy.plain in costs.HALVES else None
@@ -84,7 +84,7 @@ def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
 
 
 def _elements(weights: Sequence[Weight]) -> int:
-    """Elements as if dense: a packed byte holds two of 4 bits."""
+    """Return the number of elements as if dense: a packed byte holds two of 4 bits."""
     total = 0
     for weight in weights:
         packed = weight.quantization is not None and weight.quantization.format in FOUR_BITS

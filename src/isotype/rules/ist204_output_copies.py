@@ -1,13 +1,13 @@
 """
-**What it means.** A large 16-bit result (logits, hidden states) is cast to float32 as a whole, where nobody reads the
-copy, or where it is read in pieces only.
+**What it means.** A large 16-bit result (logits, hidden states) is cast to float32 as a whole, but the
+copy is not read, or only in pieces.
 
-**Why it is bad.** The logits are the largest activation of a language model: batch x length x vocabulary. For 2 x 2,048
-tokens and a vocabulary of 128,256 each float32 copy takes 2.1 GB.
+**Why it is bad.** The logits are the largest activation of a language model: batch x length x vocabulary. For
+2 x 2,048 tokens and a vocabulary of 128,256 each float32 copy takes 2.1 GB.
 
-**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output,
-although the loss inside the model has cast what it needs. Megatron's `Float16Module` does the same with
-`fp32_output=True`, before log-probabilities are taken chunk by chunk.
+**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every
+output, although the loss inside the model has cast what it needs. Megatron's `Float16Module` does the same
+with `fp32_output=True`, before log-probabilities are taken chunk by chunk.
 
 **An example that costs**
 
@@ -21,8 +21,8 @@ although the loss inside the model has cast what it needs. Megatron's `Float16Mo
     for rows, targets in zip(logits.split(1024), labels.split(1024)):
         loss = loss + F.cross_entropy(rows.float(), targets)
 
-**What is not reported.** The float32 copy that a loss reads whole: softmax and loss belong into float32. Copies below
-1 % of the step's peak memory; below 5 % it is a note. Memory: bytes of the copies.
+**What is not reported.** The float32 copy that a loss reads as a whole: softmax and loss need float32. Copies
+below 1 % of the step's peak memory; below 5 % it is a note. Memory: bytes of the copies.
 
 **How safe is the fix?** Softmax and loss see the same digits.
 
@@ -48,11 +48,11 @@ _LOSSES = ("_log_softmax", "_softmax", "nll_loss", "logsumexp")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Casts up in the forward whose results nothing reads, or a loss reads in pieces."""
+    """Yield up-casts in the forward whose results nothing reads, or a loss reads in pieces."""
     if trace.failure is not None or trace.setup.compute not in costs.HALVES:
         return
     readers = _readers(trace)
-    # A quantized layer returns the dtype that it was given: who made that one is the one to ask.
+    # A quantized layer returns its input's dtype: the origin of that dtype counts.
     quantized = {weight.module for weight in trace.weights if weight.quantization is not None}
     by_source: dict[tuple[str, bool], list[costs.Cast]] = {}
     for cast in costs.casts(trace):
@@ -72,13 +72,13 @@ _Signature = tuple[int, str, str]
 
 
 def _signature(call: Call, before: Origin) -> _Signature:
-    """What tells the result of one cast from that of another: what was cast, where, and in which module."""
+    """Return the identity of a cast's result: its source value, line and module."""
     return (id(before), call.source, call.module)
 
 
 @per_trace
 def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
-    """Return the calls that read what was made of a cast, by the cast; views of it read nothing."""
+    """Return the calls that read a cast's result, by cast; views do not count."""
     readers: dict[_Signature, list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
@@ -91,7 +91,7 @@ def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
-    """Return whether losses read it, and each of them only some of its rows."""
+    """Return whether losses read a result, each only some of its rows."""
     whole = costs.elements(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     losses = [
@@ -102,7 +102,7 @@ def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
         and call.operands
         and call.operands[0].shape[-1:] == last
     ]
-    # A row or two may be dropped before the loss, as labels are shifted.
+    # One or two rows may be dropped before the loss, as labels are shifted.
     return len(losses) > 1 and max(losses) <= whole // 2
 
 

@@ -1,10 +1,12 @@
 """
-**What it means.** A GradScaler is given float16 gradients. `unscale_` refuses them: dividing by the scale in float16 would
-bring back the underflow that the scale was there to prevent. A gradient has its parameter's dtype, so some trainable
-parameter is float16: an adapter made in the base's dtype, a trained copy (`modules_to_save`), a model cast by
-`.half()` after its adapters were added, adapters loaded from a float16 file.
+**What it means.** A GradScaler gets float16 gradients. `unscale_` refuses them: dividing by the scale in
+float16 would bring back the underflow that the scale was there to prevent. A gradient has its parameter's
+dtype, so some trainable parameter is float16: an adapter made in the base's dtype, a trained copy
+(`modules_to_save`), a model cast by `.half()` after its adapters were added, adapters loaded from a float16
+file.
 
-**Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16 gradients.`
+**Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
+gradients.`
 
 **An example that fails**
 
@@ -18,8 +20,8 @@ parameter is float16: an adapter made in the base's dtype, a trained copy (`modu
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
-**How safe is the fix?** float32 holds every float16 value: nothing is lost. Frozen weights stay float16; adapters are a
-small part of the memory.
+**How safe is the fix?** float32 represents every float16 value: nothing is lost. Frozen weights stay float16;
+adapters are a small part of the memory.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
 yk7333/d3po #6; koda-dernet/Side-Step #39.
@@ -43,7 +45,7 @@ CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=F
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """float16 gradients that the unscale phase refuses, or would have met had the step come that far."""
+    """Yield float16 gradients that the unscale phase refuses, or would refuse if the step reached it."""
     if not trace.setup.scaler or "unscale" not in trace.setup.phases:
         return
     half = _refused(trace)
@@ -68,7 +70,9 @@ def _cast_by_the_step(weight: Weight) -> str:
 
 
 def _float32_inputs(moved: Sequence[Weight]) -> Iterator[Fix]:
-    """What code casts its parameters to is what it is given: a cast of theirs would not last."""
+    """Yield the fix for code that casts its parameters to its input's dtype: casting the parameters would not
+    last.
+    """
     places = modules(moved)
     if places:
         yield fix(f"take the inputs of {', '.join(places)} in float32", "input", places, "float32")

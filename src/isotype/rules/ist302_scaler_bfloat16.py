@@ -1,10 +1,10 @@
 """
-**What it means.** A GradScaler runs without float16. Loss scaling lifts gradients into float16's narrow range; bfloat16 and
-float32 have the same wide range and need none. CUDA's unscale kernel has no code for bfloat16 gradients, so that a
-bfloat16 trainable parameter stops the run.
+**What it means.** A GradScaler runs without float16. Loss scaling lifts gradients into float16's narrow
+range; bfloat16 and float32 have the same wide range and need none. CUDA's unscale kernel does not support
+bfloat16 gradients, so a bfloat16 trainable parameter stops the run.
 
-**Why it is bad.** On CUDA: `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`. Elsewhere
-the scale does nothing but skip steps.
+**Why it is bad.** On CUDA: `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`.
+On other devices the scale only skips steps.
 
 **An example that fails**
 
@@ -16,10 +16,11 @@ the scale does nothing but skip steps.
     SFTConfig(bf16=True)                                   # no scaler
     # or, where the device has no bfloat16, float32 adapters under float16 autocast
 
-**How safe is the fix?** Dropping the scaler from a bfloat16 run changes no gradient. A cast to float32 keeps every digit.
+**How safe is the fix?** Dropping the scaler from a bfloat16 run changes no gradient. A cast to float32 keeps
+every digit.
 
-**Seen in** huggingface/trl #4901; pytorch/pytorch #127176; Comfy-Org/ComfyUI #13124; AttentionX/InstructBLIP_PEFT #3;
-unslothai/unsloth #4005.
+**Seen in** huggingface/trl #4901; pytorch/pytorch #127176; Comfy-Org/ComfyUI #13124;
+AttentionX/InstructBLIP_PEFT #3; unslothai/unsloth #4005.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _TAKEN = "CUDA refuses bfloat16 gradients here; this device takes them, and the 
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """bfloat16 gradients given to a scaler; a scaler in a run that computes nothing in float16."""
+    """Yield bfloat16 gradients with a scaler, and scalers in runs without float16."""
     setup = trace.setup
     if not setup.scaler or "unscale" not in setup.phases:
         return

@@ -1,10 +1,10 @@
 """
-**What it means.** The backward runs in float16 and nothing scales the loss. float16 holds nothing below 6e-8: gradients that
-are smaller become zero. Where the trainable parameters are float16 as well, Adam's epsilon of 1e-8 is zero too, and a
-parameter whose gradient is zero becomes 0 / 0.
+**What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8:
+smaller gradients become zero. If the trainable parameters are float16 as well, Adam's epsilon of 1e-8 is zero
+too, and the update of a parameter with a zero gradient is 0 / 0.
 
-**Why it is bad.** Small gradients are lost without a word; with float16 parameters the weights turn to NaN within a few
-steps.
+**Why it is bad.** Small gradients are silently lost; with float16 parameters the weights turn to NaN within a
+few steps.
 
 **An example that fails**
 
@@ -17,7 +17,8 @@ steps.
     scaler = torch.amp.GradScaler()            # float16 compute
     model.float()                              # float32 masters, float16 by autocast
 
-**How safe is the fix?** Loss scaling multiplies by a power of two and divides again; float32 masters keep every digit.
+**How safe is the fix?** Loss scaling multiplies by a power of two and divides again; float32 masters keep
+every digit.
 
 **Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39.
 """
@@ -72,7 +73,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _measured(trace: Trace) -> Iterator[str]:
-    """What of the gradients was measured to become zero."""
+    """Yield the measured share of gradients that become zero."""
     shares = flushed(trace)
     if shares is not None:
         yield (
@@ -82,9 +83,9 @@ def _measured(trace: Trace) -> Iterator[str]:
 
 
 def _fixes(trace: Trace) -> Iterator[Fix]:
-    """Float32 masters where there are others, which a GradScaler refuses, and the scaler where float16 is computed in.
+    """Yield float32 masters for 16-bit ones, which a GradScaler refuses, and a scaler for float16 compute.
 
-    A step that computes in bfloat16 or float32 once its masters are float32 has nothing to scale (IST302).
+    A step that computes in bfloat16 or float32 with float32 masters has nothing to scale (IST302).
     """
     compute = trace.setup.autocast or trace.setup.compute
     scale = Action("setting", "scaler", "True")
@@ -105,7 +106,7 @@ def _fixes(trace: Trace) -> Iterator[Fix]:
 
 
 def _computed(trace: Trace) -> int:
-    """FLOPs of the backward in float16, without those of 4-bit layers that alone compute in it: they are IST404's."""
+    """Return the FLOPs of the backward in float16, without those of 4-bit layers that only IST404 covers."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
     return sum(
         call.flops * call.repeats

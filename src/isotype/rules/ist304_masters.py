@@ -1,10 +1,11 @@
 """
-**What it means.** Trainable parameters are not in the dtype that the policy keeps masters in: a trainer cast them after they
-were made (TRL casts every trainable parameter of a quantized model to bfloat16), a loader made them float32, or
-they took the base's dtype.
+**What it means.** Trainable parameters are not in the policy's master dtype: a trainer cast them after
+their creation (TRL casts every trainable parameter of a quantized model to bfloat16), a loader made them
+float32, or they took the base's dtype.
 
-**Why it is bad.** 16-bit masters lose updates that are smaller than half their spacing (IST801); 32-bit ones take twice the
-memory that was planned. Under float16 autocast, bfloat16 parameters have fewer digits than the arithmetic around them.
+**Why it is bad.** 16-bit masters lose updates smaller than half their spacing (IST801); 32-bit ones take
+twice the planned memory. Under float16 autocast, bfloat16 parameters have fewer digits than the arithmetic
+around them.
 
 **An example that fails**
 
@@ -16,10 +17,11 @@ memory that was planned. Under float16 autocast, bfloat16 parameters have fewer 
 
     trainer.add_callback(isotype.PrecisionCallback())      # the policy is restored when training begins
 
-**How safe is the fix?** A cast to float32 keeps every digit. A cast down is offered as safe only where the values are known
-to fit.
+**How safe is the fix?** A cast to float32 keeps every digit. A cast down is offered as safe only if the
+values are known to fit.
 
-**Seen in** huggingface/trl #1644; unslothai/unsloth #4005; huggingface/peft #2421; axolotl-ai-cloud/axolotl #3310.
+**Seen in** huggingface/trl #1644; unslothai/unsloth #4005; huggingface/peft #2421; axolotl-ai-cloud/axolotl
+#3310.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ TITLE = "Trainable parameters in another dtype than the policy's masters"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Trainable parameters that differ from `policy.master`; bfloat16 ones under float16 autocast without a policy."""
+    """Yield trainable parameters not in `policy.master`; without a policy, bfloat16 ones under float16 autocast."""
     setup = trace.setup
     if setup.policy is None:
         master = torch.float32
-        # With a scaler it is IST302, which says more.
+        # With a scaler it is IST302, which is more specific.
         mismatch = setup.autocast == torch.float16 and not setup.scaler
         wrong = trained(trace, torch.bfloat16) if mismatch else ()
     else:

@@ -1,9 +1,10 @@
 """
-**What it means.** An optimizer step mixes dtypes: a fused kernel is given parameters, gradients and moments of different
-dtypes, or the trainable parameters themselves are of several dtypes, so that only some of them are masters.
+**What it means.** An optimizer step mixes dtypes: a fused kernel gets parameters, gradients and moments of
+different dtypes, or the trainable parameters themselves are of several dtypes, so that only some of them are
+masters.
 
-**Why it is bad.** Fused kernels take one dtype for parameter, gradient and both moments and raise otherwise. With mixed
-parameters the 16-bit ones lose small updates while their neighbours do not.
+**Why it is bad.** Fused kernels take one dtype for parameter, gradient and both moments and raise otherwise.
+With mixed parameters the 16-bit ones lose small updates while their neighbours do not.
 
 **An example that fails**
 
@@ -14,7 +15,8 @@ parameters the 16-bit ones lose small updates while their neighbours do not.
 
     torch.optim.AdamW(model.parameters())                   # or gradients in the parameters' dtype
 
-**How safe is the fix?** The other implementations of AdamW compute the same update. A cast to float32 keeps every digit.
+**How safe is the fix?** The other implementations of AdamW compute the same update. A cast to float32 keeps
+every digit.
 
 **Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358.
 """
@@ -40,14 +42,14 @@ CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Contracts that the optimizer's step breaks; float32 and 16-bit trainable parameters side by side."""
+    """Yield contracts broken in the optimizer's step, and a mix of float32 and 16-bit trainable parameters."""
     broken = [call for call in trace.breaches() if call.phase == "optimizer" and call.op not in GRADIENTLESS]
     if broken:
         yield _refused(trace, broken)
         return
     low = trained(trace, *HALVES)
     high = [weight for weight in trained(trace, torch.float32) if not weight.pinned]
-    # Adapters of several dtypes are IST502's.
+    # Adapters of several dtypes belong to IST502.
     if all(weight.adapter for weight in (*low, *high)):
         return
     if low and high and "optimizer" in trace.setup.phases:
@@ -83,12 +85,12 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """`[3]` of `grads[3]`: an operator on lists is given the parts of one parameter at the same place of each."""
+    """Return `[3]` for `grads[3]`: operators on lists have the tensors of one parameter at the same index."""
     return "".join(operand.role.partition("[")[1:])
 
 
 def _mismatched(call: Call) -> Operand:
-    """What to blame where a parameter, its gradient and its state differ: a state that was there, else the gradient."""
+    """Return the operand to blame among parameter, gradient and state: existing state first, then the gradient."""
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     updated: dict[str, torch.dtype] = {}
     for operand in floats:
@@ -101,7 +103,7 @@ def _mismatched(call: Call) -> Operand:
 
 
 def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
-    """The parameter whose gradient an operand is, "" where it is none: the one it is given with, or stems from."""
+    """Return the parameter of a gradient operand, by its neighbours or origin; "" for other operands."""
     if operand.origin.kind != "gradient":
         return ""
     beside = [each.origin for each in call.operands if _entry(each) == _entry(operand)]
@@ -143,7 +145,7 @@ def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
             yield Fix("use an optimizer that is not fused", "safe", actions=(plain,))
         return
     if not call.source:
-        return  # torch's own code asked: there is no line to change
+        return  # called by torch's own code: there is no line to change
     written = dtype_name(call.operands[0].dtype)
     yield fix(
         f"cast the operands to {written}, the dtype of what is updated, at {short(call.source)}",

@@ -1,9 +1,9 @@
 """
-**What it means.** The step runs under autocast to another dtype than the policy computes in: a trainer set `fp16=True` by
-itself, or a flag was not passed on.
+**What it means.** The step runs under autocast to another dtype than the policy's compute dtype: a trainer
+set `fp16=True` by itself, or a flag was not passed on.
 
-**Why it is bad.** The run is not the one that was asked for. float16 in place of bfloat16 overflows above 65504; bfloat16 in
-place of float16 runs in software on devices that do not have it.
+**Why it is bad.** The run is not the requested one. float16 in place of bfloat16 overflows above 65504;
+bfloat16 in place of float16 runs in software on devices without it.
 
 **An example that fails**
 
@@ -13,7 +13,7 @@ place of float16 runs in software on devices that do not have it.
 
     TrainingArguments(bf16=args.bf16, fp16=args.fp16)
 
-**How safe is the fix?** It is what the policy says; the numbers differ by the rounding of the two dtypes.
+**How safe is the fix?** It follows the policy; the numbers differ by the rounding of the two dtypes.
 
 **Seen in** oobabooga/textgen #3460; huggingface/trl #3598.
 """

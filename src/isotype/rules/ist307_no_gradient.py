@@ -1,14 +1,16 @@
 """
-**What it means.** Parameters are to be trained and the backward brings them no gradient: the forward uses them where gradients are
-off, the loss does not depend on them, or nothing requires a gradient at all.
+**What it means.** Trainable parameters get no gradient in the backward: the forward uses them with
+gradients off, the loss does not depend on them, or nothing requires a gradient at all.
 
-**Why it is bad.** Where none has one, `backward` raises `element 0 of tensors does not require grad and does not have a
-grad_fn`, or a GradScaler `No inf checks were recorded for this optimizer`. Where some have one, the others stand still and nothing
-says so: the adapters inside of checkpointed layers, with a trained head outside of them.
+**Why it is bad.** If none has one, `backward` raises `element 0 of tensors does not require grad and does not
+have a grad_fn`, or a GradScaler `No inf checks were recorded for this optimizer`. If some have one, the
+others silently do not change: the adapters inside of checkpointed layers, with a trained head outside of
+them.
 
-**Why it happens.** Gradient checkpointing of the reentrant kind (`use_reentrant=True`, and those of DeepSpeed and others) computes
-without gradients unless one of its inputs requires one, and behind a frozen embedding none does. An adapter was loaded for
-inference, as `PeftModel.from_pretrained` does; a loss was detached; a tower runs under `torch.no_grad()`.
+**Why it happens.** Gradient checkpointing of the reentrant kind (`use_reentrant=True`, and those of DeepSpeed
+and others) computes without gradients unless one of its inputs requires one, and after a frozen embedding
+none does. An adapter was loaded for inference, as `PeftModel.from_pretrained` does; a loss was detached; a
+tower runs under `torch.no_grad()`.
 
 **An example that fails**
 
@@ -19,15 +21,16 @@ inference, as `PeftModel.from_pretrained` does; a loss was detached; a tower run
 **Repaired**
 
     model.enable_input_require_grads()                         # or use_reentrant=False
-    PeftModel.from_pretrained(base, path, is_trainable=True)   # of an adapter that is to be trained further
+    PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
-**What is not reported.** Parameters that the step does not use (experts that no token chose, a tower without images), and those of
-the model itself whose result the loss ignores. Adapters in such a part (the pooling head of a vision tower) are a note.
+**What is not reported.** Parameters that the step does not use (experts without tokens, a tower without
+images), and the model's own parameters whose result the loss ignores. Adapters in such a part (the pooling
+head of a vision tower) are a note.
 
-**How safe is the fix?** Safe: hidden states that require a gradient change no number.
+**How safe is the fix?** Safe: requiring gradients of hidden states changes no number.
 
-**Seen in** lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41; locuslab/open-unlearning #178;
-brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242.
+**Seen in** lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
+locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=F
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a backward that has nothing to do, and parameters that are used where gradients are off."""
+    """Yield a backward without gradients, and trainable parameters used with gradients off."""
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
     if refused is None and trace.reached is None:
         return
@@ -88,7 +91,7 @@ def _finding(
 
 
 def _in_function(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
-    """Gradient checkpointing of the reentrant kind, or another function that computes its own backward."""
+    """Return (cause, fixes) of reentrant gradient checkpointing, or another function with its own backward."""
     first = unreached[0]
     named = and_its_like(each.weight for each in unreached)
     cause = (
@@ -98,7 +101,7 @@ def _in_function(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Ite
 
 
 def _required(trace: Trace, unreached: Unreached) -> Iterator[Fix]:
-    """Have what flows into the function require a gradient: the embeddings first, else what came last before it."""
+    """Yield fixes that make the function's inputs require gradients: the embeddings, else its latest input."""
     embeddings = [name for name in unreached.behind if "Embedding" in trace.modules.get(name, "")]
     for name in dict.fromkeys((*embeddings[-1:], *unreached.behind[-1:])):
         yield fix(f"let the outputs of {name} require gradients", "differentiable", (name,), "True")
@@ -110,7 +113,7 @@ def _required(trace: Trace, unreached: Unreached) -> Iterator[Fix]:
 
 
 def _without_gradients(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
-    """`torch.no_grad()` around a part of the model that is to be trained."""
+    """Return (cause, fixes) of `torch.no_grad()` around a trained part of the model."""
     first = unreached[0]
     named = and_its_like(each.weight for each in unreached)
     how = f"run {first.module or 'it'} outside of torch.no_grad(){_at(first)}, or freeze what is not trained"
@@ -118,7 +121,7 @@ def _without_gradients(trace: Trace, unreached: Sequence[Unreached]) -> tuple[st
 
 
 def _ignored(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
-    """Return a part of the model whose result nothing reads: the pooling head of a vision tower."""
+    """Return (cause, fixes) of a part of the model with an unused result, such as a vision tower's pooling head."""
     named = and_its_like(each.weight for each in unreached)
     how = "leave these modules out of target_modules (exclude_modules names them): their adapters are never trained"
     return f"the loss does not depend on what is computed with {named}", iter(
@@ -131,7 +134,9 @@ def _at(unreached: Unreached) -> str:
 
 
 def _none_reached(trace: Trace, refused: Call | None) -> Finding:
-    """Nothing is trainable, nothing trainable is used, or the loss is cut off from what is."""
+    """Return the finding if nothing is trainable, no trainable parameter is used, or the loss is detached
+    from them.
+    """
     weights = trained(trace)
     if not weights:
         frozen = [weight for weight in trace.weights if weight.adapter and weight.dtype.is_floating_point]
@@ -160,7 +165,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
 
 
 def _cut(trace: Trace) -> Call | None:
-    """Return the last `detach` that the user's code asks for in the forward."""
+    """Return the last `detach` by user code in the forward."""
     cuts = (
         call
         for call in reversed(trace.calls)

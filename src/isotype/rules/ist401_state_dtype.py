@@ -1,11 +1,11 @@
 """
-**What it means.** A 4-bit layer's quantization state names the dtype its weight is dequantized to, and it is not the dtype the
-layer computes in. The state is saved with the checkpoint: loading with another `dtype=` does not change it, and
-neither does `.to()`.
+**What it means.** A 4-bit layer's quantization state has the dtype to which its weight is dequantized, and
+it is not the layer's compute dtype. The state is saved with the checkpoint: loading with another `dtype=`
+does not change it, and neither does `.to()`.
 
-**Why it is bad.** bitsandbytes' own layer casts the dequantized weight at every call, a copy of the whole weight. Anything
-that dequantizes by itself (fused LoRA kernels, merges, widened layers) gets the state's dtype and meets activations
-of another: `expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16`.
+**Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, a copy of the whole weight.
+Other code that dequantizes (fused LoRA kernels, merges, widened layers) gets the state's dtype, but
+activations in another: `expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16`.
 
 **An example that fails**
 
@@ -16,7 +16,8 @@ of another: `expected m1 and m2 to have the same dtype, but got: c10::Half != c1
 
     layer.weight.quant_state.dtype = torch.bfloat16
 
-**How safe is the fix?** The codes and scales are untouched; only the dtype of the result changes, and the scales are float32.
+**How safe is the fix?** The codes and scales are untouched; only the dtype of the result changes, and the
+scales are float32.
 
 **Seen in** unslothai/unsloth #4005, #4918; huggingface/diffusers #11270.
 """
@@ -38,11 +39,11 @@ TITLE = "A quantization state of another dtype than its layer computes in"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """4-bit layers by (state dtype, compute dtype), where the two differ."""
+    """Yield 4-bit layers by (state dtype, compute dtype) if the two differ."""
     stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
     for weight, state in quantized(trace):
-        # A compute dtype of float32 is IST404's: there the state is right and the layer is not.
-        # So is one of another 16-bit dtype than the model where the state already says the model's.
+        # A compute dtype of float32 belongs to IST404: there the state is right and the layer is not. So does
+        # another 16-bit dtype than the model's if the state has the model's.
         right = state.state in (None, state.compute, trace.setup.compute)
         if state.state is not None and state.compute in HALVES and not right:
             stale.setdefault((state.state, state.compute), []).append(weight)

@@ -1,10 +1,10 @@
 """
-**What it means.** A quantized layer holds packed codes without the state (scales, code book, shape) that they are multiplied
-with. Something replaced the parameter: FSDP2's unshard before bitsandbytes kept the state beside the weight, a
+**What it means.** A quantized layer has packed codes without their state (scales, code book, shape).
+Something replaced the parameter: FSDP2's unshard before bitsandbytes kept the state beside the weight, a
 `load_state_dict` or `setattr` of plain tensors, a copy that dropped the parameter's attributes.
 
-**Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state is required` or
-a bare `AssertionError`.
+**Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
+is required` or a bare `AssertionError`.
 
 **An example that fails**
 
@@ -12,9 +12,9 @@ a bare `AssertionError`.
 
 **Repaired**
 
-    load the model again, and load additional weights into the layers that were kept dense (llm_int8_skip_modules)
+    load the model again, and load additional weights into the dense layers (llm_int8_skip_modules)
 
-**How safe is the fix?** Nothing can be rebuilt from the codes alone: only loading again brings the scales back.
+**How safe is the fix?** The scales cannot be rebuilt from the codes: load the model again.
 
 **Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992.
 """
@@ -33,7 +33,7 @@ TITLE = "A quantized layer without its quantization state"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Quantized weights whose state is missing."""
+    """Yield quantized weights without their state."""
     lost = [weight for weight, state in quantized(trace) if not state.present]
     if lost:
         yield finding_of(

@@ -1,10 +1,11 @@
 """
-**What it means.** Packed codes (4-bit weights as bytes in one column, int8 weights, GPTQ's int32) are taken for a weight:
-multiplied directly, cast, assigned a dense tensor, or asked for their dtype, to which activations are then cast.
+**What it means.** Packed codes (4-bit weights as bytes in one column, int8 weights, GPTQ's int32) are used
+as a weight: multiplied directly, cast, assigned a dense tensor, or read for their dtype, to which activations
+are then cast.
 
-**Why it is bad.** It fails with messages that do not name the cause: `mat1 and mat2 shapes cannot be multiplied (6x5120 and
-1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`; or it runs on
-codes that a cast has changed, or on activations rounded to the whole numbers from 0 to 255.
+**Why it is bad.** It fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
+(6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex
+dtypes`; or it runs on codes that a cast has changed, or on activations rounded to integers from 0 to 255.
 
 **An example that fails**
 
@@ -14,12 +15,14 @@ codes that a cast has changed, or on activations rounded to the whole numbers fr
 **Repaired**
 
     layer(hidden)                               # the layer unpacks; or dequantize_4bit(weight, weight.quant_state)
-    BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])       # for a layer whose owner reads its weight
+    BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])       # for a layer whose parent reads its weight
 
-**How safe is the fix?** It is a change of code (or of the option that chose that code); only its author can make it.
+**How safe is the fix?** It is a change of code (or of the option that selects it), which only its author can
+make.
 
-**Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212; unslothai/unsloth-zoo #1132;
-huggingface/peft #929, #1999; MNoorFawi/curlora #5; TransformerLensOrg/TransformerLens #1276.
+**Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
+unslothai/unsloth-zoo #1132; huggingface/peft #929, #1999; MNoorFawi/curlora #5;
+TransformerLensOrg/TransformerLens #1276.
 """
 
 from __future__ import annotations
@@ -42,13 +45,14 @@ CLAIMS = (Claim("dtype", lambda broken: broken.agrees and broken.packed, grouped
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")
-# What torch says of a product with one packed column, real and fake: "[32, 64] X [1, 1024]", "(32x64 and 1x1024)".
+# torch's errors of a product with one packed column, real and fake: "[32, 64] X [1, 1024]", "(32x64 and
+# 1x1024)".
 _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)")
 _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Cast or dense tensors where codes belong; products with codes; failures that only codes explain."""
+    """Yield cast or dense tensors in place of codes, products with codes, and failures explained by codes."""
     cast = [weight for weight in trace.weights if _was_cast(weight)]
     if cast:
         kept = cast[0].quantization
@@ -68,7 +72,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if products:
         yield _product(*products[0], len(products))
         return
-    # A plain layer around packed codes fails by its shapes, before a dtype is compared.
+    # A plain layer with packed codes fails by its shapes, before dtypes are compared.
     bare = [w for w in trace.weights if not w.buffer and w.quantization is None and _is_bare(w)]
     if bare:
         yield finding_of(
@@ -89,7 +93,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def explains(trace: Trace, failure: Failure) -> bool:
-    """Return whether it was packed codes that ended the step."""
+    """Return whether packed codes ended the step."""
     layer = next((w for w in trace.weights if w.module == failure.module and _is_bare(w)), None)
     return layer is not None or _cause(failure, trace.owners) is not None
 
@@ -106,7 +110,7 @@ def _is_bare(weight: Weight) -> bool:
 
 
 def _codes_in(call: Call) -> list[Operand]:
-    """Packed operands of a product with float ones."""
+    """Return the packed operands of a product with float ones."""
     name = call.op.split(".")[1] if call.op.startswith("aten.") else ""
     if name not in _PRODUCTS or not any(operand.dtype.is_floating_point for operand in call.operands):
         return []
@@ -130,9 +134,9 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 
 
 def _activations_as_codes(trace: Trace) -> list[Call]:
-    """Casts of float activations to the dtype of the packed codes around them, and back to a float dtype.
+    """Return casts of float activations to the dtype of packed codes around them, and back to a float dtype.
 
-    What rounds before it casts quantizes on purpose.
+    A rounding before the cast means quantization on purpose.
     """
     codes = {(w.module, w.dtype) for w in trace.weights if w.quantization is not None and w.dtype in _CODES}
     by_source: dict[str, list[Call]] = {}
@@ -202,7 +206,7 @@ def _failed(trace: Trace, failure: Failure) -> Iterator[Finding]:
 
 
 def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | None:
-    """What codes had to do with the end of a step, and what to do; None if they had nothing to do with it."""
+    """Return (cause by codes of a step's failure, fix); None if codes are not involved."""
     column = _COLUMN.search(failure.error)
     if column is not None:
         columns = int(column[1] or column[2])
@@ -225,7 +229,7 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
 
 
 def _is_column(weight: Weight) -> bool:
-    """Whether it is, or looks like, a 4-bit weight as bitsandbytes packs it, whichever module holds it."""
+    """Return whether a weight is, or looks like, a packed 4-bit weight of bitsandbytes in any module."""
     codes = weight.quantization is not None or (not weight.buffer and weight.dtype in _CODES)
     return codes and weight.shape[-1:] == (1,)
 

@@ -1,10 +1,10 @@
 """
-**What it means.** 4-bit layers compute in float32 while the model runs in 16 bit. `BitsAndBytesConfig(load_in_4bit=True)` leaves
-the compute dtype at float32 and marks it as set, so that bitsandbytes' own warning stays silent. A compute dtype
-that is not marked as set is taken from the first input instead.
+**What it means.** 4-bit layers compute in float32 while the model runs in 16 bit.
+`BitsAndBytesConfig(load_in_4bit=True)` leaves the compute dtype at float32 and marks it as set, which
+suppresses bitsandbytes' warning. A compute dtype not marked as set is taken from the first input instead.
 
-**Why it is bad.** Every input is cast up, every weight is dequantized to float32 and multiplied there, every output is cast
-down: several times slower on GPUs, for digits that the 4-bit codes do not have.
+**Why it is bad.** Every input is cast up, every weight is dequantized to float32 and multiplied there, every
+output is cast down: several times slower on GPUs, without more digits in the 4-bit codes.
 
 **An example that costs**
 
@@ -14,9 +14,10 @@ down: several times slower on GPUs, for digits that the 4-bit codes do not have.
 
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
-**How safe is the fix?** The products are rounded as the other layers' are. Codes and scales stay as they are.
+**How safe is the fix?** The products are rounded as in the other layers. Codes and scales are unchanged.
 
-**Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682; bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.
+**Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682;
+bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TITLE = "4-bit layers that compute in another dtype than the model"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """4-bit layers whose compute dtype is not that of the 16-bit activations, or is unset among float32 ones."""
+    """Yield 4-bit layers whose compute dtype is not the 16-bit activations', or is unset with float32 ones."""
     wanted = _activations(trace)
     wide = _wide(trace, wanted)
     if wanted is None or not wide:
@@ -91,7 +92,7 @@ def _compute(weight: Weight) -> torch.dtype | None:
 
 
 def _stale(weights: Iterable[Weight], wanted: torch.dtype | None) -> list[Weight]:
-    """Return those whose states would no longer fit (IST401) once the layers compute in `wanted`."""
+    """Return the layers whose states would mismatch (IST401) after changing the compute dtype to `wanted`."""
     return [w for w in weights if w.quantization is not None and w.quantization.state not in (None, wanted)]
 
 

@@ -1,9 +1,9 @@
 """
-**What it means.** The scales (absmax) of a quantized layer are not float32: a cast of the whole model, or of its state dict,
-reached them.
+**What it means.** The scales (absmax) of a quantized layer are not float32: a cast of the whole model, or
+of its state dict, included them.
 
-**Why it is bad.** Each scale multiplies a block of 64 weights. bfloat16 keeps 8 bits of it, an error of up to 0.4 % in every
-weight of the block; CUDA kernels read the bytes as float32 and return noise.
+**Why it is bad.** Each scale multiplies a block of 64 weights. bfloat16 has 8 bits, an error of up to 0.4 %
+in every weight of the block; CUDA kernels read the bytes as float32 and return noise.
 
 **An example that costs**
 
@@ -11,12 +11,12 @@ weight of the block; CUDA kernels read the bytes as float32 and return noise.
 
 **Repaired**
 
-    load the model again; cast what is left of a state dict after names that end in absmax
+    load the model again; when casting a state dict, skip names that end in absmax
 
-**How safe is the fix?** Digits that were rounded away come back only from the checkpoint.
+**How safe is the fix?** Rounded digits can only be restored from the checkpoint.
 
-**Seen in** bitsandbytes 0.50 itself: its layout for CPUs with AVX512-BF16, which the first evaluation forward packs, rounds the
-scales to bfloat16.
+**Seen in** bitsandbytes 0.50 itself: its layout for CPUs with AVX512-BF16, packed in the first evaluation
+forward, rounds the scales to bfloat16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TITLE = "Quantization scales that are not float32"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Float scales in a dtype other than float32."""
+    """Yield float scales in a dtype other than float32."""
     rounded = [
         (weight, state.absmax)
         for weight, state in quantized(trace)

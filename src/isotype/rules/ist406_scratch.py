@@ -1,10 +1,10 @@
 """
-**What it means.** An operator writes into, or reads from, a tensor that the code keeps outside of the model, and that
-tensor has another dtype than this model.
+**What it means.** An operator writes to, or reads from, a tensor that the code stores outside of the
+model, in another dtype than the model's.
 
-**Why it happens.** A library allocates a scratch buffer once, for the first model it sees (for dequantized weights, for a
-cache, for a table of positions), and gives the same buffer to the next model. The first model was bfloat16, the second
-is float16.
+**Why it happens.** A library allocates a scratch buffer once, for the first model (for dequantized weights, a
+cache, a table of positions), and reuses it for the next model. The first model was bfloat16, the second is
+float16.
 
 **An example that fails**
 
@@ -12,14 +12,14 @@ is float16.
     def dequantize(weight, state):
         global BUFFER
         if BUFFER is None:
-            BUFFER = torch.empty(state.shape, dtype=state.dtype)     # the first model's dtype, for ever
+            BUFFER = torch.empty(state.shape, dtype=state.dtype)     # the first model's dtype, forever
         return dequantize_4bit(weight, state, out=BUFFER)
 
 **Repaired**
 
     buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]
 
-**How safe is the fix?** A buffer for each device, stream and dtype gives every model its own; allocating again each time is
+**How safe is the fix?** One buffer per device, stream and dtype separates the models; allocating each time is
 safe too, and slower. Only the owner of that code can change it, so the fix is advice.
 
 **Seen in** unslothai/unsloth #4026.
@@ -37,7 +37,7 @@ TITLE = "A shared scratch tensor with another dtype"
 
 
 def _is_shared(broken: Broken) -> bool:
-    # What an optimizer was given from outside is its own state.
+    # Outside tensors in an optimizer are its own state.
     return broken.mismatched.origin.cause.kind in SHARED and broken.call.phase != "optimizer"
 
 

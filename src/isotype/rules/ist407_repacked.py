@@ -1,13 +1,15 @@
 """
-**What it means.** The CPU has AVX512-BF16, and the first evaluation forward there makes bitsandbytes repack every 4-bit weight in
-place. For some shapes the repacking itself raises; after it, training cannot go on.
+**What it means.** The CPU has AVX512-BF16, and the first evaluation forward there makes bitsandbytes
+repack every 4-bit weight in place. For some shapes the repacking itself raises; after it, training is wrong
+or impossible.
 
-**Why it is bad.** The other layout holds blocks of 32 rows and scales of whole rows: a weight whose rows are no multiple of 32, or
-whose columns are no multiple of the block size (64 × 96), raises in the middle of `evaluate` or `generate`. A weight that was
-repacked has scales rounded to bfloat16 and no backward, so a loop that evaluates between steps learns from wrong gradients.
+**Why it is bad.** The other layout has blocks of 32 rows and scales per row: a weight whose rows are not a
+multiple of 32, or whose columns are not a multiple of the block size (64 × 96), raises in the middle of
+`evaluate` or `generate`. A repacked weight has scales rounded to bfloat16 and no backward, so a loop that
+evaluates between steps learns from wrong gradients.
 
-**Why it happens.** `Linear4bit.forward` repacks when the module is in eval mode and its input needs no gradient. Nothing of it is
-seen on a GPU, or on a CPU without AVX512-BF16.
+**Why it happens.** `Linear4bit.forward` repacks when the module is in eval mode and its input needs no
+gradient. It does not happen on a GPU, or on a CPU without AVX512-BF16.
 
 **An example that fails**
 
@@ -16,10 +18,11 @@ seen on a GPU, or on a CPU without AVX512-BF16.
 
 **Repaired**
 
-    isotype.enforce(model, policy)                      # or isotype.load: the layout that trains is kept
+    isotype.enforce(model, policy)                      # or isotype.load: keeps the training layout
     for layer in linear4bit_layers: layer.support_avx512bf16_for_cpu = False
 
-**How safe is the fix?** It keeps the weights as they were loaded; generation on such a CPU loses bitsandbytes' fused kernel.
+**How safe is the fix?** The weights stay as loaded; generation on such a CPU loses bitsandbytes' fused
+kernel.
 
 **Seen in** bitsandbytes 0.50: `_convert_weight_packed_for_cpu` in `bitsandbytes/functional.py`.
 """
@@ -37,7 +40,7 @@ TITLE = "4-bit weights that an evaluation on this CPU repacks"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """4-bit layers that nothing keeps from being repacked: those that cannot be, and those that train afterwards."""
+    """Yield 4-bit layers that can be repacked: those for which it fails, and those that train afterwards."""
     setup = trace.setup
     if not setup.profile.repacks_4bit:
         return

@@ -1,13 +1,14 @@
 """
-**What it means.** The frozen weights have another dtype than the one the model's config names as its checkpoint's,
-and no policy asked for that.
+**What it means.** The frozen weights have another dtype than the checkpoint's in the model's config, and
+no policy requests it.
 
-**Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate, and holds not
-one digit more. A bfloat16 checkpoint in float16 may overflow (largest value 65,504 against 3.4e38) and rounds small
-weights to zero. A float16 checkpoint in bfloat16 loses three of eleven bits of each weight.
+**Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate,
+without a single digit more. A bfloat16 checkpoint in float16 may overflow (largest value 65,504 against
+3.4e38) and rounds small weights to zero. A float16 checkpoint in bfloat16 loses three of eleven bits of each
+weight.
 
-**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5), `.float()` or
-`.half()` on a finished model, a loader with a dtype written into it, a config that says another dtype than the file.
+**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5), `.float()`
+or `.half()` on a finished model, a loader with a fixed dtype, a config with another dtype than the file.
 
 **An example that costs**
 
@@ -17,12 +18,12 @@ weights to zero. A float16 checkpoint in bfloat16 loses three of eleven bits of 
 
     model = isotype.load(path, isotype.resolve_precision(path))      # or dtype="auto"
 
-**What is not reported.** Trainable and pinned weights, adapters, quantized layers; what the policy asked for; a dtype
-that the device does not run natively; a float32 checkpoint in 16 bits, which one has to ask for. Extra memory: sum of
-elements x difference of the item sizes.
+**What is not reported.** Trainable and pinned weights, adapters, quantized layers; dtypes requested by the
+policy; a checkpoint dtype that the device does not run natively; a float32 checkpoint in 16 bits, which is
+always an explicit request. Extra memory: sum of elements x difference of the item sizes.
 
-**How safe is the fix?** Safe where the checkpoint's dtype holds every value of the weights (as it does when they came
-from it), else unsafe. Digits that were rounded away come back only when the weights are loaded again.
+**How safe is the fix?** Safe if the checkpoint's dtype represents every value of the weights (true if they
+came from it), else unsafe. Rounded digits can only be restored by loading the weights again.
 
 **Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
 """
@@ -56,7 +57,7 @@ _LOSSES = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Most frozen plain weights in another dtype than the checkpoint's."""
+    """Yield a finding if most frozen plain weights have another dtype than the checkpoint."""
     named, policy = trace.setup.checkpoint_dtype, trace.setup.policy
     plain = [
         weight

@@ -1,13 +1,13 @@
 """
-**What it means.** The adapters that are trained are not all of one dtype.
+**What it means.** The trained adapters have several dtypes.
 
-**Why it is bad.** The saved adapter file holds both dtypes. PEFT loads it into float32 (`autocast_adapter_dtype`) or
-into the base's dtype, so that a resumed run does not go on from what was trained; FSDP refuses to flatten them
-together; in the narrow ones small updates are lost while in the others they are not.
+**Why it is bad.** The saved adapter file has both dtypes. PEFT loads it in float32 (`autocast_adapter_dtype`)
+or in the base's dtype, so that a resumed run does not continue with the trained values; FSDP refuses to
+flatten them together; small updates are lost in the narrow ones only.
 
-**Why it happens.** A trainer casts some trainable parameters and not others (TRL casts those of a quantized model to
-bfloat16, DoRA's magnitudes excepted), an adapter is loaded from a float16 file beside a new one, a copy of a module
-to save keeps the base's dtype.
+**Why it happens.** A trainer casts some trainable parameters and not others (TRL casts those of a quantized
+model to bfloat16, DoRA's magnitudes excepted), an adapter is loaded from a float16 file beside a new one, a
+copy of a module to save keeps the base's dtype.
 
 **An example**
 
@@ -20,9 +20,9 @@ to save keeps the base's dtype.
 
     isotype.enforce(model, policy)        # every adapter in the master dtype
 
-**What is not reported.** Frozen adapters; whether the dtype that all share is a good one (see IST3xx and IST8xx).
+**What is not reported.** Frozen adapters; a bad dtype shared by all (see IST3xx and IST8xx).
 
-**How safe is the fix?** To the widest of the dtypes nothing is lost.
+**How safe is the fix?** A cast to the widest dtype loses nothing.
 
 **Seen in** huggingface/peft #2421; huggingface/diffusers #6514.
 """
@@ -42,7 +42,7 @@ TITLE = "Trained adapters of different dtypes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Trainable adapter weights of more than one float dtype."""
+    """Yield trainable adapter weights of more than one float dtype."""
     trained = [w for w in trace.weights if w.adapter and w.trainable and w.dtype in FLOATS]
     dtypes = sorted({w.dtype for w in trained}, key=lambda dtype: (dtype.itemsize, dtype_name(dtype)))
     if len(dtypes) < 2:

@@ -1,17 +1,18 @@
 """
-**What it means.** A frozen weight or a buffer in 16 bit is added to in place, outside of the optimizer: an
-adapter is merged into its base, an exponential moving average follows the trained weights, a statistic is kept.
+**What it means.** A frozen 16-bit weight or buffer is added to in place, outside of the optimizer: an
+adapter is merged into its base, an exponential moving average of trained weights or a statistic is updated.
 
-**Why it is bad.** The sum is rounded to the weight's dtype: what is smaller than half the distance between neighbouring
-numbers is lost, and what is larger is rounded. A merged model is not base plus adapter, and taking an adapter out
-again does not bring the base back: merged and unmerged before each rollout, as RL trainers do, the base drifts away
-(by 1 % of its weights' size after one round in bfloat16, by two thirds after a thousand). A moving average with decay
-0.999 takes a thousandth of the difference at a time and never moves. A count in bfloat16 stops at 256. PEFT's adapters of
-parameters (`target_parameters`: experts) are added to the weight in each forward, in the weight's dtype: the first updates of a
-training are the smallest. They form the delta of every expert, and its gradient, whichever experts the tokens reach.
+**Why it is bad.** The sum is rounded to the weight's dtype: addends below half the spacing of neighbouring
+numbers are lost, larger ones are rounded. A merged model is not base plus adapter, and unmerging does not
+restore the base: merged and unmerged before each rollout, as RL trainers do, the base drifts away (by 1 % of
+its weights' size after one round in bfloat16, by two thirds after a thousand). A moving average with decay
+0.999 takes a thousandth of the difference at a time and never moves. A count in bfloat16 stops at 256. PEFT's
+adapters of parameters (`target_parameters`: experts) are added to the weight in each forward, in the weight's
+dtype: the first updates of a training are the smallest. The delta of every expert and its gradient are
+computed, even for experts without tokens.
 
-**Why it happens.** The base is loaded in 16 bits to be trained, and merged in that dtype; the average is a copy of a
-16-bit model; `model.to(bfloat16)` casts buffers along.
+**Why it happens.** The base is loaded in 16 bits to be trained, and merged in that dtype; the average is a
+copy of a 16-bit model; `model.to(bfloat16)` casts buffers along.
 
 **An example that costs**
 
@@ -25,11 +26,11 @@ training are the smallest. They form the delta of every expert, and its gradient
     average = copy.deepcopy(model).float()       # averages and statistics in float32
     isotype.fuse(model)                          # adapters of experts act on activations
 
-**What is not reported.** Updates that the optimizer makes (IST801); other sums that are made again in each
-forward and not stored; weights whose sum is float32.
+**What is not reported.** Updates by the optimizer (IST801); other sums recomputed in each forward and not
+stored; weights whose sum is float32.
 
-**How safe is the fix?** A cast of an average to float32 keeps every digit. Digits that were rounded away come back only
-with the checkpoint.
+**How safe is the fix?** A cast of an average to float32 keeps every digit. Rounded digits can only be
+restored from the checkpoint.
 
 **Seen in** huggingface/peft #1388; huggingface/trl #6688; modelscope/ms-swift #10154;
 d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16.
@@ -55,12 +56,12 @@ TITLE = "A 16-bit weight that is added to in place"
 _LOST = "what is smaller than half a rounding step is lost"
 _PEFT = "peft/tuners/lora/"
 _FORMED = "aten.baddbmm.default"
-"""PEFT (0.21) adds an adapter's delta to a stacked weight by it, outside of the weight (`_LoraFactorsProxy`)."""
+"""PEFT (0.21) adds an adapter's delta to a stacked weight with this operator (`_LoraFactorsProxy`)."""
 _ADDING = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Sums into frozen 16-bit weights and buffers: merges of adapters, PEFT's deltas of experts, and everything else."""
+    """Yield sums into frozen 16-bit weights and buffers: merges of adapters, PEFT's deltas of experts, others."""
     formed: dict[str, tuple[Weight, Call]] = {}
     merged: dict[str, tuple[Weight, Call]] = {}
     kept: dict[str, tuple[Weight, Call]] = {}
@@ -108,7 +109,7 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
             continue
         origin = operand.origin
         weight = trace.owners.get(origin.name) if origin.kind in ("parameter", "buffer") else None
-        # What is computed from a weight names the weight too, but seldom has its shape.
+        # Values computed from a weight name it too, but rarely have its shape.
         if weight is not None and not weight.trainable and weight.shape == operand.shape:
             yield weight
 
@@ -122,7 +123,7 @@ def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tupl
     weights = [weight for weight, _ in updates.values()]
     call = next(iter(updates.values()))[1]
     dtype = weights[0].dtype
-    # Between two powers of two the steps are equal: half of one is between these shares of the value.
+    # Between two powers of two the spacing is constant: half of it is between these shares of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
     finding = finding_of(
         "IST503",
@@ -141,7 +142,7 @@ def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tupl
 
 
 def _tensors(updates: dict[str, tuple[Weight, Call]], one: str, many: str) -> str:
-    """Return how many of which dtype, in words."""
+    """Return number and dtype of tensors, in words."""
     weights = [weight for weight, _ in updates.values()]
     dtype, number = dtype_name(weights[0].dtype), count(weights)
     return f"a {dtype} {one}" if number == 1 else f"{number} {dtype} {many}"

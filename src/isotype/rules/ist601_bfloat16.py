@@ -1,9 +1,10 @@
 """
 **What it means.** The step computes in bfloat16, and the device has no bfloat16 matmuls in hardware.
 
-**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, P100, RTX 20xx) bfloat16 runs without tensor
-cores, at the float32 rate at best, where float16 would run several times faster. Some kernels (flash attention,
-Triton's `tl.dot`) refuse it there. Where a device refuses the dtype altogether, the step crashes.
+**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, P100, RTX 20xx) bfloat16 runs
+without tensor cores, at the float32 rate at best, where float16 would run several times faster. Some kernels
+(flash attention, Triton's `tl.dot`) refuse it there. If a device refuses the dtype altogether, the step
+crashes.
 
 **Why it happens.** `bf16=True`, a checkpoint in bfloat16 loaded as it is, a quantization config with
 `bnb_4bit_compute_dtype=torch.bfloat16`, copied from a script for newer hardware.
@@ -16,14 +17,14 @@ Triton's `tl.dot`) refuse it there. Where a device refuses the dtype altogether,
 
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
-**The estimate.** Step time by the roofline with float32's rate for bfloat16, over the same step in the dtype of the
-fix; a lower bound, since software conversion comes on top.
+**The estimate.** Step time by the roofline with float32's rate for bfloat16, over the same step in the dtype
+of the fix; a lower bound, since software conversion comes on top.
 
-**How safe is the fix?** To float32: safe. Weights from bfloat16 to float16: unsafe, since float16 ends at 65,504 and
-models trained in bfloat16 (Gemma, T5) may pass it; watch the loss.
+**How safe is the fix?** To float32: safe. Weights from bfloat16 to float16: unsafe, since float16 ends at
+65,504 and models trained in bfloat16 (Gemma, T5) may exceed it; watch the loss.
 
-**Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory #2090;
-Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.
+**Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory
+#2090; Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ TITLE = "bfloat16 on a device without it"
 KIND: Kind = "device"
 
 
-# Overloads that take the dtype of the result.
+# Overloads with a result dtype.
 _WIDE_RESULTS = ("aten.mm.dtype", "aten.bmm.dtype", "aten.addmm.dtype", "aten.baddbmm.dtype")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Matmuls in bfloat16 that the device emulates or refuses."""
+    """Yield bfloat16 matmuls that the device emulates or refuses."""
     profile = trace.setup.profile
     if profile.kind == "cuda" and profile.supports(torch.bfloat16) == "emulated":
         yield from _wide_results(trace)
@@ -54,7 +55,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _wide_results(trace: Trace) -> Iterator[Finding]:
-    """Products of bfloat16 operands in float32, which GPUs without bfloat16 refuse, by the line that asks for them."""
+    """Yield bfloat16 products with float32 results, which GPUs without bfloat16 refuse, by line."""
     wide = (
         call
         for call in trace.calls
@@ -80,6 +81,6 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
 
 
 def _kernel(product: Call) -> str:
-    """Return the kernel that torch names: that of one matrix, or of a batch of several (`CUDABlas.cpp`)."""
+    """Return the kernel named in torch's error: for one matrix, or a batch (`CUDABlas.cpp`)."""
     batch = next(shape[0] for _, shape in product.results)
     return "bgemm" if "bmm" in product.op and batch > 1 else "gemm"

@@ -1,13 +1,13 @@
 """
-**What it means.** The step computes in float16, and the device has no fast float16 matmuls: most CPUs, and NVIDIA GPUs
-of compute capability 6.1 and 5.x.
+**What it means.** The step computes in float16, and the device has no fast float16 matmuls: most CPUs, and
+NVIDIA GPUs of compute capability 6.1 and 5.x.
 
-**Why it is bad.** A CPU without AVX512-FP16, AMX-FP16 or Arm FP16 converts every operand in software: its float16
-matmuls ran 36 times slower than float32's on one with AVX2 and 40 times slower than bfloat16's on one with AVX512-BF16,
-where LoRA of a 135M model took 65 seconds a step against 2. One with AMX runs float16 in hardware, as fast as float32
-and three times slower than bfloat16. float16 needs loss scaling besides.
+**Why it is bad.** A CPU without AVX512-FP16, AMX-FP16 or Arm FP16 converts every operand in software: its
+float16 matmuls ran 36 times slower than float32's on one with AVX2 and 40 times slower than bfloat16's on one
+with AVX512-BF16, where LoRA of a 135M model took 65 seconds a step against 2. One with AMX runs float16 in
+hardware, as fast as float32 and three times slower than bfloat16. float16 also needs loss scaling.
 
-**Why it happens.** `fp16=True` or a float16 checkpoint in a script that was written for a GPU, run on a CPU for a test.
+**Why it happens.** `fp16=True` or a float16 checkpoint in a script for a GPU, run on a CPU for a test.
 
 **An example that costs**
 
@@ -17,8 +17,9 @@ and three times slower than bfloat16. float16 needs loss scaling besides.
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
 
-**The estimate.** The time of the matmuls by their measured rates (CPUs), or the roofline with float32's rate for
-float16 where the device profile has data-sheet rates. Reported from 1 % of that time on, however few FLOPs it is.
+**The estimate.** The time of the matmuls by their measured rates (CPUs), or the roofline with float32's rate
+for float16 if the device profile has data-sheet rates. Reported from 1 % of that time on, however few the
+FLOPs.
 
 **How safe is the fix?** To float32: safe. Weights from float16 to bfloat16 lose three bits: unsafe.
 
@@ -40,5 +41,5 @@ KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Matmuls in float16 that the device emulates, refuses, or runs slower than bfloat16."""
+    """Yield float16 matmuls that the device emulates, refuses, or runs slower than bfloat16."""
     return slow_dtype.find(trace, "IST602", torch.float16, torch.bfloat16)

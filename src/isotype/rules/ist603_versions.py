@@ -1,10 +1,11 @@
 """
-**What it means.** Installed libraries do not fit each other, or the device that is in this machine.
+**What it means.** Installed libraries are incompatible with each other, or with this machine's device.
 
-**Why it is bad.** The import fails, a quantized layer finds no kernel, or a library silently switches another one off.
+**Why it is bad.** The import fails, a quantized layer finds no kernel, or a library silently switches another
+one off.
 
-**Why it happens.** One of torch, transformers, peft, trl, accelerate, bitsandbytes was upgraded alone; a wheel was
-built for another CUDA version than torch's.
+**Why it happens.** One of torch, transformers, peft, trl, accelerate, bitsandbytes was upgraded alone; a
+wheel was built for another CUDA version than torch's.
 
 **An example**
 
@@ -14,9 +15,9 @@ built for another CUDA version than torch's.
 
     pip install --upgrade "torch>=2.6"
 
-**What is not reported.** Anything where the step is judged for a device that is not in this machine: its libraries are
-not these. What is compared: the requirements that the packages declare, minimum versions that some check only at run
-time, and known pairs with a public link. `isotype doctor` says the same without a model.
+**What is not reported.** Anything for a device that is not in this machine: its libraries are unknown.
+Compared are the requirements that the packages declare, minimum versions that some check only at run time,
+and known pairs with a public link. `isotype doctor` reports the same without a model.
 
 **How safe is the fix?** It changes the environment, so only you can do it.
 
@@ -36,7 +37,7 @@ KIND: Kind = "versions"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Versions that do not fit, of the machine that the device is in."""
+    """Yield incompatible versions, if the device is in this machine."""
     for incompatibility in trace.setup.incompatible:
         yield Finding(
             code="IST603",

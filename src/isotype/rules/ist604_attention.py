@@ -1,14 +1,14 @@
 """
-**What it means.** The attention kernel that the model asks for does not exist on the device, or does not take the
-dtype that queries, keys and values have.
+**What it means.** The attention kernel that the model requests does not exist on the device, or does not
+support the dtype of queries, keys and values.
 
-**Why it is bad.** FlashAttention takes float16 and bfloat16 only, on NVIDIA GPUs of compute capability 8.0 and later and
-on AMD's CDNA. With float32 it raises "FlashAttention only support fp16 and bf16 data type"; on a T4 or V100 it
-raises "FlashAttention only supports Ampere GPUs or newer". On a CPU there is none. `sdpa` picks a slower kernel
-instead, that writes out all scores or runs in float32.
+**Why it is bad.** FlashAttention takes float16 and bfloat16 only, on NVIDIA GPUs of compute capability 8.0
+and later and on AMD's CDNA. With float32 it raises "FlashAttention only support fp16 and bf16 data type"; on
+a T4 or V100 it raises "FlashAttention only supports Ampere GPUs or newer". On a CPU there is none. `sdpa`
+selects a slower kernel instead, which materializes all scores or runs in float32.
 
-**Why it happens.** `attn_implementation="flash_attention_2"` on older hardware, or on a float32 model without autocast;
-float32 norms (PEFT, `prepare_model_for_kbit_training`) that make queries float32.
+**Why it happens.** `attn_implementation="flash_attention_2"` on older hardware, or on a float32 model without
+autocast; float32 norms (PEFT, `prepare_model_for_kbit_training`) that make queries float32.
 
 **An example that fails**
 
@@ -18,8 +18,8 @@ float32 norms (PEFT, `prepare_model_for_kbit_training`) that make queries float3
 
     AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
 
-**How safe is the fix?** `sdpa` and FlashAttention compute the same attention. A narrower dtype for queries, keys and
-values is what the kernel asks for.
+**How safe is the fix?** `sdpa` and FlashAttention compute the same attention. The kernel requires a narrower
+dtype for queries, keys and values.
 
 **Seen in** huggingface/transformers #25598; unslothai/unsloth #827; axolotl #336; QwenLM/Qwen3 #406.
 """
@@ -45,7 +45,7 @@ KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """A flash kernel asked for where there is none; queries wider than the flash kernels of the device take."""
+    """Yield a requested flash kernel that does not exist here, and queries too wide for the flash kernels."""
     setup = trace.setup
     flash = setup.attention is not None and setup.attention.startswith("flash_attention")
     if flash and not _has_flash(trace):
@@ -60,7 +60,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_attention(call: Call) -> bool:
-    """Return whether it is a fused attention call of the forward that broke no contract."""
+    """Return whether a call is fused attention in the forward without a breach."""
     sound = call.phase == "forward" and call.operands and call.breach is None
     return bool(sound) and any(part in call.op for part in ATTENTION_KERNELS)
 

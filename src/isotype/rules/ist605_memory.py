@@ -1,23 +1,24 @@
 """
-**What it means.** The tensors of a step, at the worst moment of any step or evaluation, take more than a step may take of the
-device's memory: 85 % of a GPU's, half of a CPU's, of what is free if the device is in this machine. Check, plan and
-`--gradient_checkpointing auto` go by the same peak and the same share.
+**What it means.** The peak of a step's tensors, in any step or evaluation, exceeds the memory available to
+a step: 85 % of a GPU's memory, half of a CPU's, of the free memory if the device is in this machine. Check,
+plan and `--gradient_checkpointing auto` use the same peak and the same share.
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
-**What is counted.** Every storage once, from its making to the death of its last tensor, by kind: weights with their
-quantization states, adapters, gradients, optimizer states, activations. From the second step on the optimizer's states lie beside the
-activations, and from the second micro-batch of a step on the gradients do. Not counted: the allocator's rounding and
-fragmentation, workspaces of kernels, the driver's context (0.3 to 0.6 GB of a GPU), for which the rest of the memory is left.
+**What is counted.** Every storage once, from its creation until its last tensor is freed, by kind: weights
+with their quantization states, adapters, gradients, optimizer states, activations. From the second step on
+the optimizer's states exist beside the activations, and from a step's second micro-batch on the gradients.
+Not counted: the allocator's rounding and fragmentation, workspaces of kernels, the driver's context (0.3 to
+0.6 GB of a GPU), for which the rest of the memory is reserved.
 
-**What helps, and by how much.** Estimates, one at a time:
-gradient checkpointing keeps each of n layers' input and the activations of one layer, about `1/n` of the activations
-and the inputs (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016);
-nf4 stores a weight in 4 bits and a float32 scale for 64 weights, 0.5625 bytes (Dettmers et al., "QLoRA", 2023);
-frozen float32 weights in 16 bits take half; 8-bit optimizer states take a quarter of float32 ones;
-activations shrink in proportion to batch times length;
-sharded over N devices (FSDP2) each holds 1/N of weights, gradients and optimizer states, its own activations, all of what is outside
-of the blocks, and up to three whole blocks: one in use, the buffer that it came in, and that of the next.
+**What helps, and by how much.** Estimates, one at a time: gradient checkpointing keeps each of n layers'
+input and the activations of one layer, about `1/n` of the activations and the inputs (Chen et al., "Training
+Deep Nets with Sublinear Memory Cost", 2016); nf4 stores a weight in 4 bits and a float32 scale for 64
+weights, 0.5625 bytes (Dettmers et al., "QLoRA", 2023); frozen float32 weights in 16 bits take half; 8-bit
+optimizer states take a quarter of float32 ones; activations shrink in proportion to batch times length;
+sharded over N devices (FSDP2) each holds 1/N of weights, gradients and optimizer states, its own activations,
+everything outside of the blocks, and up to three whole blocks: one in use, its gathering buffer, and the next
+one's.
 
 **An example**
 
@@ -27,7 +28,8 @@ of the blocks, and up to three whole blocks: one in use, the buffer that it came
 
     isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
 
-**How safe is the fix?** Checkpointing and shorter or fewer rows change no digit; quantization rounds the base.
+**How safe is the fix?** Checkpointing and shorter or fewer rows change no digit; quantization rounds the
+base.
 
 **Seen in** every forum.
 """
@@ -55,8 +57,8 @@ KIND: Kind = "memory"
 
 _NF4_BYTES = 0.5 + 4 / 64
 _NUMBERS = re.compile(r"\.\d+\.")
-_LARGEST, _HEAVIEST = 4, 2  # tensors and weights that are named
-# Its schema says nothing of it, but it shares its operand's memory.
+_LARGEST, _HEAVIEST = 4, 2  # named tensors and weights
+# Its schema does not declare it, but it shares its operand's memory.
 _SHARING = ("aten._unsafe_view.default",)
 _LAYER = re.compile(r"(.*)\.\d+$")
 _IN_LAYER = re.compile(r".*?\.\d+(?=\.)")
@@ -64,7 +66,7 @@ _DEVICES = (2, 4, 8, 16, 32, 64)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield the peak against what the device has."""
+    """Yield a peak that exceeds the available memory."""
     limit, peak, phase = trace.setup.limit, trace.memory.peak, trace.memory.peak_phase
     if limit.size is None or phase is None or limit.holds(peak):
         return
@@ -87,7 +89,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def unquantized_experts(trace: Trace) -> Iterator[str]:
-    """One sentence on the experts of a quantized model that are stacked in float parameters, and why."""
+    """Yield a sentence on a quantized model's experts stacked in float parameters, and why."""
     formats = {weight.quantization.format for weight in trace.weights if weight.quantization is not None}
     experts = [
         weight
@@ -106,7 +108,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
-    """In words, the largest tensors that the step makes, those of equal layers as one; views make none."""
+    """Yield the largest tensors of the step in words, those of equal layers as one, without views."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
     for call in trace.calls:
         if call.recomputed or call.phase not in ("forward", "backward") or not _makes(call.op):
@@ -135,7 +137,7 @@ def _counted(size: int, times: int) -> str:
 
 @cache
 def _makes(op: str) -> bool:
-    """Whether an operator's results have memory of their own: those of views and in-place operators have not."""
+    """Return whether an operator's results have their own memory, unlike those of views and in-place operators."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None)
@@ -146,7 +148,7 @@ def _makes(op: str) -> bool:
 
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
-    """What saves most first; each says whether it would do alone."""
+    """Yield the largest savings first, noting whether one alone is enough."""
     savings = sorted(_savings(trace), key=lambda saving: -saving[1])
     for advice, saved, target, value in savings:
         enough = ", which is enough" if saved >= over else ""
@@ -160,7 +162,7 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
 
 
 def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield (advice, bytes saved, argument, its value) of everything that applies."""
+    """Yield (advice, saved bytes, argument, its value) of every applicable saving."""
     phase = trace.memory.peak_phase
     assert phase is not None
     peak = trace.memory.phases[phase]
@@ -191,7 +193,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield the fewest devices over which the step fits when FSDP2 shards it: its saving on each."""
+    """Yield the smallest number of devices on which the step fits under FSDP2, with the saving on each."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:
@@ -206,7 +208,7 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
             whole += weight.bytes * weight.repeats
     outside = groups.pop("", 0)
     sharded = whole + before * sum(peak.get(kind, 0) for kind in ("gradients", "optimizer"))
-    # Quantization states lie on every device; so do activations.
+    # Quantization states are on every device, and so are activations.
     stays = sum(peak.get(kind, 0) for kind in ("weights", "adapters", "activations", "inputs", "buffers"))
     stays += outside + 3 * max(groups.values(), default=0) - whole // before
     for devices in _DEVICES:
@@ -223,7 +225,7 @@ def _quantizable(weight: Weight) -> bool:
 
 
 def _layers(trace: Trace) -> int:
-    """Number of repeated layers: modules in lists whose numbers end their names, those of the longest list."""
+    """Return the number of repeated layers: modules in the longest numbered list."""
     repeats: dict[str, int] = {}
     for weight in trace.weights:
         repeats[weight.module] = max(weight.repeats, repeats.get(weight.module, 1))
@@ -237,7 +239,7 @@ def _layers(trace: Trace) -> int:
 
 
 def _layer_inputs(trace: Trace, layers: int) -> int:
-    """Bytes of the hidden states between layers, which checkpointing keeps: the embedding's output for each."""
+    """Return the bytes of the hidden states between layers, which checkpointing saves."""
     lookup = next((call for call in trace.calls if "embedding" in call.op and call.results), None)
     if lookup is None:
         return 0

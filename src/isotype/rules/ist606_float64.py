@@ -1,10 +1,10 @@
 """
 **What it means.** The step computes in float64, and the device has none: Apple's GPUs.
 
-**Why it is bad.** The step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support
-float64. Please use float32 instead."
+**Why it is bad.** The step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework
+doesn't support float64. Please use float32 instead."
 
-**Why it happens.** Rotary angles or time steps written in float64 for their digits, `.double()`, a tensor made from a
+**Why it happens.** Rotary angles or time steps in float64 for more digits, `.double()`, a tensor made from a
 NumPy array or from a list of NumPy numbers, which are float64 by default.
 
 **An example that fails**
@@ -15,11 +15,11 @@ NumPy array or from a list of NumPy numbers, which are float64 by default.
 
     angles = torch.outer(positions, frequencies.float())
 
-**What is not reported.** Numbers (tensors without dimensions), which stay on the CPU; the code of published
-transformers and diffusers models, which asks for the device and takes float32 there.
+**What is not reported.** Numbers (0-dim tensors), which stay on the CPU; the code of published transformers
+and diffusers models, which checks the device and uses float32 there.
 
-**How safe is the fix?** float32 has 24 bits: whole positions up to 16 million are exact, angles are rounded at the 7th
-digit.
+**How safe is the fix?** float32 has 24 bits: integer positions up to 16 million are exact, angles are rounded
+at the 7th digit.
 
 **Seen in** bghira/SimpleTuner #1523; huggingface/transformers #31060; tyfeld/MMaDA-Parallel #3.
 """
@@ -43,13 +43,13 @@ _STORED: dict[str, ActionKind] = {"parameter": "parameter", "buffer": "buffer", 
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Where float64 comes into a step on a device that refuses it: what was given, and the lines that make it."""
+    """Yield the sources of float64 in a step on a device without it: inputs, and lines that create it."""
     profile = trace.setup.profile
     if torch.float64 not in profile.refused:
         return
     by_cause: dict[str, dict[str, tuple[Origin, Call]]] = {}
     for call in trace.calls:
-        # The backward of a cast mirrors what the forward has shown.
+        # The backward of a cast mirrors the forward's.
         if call.phase in ("forward", "generate") and not any(part in call.source for part in LIBRARIES):
             for origin in _entries(call):
                 key = origin.kind if origin.kind in _STORED else origin.source or origin.name
@@ -61,7 +61,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """The float64 that was not made from other float64: operands that were given, or what the call makes."""
+    """Yield the origins of float64 not derived from other float64: given operands, or the call's results."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         if operand.shape and operand.origin.kind in _GIVEN:

@@ -1,10 +1,10 @@
 """
-**What it means.** FSDP1 flattens all parameters of a unit (usually a decoder layer) into one tensor, which has one dtype. The unit
-holds parameters of several: float32 adapters on a bfloat16 base, norms that were upcast, 4-bit codes packed in
-another dtype.
+**What it means.** FSDP1 flattens all parameters of a unit (usually a decoder layer) into one tensor, which
+has one dtype. The unit has parameters of several: float32 adapters on a bfloat16 base, norms that were
+upcast, 4-bit codes packed in another dtype.
 
-**Why it is bad.** Wrapping the model raises `Must flatten tensors with uniform dtype but got torch.bfloat16 and
-torch.float32`, before the first step.
+**Why it is bad.** Wrapping the model raises `Must flatten tensors with uniform dtype but got torch.bfloat16
+and torch.float32`, before the first step.
 
 **An example that fails**
 
@@ -16,7 +16,8 @@ torch.float32`, before the first step.
     fully_shard(layer)                                       # FSDP2 shards each parameter by itself
     # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
 
-**How safe is the fix?** FSDP2 changes no dtype. Casting adapters down makes 16-bit masters (IST801) and is offered as unsafe.
+**How safe is the fix?** FSDP2 changes no dtype. Casting adapters down makes 16-bit masters (IST801) and is
+offered as unsafe.
 
 **Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;
 bitsandbytes-foundation/bitsandbytes #1709.
@@ -40,10 +41,10 @@ TITLE = "FSDP1 over parameters of several dtypes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Units of FSDP1 with several float dtypes; one finding for all units."""
+    """Yield one finding for all FSDP1 units with several float dtypes."""
     if trace.setup.fsdp != 1:
         return
-    # Integer codes are IST702's.
+    # Integer codes belong to IST702.
     floats = (weight for weight in trace.weights if not weight.buffer and weight.dtype.is_floating_point)
     units = grouped(floats, lambda weight: layer_of(weight.name))
     mixed = {unit: own for unit, own in units.items() if len({weight.dtype for weight in own}) > 1}
@@ -52,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     sizes: Counter[torch.dtype] = Counter()
     for weights in mixed.values():
         for weight in weights:
-            # Codes can be packed in any dtype: they follow the others.
+            # Codes can be packed in any dtype: use that of the others.
             sizes[weight.dtype] += 0 if weight.quantization else weight.bytes // weight.dtype.itemsize
     most = max(sizes, key=lambda dtype: sizes[dtype])
     mismatched = [weight for weights in mixed.values() for weight in weights if weight.dtype != most]
@@ -82,7 +83,7 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     cast = Fix(f"cast them to {dtype_name(most)}", "safe" if safe else "unsafe", actions=casts(plain, most))
     if safe:
         yield cast
-    # FSDP2 reduces the gradients of a unit together, so that what is trained has to be of one dtype there too.
+    # FSDP2 reduces the gradients of a unit together, so its trained parameters need one dtype there too.
     if len({weight.dtype for weight in trained(trace)}) <= 1:
         yield setting("shard with FSDP2, which keeps each parameter's dtype", "fsdp", "2")
     elif all(weight.trainable for weight in trace.weights if not weight.buffer):

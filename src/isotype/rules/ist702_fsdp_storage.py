@@ -1,9 +1,10 @@
 """
-**What it means.** The model is sharded by FSDP1 and its quantized weights are stored as integers. 4-bit codes can be stored in any dtype of
-the right size: `bnb_4bit_quant_storage` chooses it, and its default is uint8. int8 weights have no such choice.
+**What it means.** The model is sharded by FSDP1 and its quantized weights are stored as integers. 4-bit
+codes can be stored in any dtype of the right size: `bnb_4bit_quant_storage` sets it, and its default is
+uint8. int8 weights have no such setting.
 
-**Why it is bad.** FSDP1 flattens float parameters only: `Cannot flatten integer dtype tensors`, or `Must flatten tensors with
-uniform dtype but got torch.float16 and torch.int8`, before the first step.
+**Why it is bad.** FSDP1 flattens float parameters only: `Cannot flatten integer dtype tensors`, or `Must
+flatten tensors with uniform dtype but got torch.float16 and torch.int8`, before the first step.
 
 **An example that fails**
 
@@ -15,7 +16,7 @@ uniform dtype but got torch.float16 and torch.int8`, before the first step.
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16,
                        bnb_4bit_quant_storage=torch.bfloat16)
 
-**How safe is the fix?** The same bytes under another name: no digit changes.
+**How safe is the fix?** The bytes stay the same under another dtype: no digit changes.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #970, #1709; huggingface/transformers #42600;
 axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
@@ -36,7 +37,7 @@ TITLE = "FSDP over integer codes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Quantized weights that are stored as integers under FSDP1."""
+    """Yield quantized weights stored as integers under FSDP1."""
     if trace.setup.fsdp != 1:
         return
     for four_bit in (True, False):

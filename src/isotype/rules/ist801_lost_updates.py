@@ -1,11 +1,11 @@
 """
-**What it means.** Trainable parameters are in 16 bit and the learning rate is smaller than half the distance between
-neighbouring numbers of that dtype at the parameters' size. An Adam update is about the learning rate in size, so the
-sum rounds back to the old value; SGD's is the learning rate times the gradient, where that was measured. The spacing of
-bfloat16 at x is 2^(floor(log2 |x|) - 7), of float16 2^(floor(log2 |x|) - 10).
+**What it means.** Trainable parameters are in 16 bits and the learning rate is below half the spacing of
+that dtype at the parameters' magnitude. An Adam update is about as large as the learning rate, so the sum
+rounds back to the old value; SGD's is the learning rate times the gradient, if that was measured. The spacing
+of bfloat16 at x is 2^(floor(log2 |x|) - 7), of float16 2^(floor(log2 |x|) - 10).
 
-**Why it is bad.** Most weights stand still, the larger ones first, norms near one above all; weight decay (learning rate times
-decay) is lost long before. The loss falls a little and stops, and nothing says why.
+**Why it is bad.** Most weights do not change, the larger ones first, especially norms near one; weight decay
+(learning rate times decay) is lost much earlier. The loss falls a little and stops, without an error.
 
 **An example that costs**
 
@@ -15,9 +15,9 @@ decay) is lost long before. The loss falls a little and stops, and nothing says 
 **Repaired**
 
     model.float()                                            # float32 masters
-    with torch.autocast("cuda", torch.bfloat16): ...         # products in bfloat16 all the same
+    with torch.autocast("cuda", torch.bfloat16): ...         # products in bfloat16
 
-**How safe is the fix?** A cast to float32 keeps every digit; it costs memory for masters and their moments.
+**How safe is the fix?** A cast to float32 keeps every digit; masters and their moments take more memory.
 
 **Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73;
 kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644.
@@ -51,7 +51,7 @@ TITLE = "Updates smaller than the masters' dtype can hold"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """16-bit trainable parameters of known size whose first updates round away."""
+    """Yield 16-bit trainable parameters of known magnitude whose first updates are rounded away."""
     if not trace.setup.learning_rate or "optimizer" not in trace.setup.phases:
         return
     sizes = {weight.name: _size(weight, trace) for weight in trained(trace, *HALVES)}
@@ -82,16 +82,17 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class _Size:
-    """Of what size a weight's values are, 0 where nobody knows, and how that is known."""
+    """Magnitude of a weight's values (0 if unknown), and its source."""
 
     value: float
     known: str = "values"
 
 
 def _update(weight: Weight, trace: Trace) -> float:
-    """Return the largest first update of a weight's values; infinite where nobody knows.
+    """Return the largest first update of a weight's values; infinite if unknown.
 
-    Adam's is the learning rate, whatever the gradient; SGD's the learning rate times the measured gradient.
+    For Adam it is the learning rate, whatever the gradient; for SGD the learning rate times the measured
+    gradient.
     """
     rate, optimizer = trace.setup.learning_rate or 0.0, trace.setup.optimizer.lower()
     if "adam" in optimizer:
@@ -101,7 +102,7 @@ def _update(weight: Weight, trace: Trace) -> float:
 
 
 def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:
-    """What was measured of a weight's module, or of another one; zeros where nothing was."""
+    """Return the measured range of a weight's module, or of another module; zeros without a measurement."""
     name = base_name(weight.module if module is None else module)
     known = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
     return known.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
@@ -112,11 +113,12 @@ def _rounds_away(size: float, dtype: torch.dtype, rate: float) -> bool:
 
 
 def _size(weight: Weight, trace: Trace) -> _Size:
-    """Return the median of a weight's nonzero values, its own or the measured one; else what they are initialised to.
+    """Return the median of a weight's nonzero values, its own or measured; else of its initialization.
 
-    A DoRA magnitude is the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5): of `n` values
-    with the layer's measured median m, sqrt(n) m / 0.6745 (a normal distribution's deviation); without a measurement,
-    of values drawn with transformers' deviation of 0.02, or torch's 1 / sqrt(3 n), whichever is less.
+    A DoRA magnitude is the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5):
+    for `n` values with the layer's measured median m it is sqrt(n) m / 0.6745 (for a normal distribution);
+    without a measurement the initialization's deviation is the smaller of transformers' 0.02 and torch's 1 /
+    sqrt(3 n).
     """
     if weight.median_magnitude is not None:
         return _Size(weight.median_magnitude)
@@ -146,7 +148,7 @@ def _size(weight: Weight, trace: Trace) -> _Size:
 def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:
     if all(weight.kind == "norm" for weight in lost):
         compute = trace.setup.compute
-        # Autocast or a float32 model takes float32 norms as they are; a 16-bit one needs their outputs cast.
+        # Autocast or a float32 model accepts float32 norms; a 16-bit one needs their outputs cast.
         border = borders(lost, compute) if compute in HALVES else ()
         actions = (*casts(lost, torch.float32), *border)
         yield Fix(

@@ -1,11 +1,11 @@
 """
-**What it means.** float16 holds nothing above 65504. A weight is infinite already, or will be when it is cast; or a norm's gain
-is so large that its output can pass the limit: a normalised vector of n values has entries up to sqrt(n), times the
-largest weight. Or a mask that is filled with float32's smallest number is cast: its fill becomes minus infinity, and the softmax
-of a row that is masked from end to end (padding on the left) becomes NaN.
+**What it means.** float16's largest number is 65504. A weight is infinite already, or becomes so when
+cast; or a norm's gain is so large that its output can exceed the limit: a normalized vector of n values has
+entries up to sqrt(n), times the largest weight. Or a mask filled with float32's smallest number is cast: its
+fill becomes minus infinity, and the softmax of a fully masked row (padding on the left) becomes NaN.
 
-**Why it is bad.** One infinity becomes NaN in the next norm or softmax and the loss is NaN, or sampling stops with
-`probability tensor contains either inf, nan or element < 0`.
+**Why it is bad.** One infinity becomes NaN in the next norm or softmax and the loss is NaN, or sampling stops
+with `probability tensor contains either inf, nan or element < 0`.
 
 **An example that fails**
 
@@ -15,10 +15,11 @@ of a row that is masked from end to end (padding on the left) becomes NaN.
 
     AutoModelForCausalLM.from_pretrained("google/gemma-3-4b-it", dtype=torch.bfloat16)    # or float32
 
-**How safe is the fix?** bfloat16 has float32's range with fewer digits. Weights that became infinite have to be loaded again.
+**How safe is the fix?** bfloat16 has float32's range with fewer digits. Infinite weights have to be loaded
+again.
 
-**Seen in** huggingface/transformers #39972, #5651; JIA-Lab-research/LongLoRA #165; facebookresearch/metaseq #254;
-axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.
+**Seen in** huggingface/transformers #39972, #5651; JIA-Lab-research/LongLoRA #165; facebookresearch/metaseq
+#254; axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _written_beyond = contract_rule(
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Weights that are not finite, weights that float16 cannot hold, norms that can carry activations past it."""
+    """Yield non-finite weights, weights beyond float16, and norms whose outputs may exceed it."""
     for finding in _written_beyond(trace):
         wide = fix(f"fill in float32 at {short(finding.source)}", "line", (finding.source,), "float32")
         yield replace(finding, fixes=(wide, *finding.fixes)) if finding.source else finding
@@ -102,9 +103,9 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _emptied_rows(trace: Trace) -> Iterator[Finding]:
-    """Masks whose fill value becomes minus infinity by a cast, in rows that are masked from end to end.
+    """Yield masks whose fill value becomes minus infinity by a cast, in fully masked rows.
 
-    torch's fused attention returns zeros for such a row; a softmax of its own returns NaN.
+    torch's fused attention returns zeros for such a row; a plain softmax returns NaN.
     """
     if not any(call.op.startswith("aten._softmax.") for call in trace.calls):
         return
@@ -123,7 +124,7 @@ def _emptied_rows(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_infinite(weight: Weight) -> bool:
-    # Packed codes may lie under a float dtype's name (`quant_storage`): their bits are no numbers.
+    # Packed codes may have a float dtype (`quant_storage`): their bits are not numbers.
     return weight.quantization is None and weight.largest is not None and not math.isfinite(weight.largest)
 
 
@@ -132,5 +133,5 @@ def _largest(weight: Weight) -> float:
 
 
 def _reach(weight: Weight) -> float:
-    """Return the bound of the norm's output: no entry of a normalised vector of n values is above sqrt(n)."""
+    """Return the bound of a norm's output: entries of a normalized vector of n values are at most sqrt(n)."""
     return _largest(weight) * math.sqrt(weight.shape[-1]) if weight.shape else 0.0

@@ -1,11 +1,12 @@
 """
-**What it means.** Rotary frequencies are in 16 bit, or the angles (position times frequency) are computed in it. `.to(bfloat16)`,
-`.half()` and DeepSpeed cast buffers along with parameters; `from_pretrained(dtype=…)` does not. Autocast makes a 16-bit
-product of positions and frequencies where the model does not switch it off.
+**What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits.
+`.to(bfloat16)`, `.half()` and DeepSpeed cast buffers along with parameters; `from_pretrained(dtype=…)` does
+not. Autocast computes the product of positions and frequencies in 16 bits if the model does not disable it.
 
-**Why it is bad.** An angle of 2000 radians is rounded to the nearest 8 in bfloat16: the cosine is arbitrary. Distant positions
-run together, training and serving disagree, and nothing is said. The timesteps of a diffusion model are such numbers: in
-bfloat16 998.4 is 1000, and 0.9983 times 1000 is 996. Where the batch's own values are known, they are followed to the sine.
+**Why it is bad.** An angle of 2000 radians is rounded to the nearest 8 in bfloat16: the cosine is arbitrary.
+Distant positions become equal, and training and serving disagree, without an error. The timesteps of a
+diffusion model are such numbers too: in bfloat16 998.4 is 1000, and 0.9983 times 1000 is 996. Known values of
+the batch are tracked to the sine.
 
 **An example that costs**
 
@@ -13,12 +14,12 @@ bfloat16 998.4 is 1000, and 0.9983 times 1000 is 996. Where the batch's own valu
 
 **Repaired**
 
-    isotype.repair(model, isotype.check(model, batch))      # frequencies are computed again in float32
+    isotype.repair(model, isotype.check(model, batch))      # frequencies are recomputed in float32
 
 **How safe is the fix?** The frequencies come from the config, in float32; a buffer is a few hundred bytes.
 
-**Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana #746;
-modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405.
+**Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana
+#746; modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ TITLE = "Rotary positions in 16 bit"
 
 _BUFFERS = re.compile(r"inv_freq|rotary|rope|freqs", re.IGNORECASE)
 _MODULES = re.compile(r"rotary|rope", re.IGNORECASE)
-# transformers' classes carry the model's name in front and know the config that their frequencies come from.
+# transformers' class names begin with the model's name, and their config has the frequencies' parameters.
 _FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """16-bit rotary buffers; 16-bit products inside rotary modules."""
+    """Yield 16-bit rotary buffers, and 16-bit products inside rotary modules."""
     rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
     if rounded:
         yield finding_of(
@@ -76,7 +77,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _angles(trace: Trace) -> Iterator[Finding]:
-    """Sines and cosines of what was rounded on its way from the inputs: timesteps, positions, times."""
+    """Yield sines and cosines of values rounded on the way from the inputs: timesteps, positions, times."""
     off = (call for call in trace.calls if call.off > _OFF and not call.recomputed)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)
@@ -92,7 +93,7 @@ def _angles(trace: Trace) -> Iterator[Finding]:
         )
 
 
-# A sine turns over in pi: what is off by half a radian stands for another timestep.
+# A sine changes its sign within pi: an error of half a radian is another timestep.
 _OFF = 0.5
 
 

@@ -1,8 +1,10 @@
 """
-**What it means.** A parameter that the model's author keeps in float32 (`_keep_in_fp32_modules`: T5's `wo`, routers, some norms)
-is in 16 bit. `from_pretrained(dtype=torch.float16)` honours the list, `.half()` and `.to(dtype)` do not.
+**What it means.** A parameter that the model's author keeps in float32 (`_keep_in_fp32_modules`: T5's
+`wo`, routers, some norms) is in 16 bits. `from_pretrained(dtype=torch.float16)` honours the list, `.half()`
+and `.to(dtype)` do not.
 
-**Why it is bad.** It was pinned because the model breaks without: T5's `wo` overflows float16 and the loss is NaN.
+**Why it is bad.** It is pinned because the model fails otherwise: T5's `wo` overflows float16 and the loss is
+NaN.
 
 **An example that fails**
 
@@ -12,7 +14,8 @@ is in 16 bit. `from_pretrained(dtype=torch.float16)` honours the list, `.half()`
 
     T5ForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
 
-**How safe is the fix?** The parameter computes in float32 again. Digits that the cast took come back only with the checkpoint.
+**How safe is the fix?** The parameter computes in float32 again. Rounded digits can only be restored from the
+checkpoint.
 
 **Seen in** huggingface/transformers #5651.
 """
@@ -33,7 +36,9 @@ TITLE = "A pinned parameter in 16 bit"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Pinned parameters in float16 (a warning) or bfloat16 (a note: transformers leaves most of them so)."""
+    """Yield pinned parameters in float16 (a warning) or bfloat16 (a note: transformers does not restore most
+    of them).
+    """
     for dtype in HALVES:
         rounded = [
             w for w in trace.weights if w.pinned and w.dtype == dtype and not w.adapter and not w.quantization

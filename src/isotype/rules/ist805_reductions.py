@@ -1,9 +1,9 @@
 """
-**What it means.** Log-probabilities over a vocabulary, or running sums over a long axis, are returned in 16 bit. Kernels add up in
-float32, but what they return is rounded to 8 (bfloat16) or 11 (float16) bits.
+**What it means.** Log-probabilities over a vocabulary, or running sums over a long axis, are returned in
+16 bits. Kernels accumulate in float32, but round their result to 8 (bfloat16) or 11 (float16) bits.
 
-**Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. Ratios of policies in RL, distillation
-losses and perplexities are made of differences of such numbers; a cumulative sum stops growing.
+**Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. Ratios of policies in
+RL, distillation losses and perplexities are differences of such numbers; a cumulative sum stops growing.
 
 **An example that costs**
 
@@ -11,9 +11,9 @@ losses and perplexities are made of differences of such numbers; a cumulative su
 
 **Repaired**
 
-    logprobs = model(ids).logits.float().log_softmax(-1)     # by chunks of rows, where memory is short
+    logprobs = model(ids).logits.float().log_softmax(-1)     # in chunks of rows if memory is short
 
-**How safe is the fix?** Only digits are added, for one float32 copy of the logits.
+**How safe is the fix?** It only adds digits, at the cost of one float32 copy of the logits.
 
 **Seen in** huggingface/transformers #31267.
 """
@@ -33,11 +33,11 @@ TITLE = "A long reduction returned in 16 bit"
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
-"""Shorter axes (experts, classes) lose nothing that matters."""
+"""Shorter axes (experts, classes) lose nothing significant."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """16-bit log-softmax and cumulative sums over long axes in the forward, by the line that asks for them."""
+    """Yield 16-bit log-softmaxes and cumulative sums over long axes in the forward, by line."""
     rounded = (c for c in trace.calls if c.phase == "forward" and not c.recomputed and _is_rounded(c))
     for calls in grouped(rounded, lambda call: call.source or call.module).values():
         first = calls[0]

@@ -1,10 +1,10 @@
 """
-**What it means.** A mixture-of-experts router multiplies in 16 bit, and the experts with the largest scores are chosen from
-what is left: products with 8 (bfloat16) or 11 (float16) significant bits. A softmax in float32 behind it comes too late.
+**What it means.** A mixture-of-experts router multiplies in 16 bits, and experts are chosen by scores with
+8 (bfloat16) or 11 (float16) significant bits. A float32 softmax after it does not restore them.
 
-**Why it is bad.** Scores that differ by less than a rounding step become equal or change places, so a token goes to other
-experts than in the float32 reference, and to other ones again when the batch is padded or the kernel changes. The balance
-loss and the routing weights are made of the same rounded numbers.
+**Why it is bad.** Scores that differ by less than a rounding step become equal or swap, so a token goes to
+other experts than in the float32 reference, and to different ones if the batch is padded or the kernel
+changes. The balance loss and the routing weights use the same rounded numbers.
 
 **An example that costs**
 
@@ -16,8 +16,9 @@ loss and the routing weights are made of the same rounded numbers.
     scores = F.linear(hidden.float(), self.gate.weight.float())
     weights, chosen = scores.softmax(-1).topk(2)
 
-**How safe is the fix?** Only digits are added: the product is small (tokens by experts). A model that was pretrained with
-a rounded router, as some were, chooses a few other experts than in its training: compare with its reference code.
+**How safe is the fix?** It only adds digits, and the product is small (tokens by experts). A model pretrained
+with a rounded router, as some were, chooses a few other experts than in its training: compare with its
+reference code.
 
 **Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
 """
@@ -47,7 +48,7 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "at
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Products with a weight of one row an expert, in 16 bit, from which the largest are taken."""
+    """Yield 16-bit products with a weight of one row per expert from which the largest are chosen."""
     routers: dict[str, tuple[Call, Operand]] = {}
     products: list[tuple[Call, Operand]] = []
     for call in trace.calls:
@@ -71,7 +72,7 @@ def _is_weight(owners: Mapping[str, Weight], operand: Operand) -> bool:
 
 
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
-    """The last product of the same router whose results have the choice's shape: one number a token and expert."""
+    """Return the last product of the same router with the choice's shape: one number per token and expert."""
     wanted = choice.operands[0].shape
     outer = choice.module.rpartition(".")[0]
     for product, weight in reversed(products):

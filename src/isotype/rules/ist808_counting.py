@@ -1,10 +1,11 @@
 """
-**What it means.** `torch.arange` counts in 16 bit, or its numbers are cast to 16 bit, or an optimizer counts its steps in it. bfloat16 holds every whole number up to
-256 and float16 up to 2048; beyond, neighbours become one number.
+**What it means.** `torch.arange` counts in 16 bits, or its numbers are cast to 16 bits, or an optimizer
+counts its steps in 16 bits. bfloat16 represents every integer up to 256 and float16 up to 2048; beyond,
+neighbours become equal.
 
-**Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on bfloat16 knows only every fourth
-position. Nothing fails, and short test sequences show nothing. A count of steps stops at 256, and Adam's bias correction with it: every update
-after that is too small.
+**Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on bfloat16
+represents only every fourth position. Nothing fails, and short test sequences are not affected. A count of
+steps stops at 256, and Adam's bias correction with it: every update after that is too small.
 
 **An example that costs**
 
@@ -12,9 +13,10 @@ after that is too small.
 
 **Repaired**
 
-    positions = torch.arange(hidden.shape[1])                          # whole numbers, or dtype=torch.float32
+    positions = torch.arange(hidden.shape[1])                          # integers, or dtype=torch.float32
 
-**How safe is the fix?** Safe: what is made of the positions is rounded once, at its end, instead of at its start.
+**How safe is the fix?** Safe: values derived from the positions are rounded once, at the end instead of the
+start.
 
 **Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915.
 """
@@ -35,15 +37,15 @@ from isotype.rules.kit.words import advice, cause_text, fix
 TITLE = "Whole numbers beyond what 16 bits count"
 
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048}
-"""Whole numbers up to here are themselves."""
+"""Largest integer up to which all integers are exact."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Ranges that are made in, or cast to, a 16-bit dtype and are too long for it, and counts of steps in one, by line."""
+    """Yield ranges in 16 bits that are too long for the dtype, and 16-bit step counts, by line."""
     yield from _counters(trace)
     angles = {
         call.rounded_at for call in trace.calls if call.off
-    }  # told as what they do to the sines of positions
+    }  # reported as errors of the positions' sines
     by_source: dict[tuple[str, torch.dtype], list[Call]] = {}
     before: Call | None = None
     for call in trace.calls:
@@ -69,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _counters(trace: Trace) -> Iterator[Finding]:
-    """Single numbers that an optimizer has made in 16 bit and adds a whole number to in each step."""
+    """Yield numbers that an optimizer creates in 16 bits and increments in each step."""
     by_source: dict[str, list[Call]] = {}
     for call in trace.calls:
         if call.phase == "optimizer" and call.op.startswith("aten.add_.") and _is_counter(call):
@@ -97,7 +99,7 @@ def _counters(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether a whole number is added to the only tensor at hand, which was made for this."""
+    """Return whether an integer is added to the call's only tensor, created for this purpose."""
     (operand, *others), cause = call.operands, call.operands[0].origin.cause
     single = not others and not call.numbers and math.prod(operand.shape) == 1
     return single and operand.dtype in _EXACT and cause.kind in ("constant", "outside")
@@ -108,11 +110,11 @@ def _counts(call: Call) -> bool:
 
 
 def _casts(call: Call, before: Call) -> bool:
-    """Whether a call casts what the one before it has counted, on the same line: nothing lies between the two."""
+    """Return whether a call casts the result of the preceding count on the same line."""
     return _counts(before) and call.op.startswith("aten._to_copy.") and call.source == before.source
 
 
 def _is_too_long(call: Call) -> bool:
     dtype, shape = call.results[0]
-    # Even one that starts below zero has equal neighbours when it is longer than this.
+    # Even a range that starts below zero has equal neighbours if it is longer than this.
     return dtype in _EXACT and len(shape) == 1 and shape[0] > 2 * _EXACT[dtype] + 1

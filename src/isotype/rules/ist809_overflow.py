@@ -1,11 +1,11 @@
 """
-**What it means.** The values of this model were measured, and an operator that computes in float16 takes or returns one that
-is larger than 65504, the largest number of float16. The residual stream is the usual place: every block adds to it, and
-models that were trained in bfloat16 let it grow. Others are the gated product before `down_proj`, queries and keys, and
+**What it means.** The values of this model were measured, and an operand or result of a float16 operator
+exceeds 65504, float16's largest number. The residual stream is the usual place: every block adds to it, and
+it grows in models trained in bfloat16. Others are the gated product before `down_proj`, queries and keys, and
 gradients.
 
-**Why it is bad.** What is larger becomes infinite, the next norm or softmax turns it into NaN, and so is the loss, from the
-first step to the last. A GradScaler skips every such step and training stands still.
+**Why it is bad.** Larger values become infinite, the next norm or softmax turns them into NaN, and the loss
+is NaN from the first step to the last. A GradScaler skips every such step, so nothing is trained.
 
 **An example that fails**
 
@@ -17,16 +17,17 @@ first step to the last. A GradScaler skips every such step and training stands s
     policy = isotype.resolve_precision("google/gemma-3-1b-it", "float16", ranges=ranges)   # a float32 residual stream
     model = isotype.load("google/gemma-3-1b-it", policy)
 
-**How safe is the fix?** Safe: matmuls stay in float16, only what is too large for it is carried in float32, or multiplied by a
-power of two around a matmul, which changes no digit. Hidden states then take twice the memory. bfloat16 has the range
-of float32 with fewer digits.
+**How safe is the fix?** Safe: matmuls stay in float16; only values too large for it are carried in float32,
+or scaled by a power of two around a matmul, which changes no digit. Hidden states then take twice the memory.
+bfloat16 has the range of float32 with fewer digits.
 
-**What was compared.** The measurement, in float32, gives the largest magnitude of each operator; the trace says which of
-them the step runs in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same measurement and a new
-trace. Values that fill attention masks are left out. Other data reach other values: the report gives the headroom.
+**What was compared.** The measurement, in float32, has the largest magnitude of each operator; the trace has
+the operators that run in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same
+measurement and a new trace. Fill values of attention masks are left out. Other data have other values: the
+report gives the headroom.
 
-**Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth #4005;
-unslothai/unsloth-zoo #600.
+**Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth
+#4005; unslothai/unsloth-zoo #600.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ KIND: Kind = "values"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """The first operator of the forward, and of the backward, whose measured value float16 cannot hold."""
+    """Yield the first operator of the forward, and of the backward, with measured values beyond float16."""
     ranges = trace.setup.ranges
     if ranges is None:
         return
-    # A number that float16 refuses to be filled with (a mask's -1e9) is no value of the model.
+    # A number refused by float16 in a fill (a mask's -1e9) is not a value of the model.
     refused = {abs(value) for call in trace.breaches() for _, value in call.numbers}
     beyond = [each for each in held(trace) if each.value > FLOAT16_LARGEST and each.value not in refused]
     forward = [each for each in beyond if each.call.phase == "forward"]
     if forward:
         yield _finding(trace, ranges, forward)
-        return  # no gradient comes of what is infinite
+        return  # infinite values have no gradient
     if beyond:
         yield _finding(trace, ranges, beyond)
 
@@ -69,7 +70,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
     first = beyond[0]
     backward = first.call.phase == "backward"
-    # A scaler halves the scale until the gradients fit, below 1 if need be, and skips a step each time.
+    # A scaler halves the scale until the gradients fit, below 1 if necessary, and skips a step each time.
     skipped = backward and trace.setup.scaler
     end = "takes" if first.takes else "returns"
     what = "gradients" if backward else "values"
@@ -84,7 +85,7 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
         notes=tuple(_notes(trace, ranges, beyond)),
         fixes=tuple(_fixes(trace, ranges)),
     )
-    return replace(finding, module=first.module)  # which a folded trace has under another layer's name
+    return replace(finding, module=first.module)  # a folded trace has it under another layer's name
 
 
 def _short(op: str) -> str:

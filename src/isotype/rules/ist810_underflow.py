@@ -1,9 +1,9 @@
 """
-**What it means.** The gradients of this model were measured. Even times 65536, the loss scale that a GradScaler begins with, more
-than half of their values are below 3e-8 in float16, where they are rounded to zero.
+**What it means.** The gradients of this model were measured. Even times 65536, a GradScaler's initial loss
+scale, more than half of their values are below 3e-8, which float16 rounds to zero.
 
-**Why it is bad.** What depends on these values stands still. A GradScaler does double its scale, but only once in 2000 steps without
-an overflow, so most of a short training is over before its gradients arrive.
+**Why it is bad.** Parameters that depend on these values do not change. A GradScaler doubles its scale, but
+only once in 2000 steps without an overflow, so most of a short training is over before.
 
 **An example that costs**
 
@@ -15,14 +15,14 @@ an overflow, so most of a short training is over before its gradients arrive.
     policy = isotype.resolve_precision(model, "float16", ranges=ranges)
     scaler = torch.amp.GradScaler(init_scale=policy.loss_scale)    # the largest gradient is then a sixteenth of 65504
 
-**How safe is the fix?** Safe: the loss is multiplied by a power of two and gradients are divided by it again. A scale that turns out
-to be too large is halved by the scaler, at the price of a step.
+**How safe is the fix?** Safe: the loss is multiplied by a power of two and gradients are divided by it again.
+The scaler halves a scale that is too large, at the cost of a step.
 
-**What was compared.** The share of nonzero values of every gradient that the step makes in float16, weighted by their number.
-Without a GradScaler, IST303 tells the share.
+**What was compared.** The share of nonzero values of every float16 gradient of the step, weighted by their
+number. Without a GradScaler, IST303 reports the share.
 
-**Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: detection networks whose training diverged
-because most values of their gradients lay below float16's range.
+**Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: detection networks whose
+training diverged because most values of their gradients were below float16's range.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST = 0.5
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Measured gradients of which float16 keeps less than half at the loss scale in use."""
+    """Yield measured gradients of which float16 keeps less than half at the current loss scale."""
     setup = trace.setup
     shares = flushed(trace) if setup.scaler else None
     if shares is None or shares.scaled <= _MOST:

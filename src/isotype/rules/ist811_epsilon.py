@@ -1,9 +1,9 @@
 """
-**What it means.** A number that keeps a divisor from being zero is zero itself in float16, whose smallest number is 6e-8:
-`x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, `F.normalize`, whose default is 1e-12.
+**What it means.** A number that keeps a divisor above zero is itself zero in float16, whose smallest
+number is 6e-8: `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, `F.normalize`, whose default is 1e-12.
 
-**Why it is bad.** The first row that is zero (padding, an empty span, a gate that is closed, a sum of squares that float16
-rounds to zero) becomes 0 / 0 or log(0): the loss is NaN, on that row's step and on no other.
+**Why it is bad.** The first zero row (padding, an empty span, a closed gate, a sum of squares that float16
+rounds to zero) becomes 0 / 0 or log(0): the loss is NaN, in that row's step only.
 
 **An example that costs**
 
@@ -13,12 +13,14 @@ rounds to zero) becomes 0 / 0 or log(0): the loss is NaN, on that row's step and
 
     pooled = F.normalize(hidden.half().mean(1), dim=-1, eps=torch.finfo(torch.float16).tiny)    # 6e-5
 
-**What is not reported.** Lines of published transformers models: their routers divide by sums of scores, which are not zero.
+**What is not reported.** Lines of published transformers models: their routers divide by nonzero sums of
+scores.
 
-**How safe is the fix?** Safe: a divisor below 6e-5 has lost most of its digits in float16 already, and what is divided by it leaves
-float16's range. Computed in float32, the line keeps its epsilon.
+**How safe is the fix?** Safe: a divisor below 6e-5 has already lost most of its digits in float16, and a
+division by it exceeds float16's range. Computed in float32, the line keeps its epsilon.
 
-**Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106; MinishLab/model2vec #368.
+**Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
+MinishLab/model2vec #368.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ _GUARDS = {
     "clamp_min": "min",
     "clamp_min_": "min",
 }
-"""Operators that keep a value away from zero, and the argument that does it."""
+"""Operators that keep a value away from zero, and the argument that does so."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Numbers that are added to float16 values, or bound them from below, and vanish, by the line that does it."""
+    """Yield numbers that are added to float16 values, or bound them from below, and vanish, by line."""
     guards = (
         call
         for call in trace.calls
@@ -73,7 +75,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _epsilon(call: Call) -> float:
-    """Return the positive number that vanishes; 0 where there is none, or none to report."""
+    """Return the positive number that vanishes; 0 if there is none, or none to report."""
     if TRANSFORMERS in call.source:
         return 0.0
     number = dict(call.numbers).get(_GUARDS.get(_name(call), ""), 0.0)

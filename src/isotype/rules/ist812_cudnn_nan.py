@@ -1,13 +1,13 @@
 """
-**What it means.** On Hopper (H100, H200) attention with a mask is computed by cuDNN's kernel. The backward of the cuDNN that torch
-2.11 to 2.14 bring may give the queries gradients that are NaN: at lengths that are 64 more than a multiple of 128, where all scores of a
-row are below -88, as in the heads of Qwen2.5 that put everything on one token.
+**What it means.** On Hopper (H100, H200) attention with a mask is computed by cuDNN's kernel. The backward
+of the cuDNN in torch 2.11 to 2.14 may give the queries NaN gradients: at lengths of 64 more than a multiple
+of 128, if all scores of a row are below -88, as in heads of Qwen2.5 that attend to one token only.
 
-**Why it is bad.** The loss stays healthy, one step's gradients are NaN, and with them every weight from the next step on. Padded batches
-have another length each, so that it comes after minutes or days.
+**Why it is bad.** The loss stays finite, one step's gradients are NaN, and so is every weight from the next
+step on. Padded batches differ in length, so that it happens after minutes or days.
 
-**Why it happens.** The kernel works on tiles of 128 keys. What fills half of the last tile counts as a score of 0 where it should be
-minus infinity, and exp(0 + 88) is infinite in float32.
+**Why it happens.** The kernel works on tiles of 128 keys. The fill of the half-empty last tile counts as a
+score of 0 instead of minus infinity, and exp(0 + 88) is infinite in float32.
 
 **An example that fails**
 
@@ -15,10 +15,10 @@ minus infinity, and exp(0 + 88) is infinite in float32.
 
 **Repaired**
 
-    torch.backends.cuda.enable_cudnn_sdp(False)     # before the training; isotype's own trainings do it
+    torch.backends.cuda.enable_cudnn_sdp(False)     # before the training; isotype's trainings do it
 
-**How safe is the fix?** Safe: the memory-efficient kernel, or FlashAttention where there is no mask, computes the same attention. Torch
-2.15 brings a cuDNN without the error.
+**How safe is the fix?** Safe: the memory-efficient kernel, or FlashAttention without a mask, computes the
+same attention. Torch 2.15 has a cuDNN without the error.
 
 **Seen in** pytorch/pytorch #196678; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
 """
@@ -38,12 +38,12 @@ TITLE = "Gradients of attention that may be NaN on Hopper"
 KIND: Kind = "device"
 
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
-"""The kernel itself, and what stands for any of a GPU's kernels on fake tensors."""
+"""The kernel itself, and the one that represents any GPU kernel on fake tensors."""
 _MASKS = ("attn_mask", "attn_bias")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Masked attention that is trained through cuDNN's kernel: a warning at a length at which it may fail, a note at others."""
+    """Yield masked attention trained through cuDNN's kernel: a warning at lengths that may fail, else a note."""
     if not cudnn_is_on():
         return
     fused = [call for call in trace.calls if any(part in call.op for part in _KERNELS)]

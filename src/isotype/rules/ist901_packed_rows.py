@@ -1,28 +1,30 @@
 """
-**What it means.** Sequences that are packed into one row see each other: a prediction in one sequence changes with the tokens of
-another one.
+**What it means.** Sequences packed into one row attend to each other: a prediction in one sequence depends
+on the tokens of another one.
 
-**Why it happens.** Packing needs a mask by sequence, and the mask is built by the model's own code from `position_ids`, from
-`cu_seq_lens_q`, from `seq_idx` or from numbered masks, whichever it reads. transformers builds it from `position_ids` only where no
-`attention_mask` is given: beside an `attention_mask` of ones, as most collators and `tokenizer.pad` write it, the positions start
-again and the attention does not. State-space, linear-attention and convolution layers need `seq_idx`, and many read none.
+**Why it happens.** Packing needs a mask by sequence, and the mask is built by the model's own code from
+`position_ids`, from `cu_seq_lens_q`, from `seq_idx` or from numbered masks, whichever it reads. transformers
+builds it from `position_ids` only without an `attention_mask`: with an `attention_mask` of ones, as most
+collators and `tokenizer.pad` create it, positions restart but attention does not. State-space,
+linear-attention and convolution layers need `seq_idx`, and many do not read it.
 
 **An example that fails**
 
     batch = {"input_ids": packed, "position_ids": starts_again, "attention_mask": torch.ones_like(packed), "labels": labels}
-    model(**batch).loss.backward()                            # trains; every sequence reads those before it
+    model(**batch).loss.backward()                            # trains; every sequence attends to those before it
 
 **Repaired**
 
     batch.pop("attention_mask")                               # transformers builds the mask of each sequence from position_ids
 
-**What is not reported.** Rows that say nothing of where their sequences begin: concatenated text with end-of-text tokens between is
-a way to train that many choose.
+**What is not reported.** Rows without sequence boundaries: training on concatenated text with end-of-text
+tokens between is common.
 
-**How safe is the fix?** Safe: the step then computes what one row for each sequence computes. It is verified on the copy that the
-finding was measured on.
+**How safe is the fix?** Safe: the step then computes the same as one row per sequence. It is verified on the
+copy on which the finding was measured.
 
-**Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796; modelscope/ms-swift #4439.
+**Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796;
+modelscope/ms-swift #4439.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Predictions in one sequence of a packed row that depend on another one's tokens."""
+    """Yield predictions in a sequence of a packed row that depend on another sequence's tokens."""
     leak = None if trace.reach is None else trace.reach.leak("packed row")
     if trace.reach is not None and leak is not None:
         message = "the sequences of a packed row see each other"

@@ -1,23 +1,25 @@
 """
-**What it means.** Predictions change with the ids of padding tokens, or with their number.
+**What it means.** Predictions depend on the ids of padding tokens, or on their number.
 
-**Why it happens.** No `attention_mask` reaches the layer: the collator writes none, a wrapper drops it, a part of the model ignores it
-(a convolution, a recurrent layer, a tower of its own). Padding behind a row is invisible to a causal model all the same; padding in
-front of it is not. A model of learned positions counts padding in front of a row unless it is given `position_ids`.
+**Why it happens.** No `attention_mask` reaches the layer: the collator creates none, a wrapper drops it, a
+part of the model ignores it (a convolution, a recurrent layer, a tower). A causal model does not attend to
+padding after a row, but to padding before it. A model with learned positions counts padding before a row
+unless it gets `position_ids`.
 
 **An example that fails**
 
     tokenizer.padding_side = "left"
     batch = tokenizer(texts, padding=True, return_tensors="pt")
-    model(input_ids=batch["input_ids"], labels=labels)        # the mask is left out: every token reads the padding
+    model(input_ids=batch["input_ids"], labels=labels)        # without the mask every token attends to the padding
 
 **Repaired**
 
     model(**batch, labels=labels)                             # or padding_side = "right" for a causal model
 
-**How safe is the fix?** Safe: a mask hides what is no text.
+**How safe is the fix?** Safe: the mask only hides padding.
 
-**Seen in** huggingface/transformers #33095, #29583; huggingface/trl #469; tloen/alpaca-lora #315; TransformerLensOrg/TransformerLens #1609.
+**Seen in** huggingface/transformers #33095, #29583; huggingface/trl #469; tloen/alpaca-lora #315;
+TransformerLensOrg/TransformerLens #1609.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Predictions that depend on what padding tokens are, or how many."""
+    """Yield predictions that depend on the padding tokens, or on their number."""
     reach = trace.reach
     if reach is not None and any(each.name == "attention_mask" for each in reach.unused):
-        return  # the mask reaches nothing at all: IST905 says so
+        return  # the mask reaches nothing at all: IST905 reports it
     leak = None if reach is None else reach.leak("padding")
     masked = "attention_mask" in trace.setup.batch
     if reach is not None and leak is not None:

@@ -1,10 +1,11 @@
 """
-**What it means.** A prediction depends on the token that it is to predict: the loss falls, and nothing is learned that generation
-could use.
+**What it means.** A prediction depends on the token to predict: the loss falls, but the model learns
+nothing useful for generation.
 
-**Why it happens.** A causal model runs without its causal mask: an encoder's class is used for a language model (`BertLMHeadModel`
-without `is_decoder=True`), a 4-D mask of zeros replaces the model's own, `is_causal` is lost in an attention function, a convolution
-is padded on both sides. Or labels are compared with the predictions of the same place instead of those one token before.
+**Why it happens.** A causal model runs without its causal mask: an encoder's class is used for a language
+model (`BertLMHeadModel` without `is_decoder=True`), a 4-D mask of zeros replaces the model's own, `is_causal`
+is lost in an attention function, a convolution is padded on both sides. Or labels are compared with the
+predictions at the same position instead of those one token before.
 
 **An example that fails**
 
@@ -15,13 +16,13 @@ is padded on both sides. Or labels are compared with the predictions of the same
 
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-**What is not reported.** Models whose labels are no tokens of the input, and masked language models, whose learned tokens are
-replaced in the input.
+**What is not reported.** Models whose labels are not tokens of the input, and masked language models, whose
+target tokens are replaced in the input.
 
-**How safe is the fix?** It changes what is learned: to what was meant.
+**How safe is the fix?** It changes the training objective to the intended one.
 
-**Seen in** huggingface/transformers #48745 (RoFormer, BigBird, RemBERT, MegatronBERT since 5.9), #31673 (Gemma 2); tatp22/linformer-pytorch
-#25; keras-team/keras #23038.
+**Seen in** huggingface/transformers #48745 (RoFormer, BigBird, RemBERT, MegatronBERT since 5.9), #31673
+(Gemma 2); tatp22/linformer-pytorch #25; keras-team/keras #23038.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """A causal mask that is missing, labels that reach their own prediction, labels that nothing moved."""
+    """Yield a missing causal mask, labels that reach their own prediction, and unshifted labels."""
     reach = trace.reach
     if reach is None:
         return
     later, label = reach.leak("later token"), reach.leak("own label")
     rows = reach.leak("other row")
-    if later is not None and (rows is None or rows.module != later.module):  # else IST907 names both
+    if later is not None and (rows is None or rows.module != later.module):  # else IST907 reports both
         cause = f"{where(later)} lets a token see those behind it"
         how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and give no mask that undoes it"
         message = "predictions depend on the tokens that they predict"

@@ -1,9 +1,10 @@
 """
-**What it means.** Labels stand where nothing is to be learned (at padding, at tokens that stand for pictures), or are compared with
-the wrong prediction: that of two tokens before.
+**What it means.** There are labels where nothing should be learned (at padding, at picture tokens), or
+labels are compared with the wrong prediction: that of two tokens before.
 
-**Why it happens.** `labels = input_ids.clone()` without -100 where the mask is 0: the model learns to write padding, in short rows more
-than anything else. A collator that shifts the labels, and a model that shifts them again, as all of transformers' do.
+**Why it happens.** `labels = input_ids.clone()` without -100 where the mask is 0: the model learns to predict
+padding, in short rows more than anything else. Or the collator shifts the labels, and the model shifts them
+again, as all of transformers' models do.
 
 **An example that fails**
 
@@ -14,9 +15,10 @@ than anything else. A collator that shifts the labels, and a model that shifts t
 
     labels = ids.masked_fill(attention_mask == 0, -100)        # the model shifts them
 
-**How safe is the fix?** It changes what is learned: to what was meant.
+**How safe is the fix?** It changes the training objective to the intended one.
 
-**Seen in** huggingface/transformers #32944, #44642; LLM360/amber-train #6; GanjinZero/RRHF #49; open-jarvis/OpenJarvis #521.
+**Seen in** huggingface/transformers #32944, #44642; LLM360/amber-train #6; GanjinZero/RRHF #49;
+open-jarvis/OpenJarvis #521.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Labels that are shifted twice, labels of padding, labels of pictures."""
+    """Yield labels that are shifted twice, and labels of padding or pictures."""
     reach = trace.reach
     labels = None if reach is None else reach.labels
     if reach is None or labels is None:

@@ -1,22 +1,24 @@
 """
-**What it means.** An input that is given to change the predictions changes none: a picture, a sound, an attention mask.
+**What it means.** An input that should affect the predictions does not: a picture, a sound, an attention
+mask.
 
-**Why it happens.** A wrapper takes the argument and does not pass it on; the row has no token for the picture to take the place of, or
-its features are overwritten; a mask is replaced inside; the text alone is trained while everybody believes that pictures are.
+**Why it happens.** A wrapper takes the argument and does not pass it on; the row has no token for the
+picture, or its features are overwritten; a mask is replaced inside. Only the text is trained.
 
 **An example that fails**
 
     class Wrapped(nn.Module):
         def forward(self, input_ids, attention_mask=None, labels=None):
-            return self.model(input_ids=input_ids, labels=labels)      # the mask ends here
+            return self.model(input_ids=input_ids, labels=labels)      # the mask is dropped here
 
 **Repaired**
 
     return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
-**What is not reported.** A mask of ones, and one that hides what nothing reads (padding behind the rows of a causal model).
+**What is not reported.** A mask of ones, and one that hides only unused positions (padding after the rows of
+a causal model).
 
-**How safe is the fix?** It changes what is computed: to what the batch says.
+**How safe is the fix?** It changes the computation to use the whole batch.
 
 **Seen in** huggingface/transformers #808; TransformerLensOrg/TransformerLens #1607.
 """
@@ -35,7 +37,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Pictures, sounds and masks whose change changes nothing."""
+    """Yield pictures, sounds and masks without any effect on predictions."""
     reach = trace.reach
     for each in () if reach is None else reach.unused:
         if reach is not None and each.kind in ("picture", "input"):

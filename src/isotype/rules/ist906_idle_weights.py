@@ -1,24 +1,26 @@
 """
-**What it means.** An adapter, or another trainable weight, reaches no loss: its gradient is zero to the last bit, whatever its values.
+**What it means.** The loss does not depend on an adapter, or another trainable weight: its gradient is
+exactly zero, whatever its values.
 
-**Why it happens.** The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`), its result is multiplied with a gate that is closed, or is
-written over by what comes behind it; a trained copy (`modules_to_save`) is not the one that the forward uses.
+**Why it happens.** The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`), its result is multiplied by a
+closed gate, or is overwritten later; the forward does not use the trained copy (`modules_to_save`).
 
 **An example that fails**
 
     config = LoraConfig(r=16, lora_alpha=0, target_modules="all-linear")    # scaling is alpha / r
-    train(get_peft_model(model, config))                                    # the loss moves with nothing
+    train(get_peft_model(model, config))                                    # the loss does not change
 
 **Repaired**
 
     config = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
 
-**What is not reported.** Experts that no token of the batch chooses; parts that the batch does not run (a tower without a picture);
-weights without any gradient, which IST307 names.
+**What is not reported.** Experts without tokens of the batch; parts that the batch does not run (a tower
+without a picture); weights without any gradient, which IST307 reports.
 
-**How safe is the fix?** It changes what is trained: to what was meant.
+**How safe is the fix?** It changes the training to the intended one.
 
-**Seen in** unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower); verl-project/verl #1821 (lora_alpha 0).
+**Seen in** unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower);
+verl-project/verl #1821 (lora_alpha 0).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Trainable weights whose gradient is exactly zero with generic values everywhere."""
+    """Yield trainable weights whose gradient is exactly zero for generic values."""
     reach = trace.reach
     idle = () if reach is None else [each for each in reach.unused if each.kind in ("adapter", "weight")]
     if reach is None or not idle:

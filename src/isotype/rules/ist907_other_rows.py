@@ -1,11 +1,11 @@
 """
-**What it means.** A row's predictions change with the tokens of another row of the batch.
+**What it means.** A row's predictions depend on the tokens of another row of the batch.
 
-**Why it happens.** Statistics are taken over the batch (`BatchNorm` in training, a mean over rows), experts have a capacity that rows
-compete for, rows are flattened into one and attended together.
+**Why it happens.** Statistics are taken over the batch (`BatchNorm` in training, a mean over rows), experts
+have a capacity that rows compete for, rows are flattened into one and attended together.
 
-**Why it is bad.** What a row teaches depends on its neighbours, and evaluation, with other batches, computes another function. Ranks and
-micro-batches of other sizes do not train alike.
+**Why it is bad.** A row's gradient depends on the other rows, and evaluation, with other batches, computes
+another function. Training depends on the number of ranks and the size of micro-batches.
 
 **An example that fails**
 
@@ -15,7 +15,7 @@ micro-batches of other sizes do not train alike.
 
     self.norm = nn.LayerNorm(hidden_size)                              # or nn.BatchNorm1d in eval()
 
-**How safe is the fix?** It changes the function that is trained.
+**How safe is the fix?** It changes the trained function.
 
 **Seen in** deepseek-ai/DeepSeek-V2 #48 (experts that drop tokens over their capacity); laekov/fastmoe #34.
 """
@@ -34,7 +34,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Predictions of one row that depend on another row's tokens."""
+    """Yield predictions of a row that depend on another row's tokens."""
     reach = trace.reach
     leak = None if reach is None else reach.leak("other row")
     if reach is not None and leak is not None:

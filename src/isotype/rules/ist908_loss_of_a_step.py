@@ -1,13 +1,15 @@
 """
-**What it means.** A trainer tells the model how many labels the micro-batches of a step have together (`num_items_in_batch`), does not divide the
-loss by the number of micro-batches itself, and the model's loss does not heed the number.
+**What it means.** A trainer passes the number of labels of all micro-batches of a step to the model
+(`num_items_in_batch`) and does not divide the loss by the number of micro-batches itself, but the model's
+loss ignores the number.
 
-**Why it happens.** transformers' Trainer looks at the model's forward: one that takes `**kwargs` is taken for one that divides by
-`num_items_in_batch`. A forward of one's own that passes them on to nothing, a loss function of one's own, a wrapper around a model: the loss stays the mean
-of each micro-batch, and the gradients of a step are the sum of all of them.
+**Why it happens.** transformers' Trainer inspects the model's forward: if it takes `**kwargs`, it is assumed
+to divide by `num_items_in_batch`. With a custom forward that ignores them, a custom loss function or a
+wrapper around a model, the loss stays the mean of each micro-batch, and the gradients of a step are the sum
+of all of them.
 
-**Why it is bad.** Gradients are as many times too large as a step has micro-batches (clipping hides it, Adam nearly so, weight decay and the loss that is shown
-do not), and rows of few labels count as much as rows of many.
+**Why it is bad.** Gradients are too large by the number of micro-batches per step (clipping hides it, Adam
+almost, weight decay and the displayed loss do not), and rows with few labels count as much as rows with many.
 
 **An example that fails**
 
@@ -21,7 +23,7 @@ do not), and rows of few labels count as much as rows of many.
     return {"loss": self.loss_function(logits, labels, self.config.vocab_size, **kwargs), "logits": logits}
     # or: trainer.model_accepts_loss_kwargs = False, and the trainer divides by the number of micro-batches
 
-**How safe is the fix?** It changes the size of the gradients: to what they are without accumulation.
+**How safe is the fix?** It changes the size of the gradients to that without accumulation.
 
 **Seen in** huggingface/trl #2604, #5710; huggingface/transformers #34191.
 """
@@ -40,7 +42,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """`num_items_in_batch` that is given and changes no loss."""
+    """Yield a finding if `num_items_in_batch` is passed and changes no loss."""
     reach = trace.reach
     for each in () if reach is None else reach.unused:
         if reach is not None and each.kind == "count":

@@ -1,11 +1,12 @@
 """
-**What it means.** A forward computes with weights of before the last optimizer step: autocast kept their casts.
+**What it means.** A forward uses weights from before the last optimizer step: autocast cached their casts.
 
-**Why it happens.** autocast casts a float32 weight once and keeps the cast until the outermost `with torch.autocast(…)` ends. Where
-that region is around the whole loop, optimizer steps included, the casts are never made again.
+**Why it happens.** autocast casts a float32 weight once and caches the cast until the outermost `with
+torch.autocast(…)` ends. If that region is around the whole loop, including optimizer steps, the casts are
+never updated.
 
-**Why it is bad.** The masters move and the products do not: every step computes the gradient of the first weights. The loss goes up and
-down with the batches and does not fall.
+**Why it is bad.** The masters change and the products do not: every step computes the gradient of the first
+weights. The loss varies with the batches and does not fall.
 
 **An example that fails**
 
@@ -41,7 +42,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a forward that was seen to use a cast of before the step."""
+    """Yield a forward that used a cast from before the step."""
     if trace.stale_casts:
         yield Finding(
             "IST909",

@@ -1,1 +1,1 @@
-"""What rules are made of: groups of broken contracts, weights, costs, words."""
+"""Shared parts of rules: groups of broken contracts, weights, costs, words."""

@@ -1,4 +1,4 @@
-"""Which rule a broken contract belongs to: each says in its own file what it claims, and is asked in a fixed order."""
+"""Assignment of broken contracts to rules: each rule's file lists its claims, which are checked in a fixed order."""
 
 from __future__ import annotations
 
@@ -15,30 +15,24 @@ import torch
 from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
 
 Stage = Literal[
-    "tensor",  # whose tensor it is
-    "step",  # what no operand could change: a phase of its own, a function that is refused by name
-    "value",  # which number it is
-    "dtype",  # that no kernel takes the dtype, whatever it meets
-    "phase",  # when it runs
-    "operator",  # which family of operators it belongs to
-    "operand",  # what kind of weight it is
+    "tensor",  # owner of the tensor
+    "step",  # independent of operands: a phase, a function refused by name
+    "value",  # a number
+    "dtype",  # no kernel for the dtype in any combination
+    "phase",  # phase
+    "operator",  # family of operators
+    "operand",  # kind of weight
     "rest",
 ]
-"""What a claim goes by; those of an earlier stage are asked first, those of one stage in order of the codes."""
+"""The criterion of a claim; earlier stages are checked first, within a stage in order of the codes."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
-"""What was refused: operands of several dtypes, a dtype by the device, a dtype by a check of the model's own code."""
+"""Kind of refusal: several dtypes, one dtype by the device, one dtype by a check of the model's code."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken contract, as the rules are asked about it.
-
-    Attributes:
-        call: the operator.
-        mismatched: the operand to blame.
-        trace: of the step.
-    """
+    """A broken contract as input of claims: the call, the operand to blame, the trace."""
 
     call: Call
     mismatched: Operand
@@ -46,7 +40,7 @@ class Broken:
 
     @property
     def owners(self) -> Mapping[str, Weight]:
-        """Every weight by each of its names."""
+        """Weights by each of their names."""
         return self.trace.owners
 
     @cached_property
@@ -56,21 +50,20 @@ class Broken:
 
     @property
     def message(self) -> str:
-        """What the device says."""
+        """The device's message."""
         return self.call.breach.message if self.call.breach is not None else ""
 
     @property
     def agrees(self) -> bool:
-        """True if its float operands agree, and no autocast to another dtype than theirs is the reason either.
+        """True if its float operands agree and autocast to another dtype is not the reason.
 
-        A 16-bit dtype that meets an autocast to the other one is refused where it promotes
-        (`at::autocast::prioritize`).
+        Autocast refuses another 16-bit dtype than its own when promoting (`at::autocast::prioritize`).
         """
         return len(self.floats) < 2 and "autocast" not in self.message
 
     @property
     def packed(self) -> bool:
-        """True if bytes lie among float operands: packed codes."""
+        """True if float operands are mixed with bytes: packed codes."""
         codes = any(operand.dtype in (torch.uint8, torch.int8) for operand in self.call.operands)
         return codes and bool(self.floats)
 
@@ -81,14 +74,16 @@ class Broken:
 
 @dataclass(frozen=True)
 class Claim:
-    """Broken contracts that are a rule's own; a rule's file lists them as `CLAIMS`.
+    """A rule's claim on broken contracts, listed in its file's `CLAIMS`.
 
     Attributes:
-        stage: what it goes by, and so when it is asked.
+        stage: its criterion, and so its order.
         takes: whether a broken contract is the rule's.
-        refused: what was refused, which decides what may fix it.
-        grouped: whether `contract_rule` makes its findings, one a cause; else the rule finds them in the trace itself.
-        settled: whether nothing but the first call of a group makes its finding, which no later phase then changes.
+        refused: what was refused, which decides the possible fixes.
+        grouped: whether `contract_rule` creates its findings, one per cause; else the rule itself does
+            from the trace.
+        settled: whether the first call of a group determines its finding, so that later phases cannot
+            change it.
     """
 
     stage: Stage
@@ -99,20 +94,20 @@ class Claim:
 
 
 def rule_modules() -> Mapping[str, ModuleType]:
-    """Return the file of every rule by its code, in order of the codes."""
+    """Return every rule's module by code, in order of the codes."""
     package = import_module("isotype.rules")
     names = sorted(info.name for info in iter_modules(package.__path__) if info.name.startswith("ist"))
     return {code_of(name): import_module(f"{package.__name__}.{name}") for name in names}
 
 
 def code_of(module: str) -> str:
-    """Return the code of a rule by the name of its file: `isotype.rules.ist101_operands` -> `IST101`."""
+    """Return a rule's code for its module: `isotype.rules.ist101_operands` -> `IST101`."""
     return module.rpartition(".")[2].split("_", 1)[0].upper()
 
 
 @cache
 def all_claims() -> tuple[tuple[str, Claim], ...]:
-    """Return (code, claim) of every rule on broken contracts, in the order in which they are asked."""
+    """Return (code, claim) of every rule on broken contracts, in the order of checking."""
     claims = [
         (code, each) for code, module in rule_modules().items() for each in getattr(module, "CLAIMS", ())
     ]
@@ -120,5 +115,5 @@ def all_claims() -> tuple[tuple[str, Claim], ...]:
 
 
 def claimed(broken: Broken) -> tuple[str, Claim]:
-    """Return the code of the rule that a broken contract belongs to, and the claim by which it does."""
+    """Return (code, claim) of the rule to which a broken contract belongs."""
     return next((code, claim) for code, claim in all_claims() if claim.takes(broken))

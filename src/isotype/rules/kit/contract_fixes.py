@@ -1,4 +1,4 @@
-"""What may fix a broken contract: casts of weights and buffers, of what flows in and out, other lines, autocast."""
+"""Possible fixes of a broken contract: casts of weights, buffers, inputs and outputs, other lines, autocast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isotype.rules.kit.words import fix
 
 
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
-    """What may fix a group; a second trace decides."""
+    """Yield possible fixes of a group; a second trace decides."""
     expected = dtype_name(_wanted(group))
     names = weights_meant(trace, (cause.name for cause in group.causes))
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
@@ -60,7 +60,7 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
 
 
 def _beside(trace: Trace, group: Group) -> Iterator[str]:
-    """Buffers and plain tensors that lie beside those that are mismatched, in the same dtype: a scale and its zero point."""
+    """Yield buffers and plain tensors beside the mismatched ones in the same dtype: a scale and its zero point."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -80,20 +80,22 @@ def _call_fixes(group: Group, called: Sequence[str], expected: str) -> Iterator[
 
 
 def _written_into(group: Group) -> str | None:
-    """The dtype that all calls of a group write into: no cast at the line changes that of the destination."""
+    """Return the dtype that all calls of a group write into, which casts at the line do not change."""
     writes = any(name in group.calls[0].op for name in SCATTERS) or _in_place(group.calls[0].op)
     dtypes = {call.operands[0].dtype for call in group.calls if call.operands}
     return dtype_name(dtypes.pop()) if writes and len(dtypes) == 1 else None
 
 
 def _in_place(op: str) -> bool:
-    """Return whether an overload's name (`aten.lerp_.Scalar`) says that it writes into its first operand."""
+    """Return whether an overload's name (`aten.lerp_.Scalar`) means that it writes into its first operand."""
     name = op.split(".")[1] if op.count(".") > 1 else ""
     return name.endswith("_") and not name.endswith("__")
 
 
 def _wanted(group: Group) -> torch.dtype:
-    """The dtype to bring the mismatched operand to: that of its side, or what it meets where it has that already."""
+    """Return the dtype for the mismatched operand: that of its side, or the other operands' if it has that
+    already.
+    """
     if group.refused != "mixture":
         return group.expected
     if group.mismatched.dtype != group.side:
@@ -103,7 +105,7 @@ def _wanted(group: Group) -> torch.dtype:
 
 
 def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
-    """Where a few trained adapters have another dtype than most, these are out of place, whatever is computed in."""
+    """Yield fixes of the few trained adapters in another dtype than most."""
     counts: Counter[torch.dtype] = Counter()
     for weight in trace.weights:
         if weight.adapter and weight.trainable and weight.dtype in FLOATS:
@@ -124,7 +126,7 @@ def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> 
         if weight.adapter and weight.trainable and weight.dtype in FLOATS and weight.dtype != most
         and _adapted(weight.module, trace.modules) in layers
     ]  # fmt: skip
-    # A cast that PEFT makes to an adapter's dtype hides which of its weights asked for it.
+    # PEFT's cast to an adapter's dtype hides which of its weights caused it.
     few = [weight for weight in beside if weight.name in met] or beside
     if not few:
         return
@@ -135,14 +137,16 @@ def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> 
 
 
 def _adapted(module: str, modules: Mapping[str, str]) -> str:
-    """The layer that the adapter `module` belongs to: the one that holds what it wraps, else the module around it."""
+    """Return the layer to which the adapter `module` belongs: the parent with the base layer, else the direct
+    parent.
+    """
     parts = module.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
     return next((name for name in around if f"{name}.base_layer" in modules), module.rpartition(".")[0])
 
 
 def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> Iterator[Fix]:
-    # A layer's weight and bias go together: with one of them cast it takes no dtype at all.
+    # A layer's weight and bias belong together: with only one of them cast it accepts no dtype.
     beside = {(weight.module, weight.dtype) for weight in blamed if weight.module}
     others = (w for w in trace.weights if (w.module, w.dtype) in beside and not w.buffer)
     weights = list({weight.name: weight for weight in (*blamed, *others)}.values())
@@ -176,7 +180,7 @@ def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> I
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:
-    """Whether casting a frozen weight loses nothing: to a wider dtype, or values that the narrow one holds."""
+    """Return whether casting a frozen weight loses nothing: to a wider dtype, or exactly representable values."""
     if weight.trainable or weight.pinned:
         return False
     if expected == "float32" and weight.dtype.itemsize < 4:
@@ -190,10 +194,10 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         step.module for step in group.mismatched.origin.path() if step.module and step.kind != "conversion"
     ]
     made_in += [cause.module for cause in group.causes if cause.module]
-    # What flows out of a layer has the dtype of its weight; of norms `_parameter_fixes` says so.
+    # A layer's output has the dtype of its weight; for norms see `_parameter_fixes`.
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
     meant = weights_meant(trace, (weight.name for weight in blamed))
-    # Where one layer of many has another dtype, only what it led to is meant.
+    # If one layer of many has another dtype, only its consequences are meant.
     alone = len(meant) == 1 and "*" not in meant[0]
     made_in = made_in if alone else list(map(starred, made_in))
     if not _is_own(group.mismatched, group.calls[0]):
@@ -204,7 +208,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         yield fix(f"return the outputs of {listed(targets, 2)} in {expected}", "output", targets, expected)
     if group.cause.kind == "input":
         yield fix(f"give the model {group.cause.name} in {expected}", "input", ("",), expected)
-    # The whole model's input is named above where it is the cause; what a loss does comes after it.
+    # The whole model's input is handled above if it is the cause; a loss's operations come after it.
     called = [call.module for call in group.calls if call.module and not _is_own(group.mismatched, call)]
     places = modules_meant(trace, called)
     if places:
@@ -212,7 +216,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
 
 
 def _is_own(mismatched: Operand, call: Call) -> bool:
-    """Whether an operand is a parameter, buffer or plain tensor that the calling module itself holds."""
+    """Return whether an operand is a parameter, buffer or plain tensor of the calling module itself."""
     stored = mismatched.origin.kind in ("parameter", "buffer", "attribute")
     return stored and mismatched.origin.name.rpartition(".")[0] == call.module
 
@@ -231,9 +235,10 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], set[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Weights with their numbered siblings of the same dtype: with a `*` where every sibling has it, else by name.
+    """Return weights with their numbered siblings of the same dtype: with `*` if all siblings have it, else
+    by name.
 
-    A folded layer stands for others whose names are not known: these are named with a `*`.
+    A folded layer represents others of unknown names: these are written with `*`.
     """
 
     def each(name: str) -> Iterator[str]:
@@ -249,9 +254,9 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
-    """Modules with a `*` for the number of a layer where all siblings of the class are among them, else by name.
+    """Return modules with `*` for layer numbers if all siblings of the class are included, else by name.
 
-    Of a step that ended early nobody knows which of them come later, of a folded model which stand for others.
+    In a step that ended early, or a folded model, the other modules are unknown, so `*` is used.
     """
     names = tuple(dict.fromkeys(modules))
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)

@@ -1,4 +1,4 @@
-"""The `find` of a rule on broken contracts (IST1xx): from a group of breaches to a finding."""
+"""The `find` of rules on broken contracts (IST1xx): from a group of breaches to a finding."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from isotype.rules.kit.words import cause_text, device_says, evidence
 def contract_rule(
     module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
 ) -> Callable[[Trace], Iterator[Finding]]:
-    """Return the `find` of a rule on broken contracts: the findings of those that it claims, one for each
-    cause.
+    """Return the `find` of a rule on broken contracts: one finding per cause among its claims.
 
     Args:
         module: `__name__` of the rule's file.
         headline: may use {given} and {expected}, names of dtypes, and {op}.
-        advise: makes a last fix for each finding.
+        advise: returns a last fix for each finding.
     """
     code = code_of(module)
 
     def find(trace: Trace) -> Iterator[Finding]:
-        """Yield the broken contracts that are this rule's, by cause."""
+        """Yield this rule's broken contracts, by cause."""
         for group in groups(trace):
             if group.code == code:
                 finding = _finding(trace, group, headline, trace.owners)
@@ -42,7 +41,7 @@ def contract_rule(
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Errors of a partial trace that the full trace is certain to contain, by code and cause."""
+    """Return the (code, cause) of errors in a partial trace that the full trace will have too."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -50,7 +49,7 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 
 def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
-    """What the rule `code` finds where a check of the model's own code refused a dtype; None if no tensor is mismatched."""
+    """Return rule `code`'s finding for a dtype refused by the model's code; None without a mismatched tensor."""
     taken = _named_dtypes(failure.error)
     at_hand = [o for o in failure.operands if o.origin.cause.kind != "constant"]
     compute = sides_in(trace).at(failure.module, [operand.origin.cause for operand in at_hand])
@@ -58,7 +57,7 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
     if refused:
         mismatched = [o for o in at_hand if o.dtype in refused][-1:]
     elif taken:
-        # The one that was made last is the nearest to the line that raised.
+        # The latest one is the nearest to the line that raised.
         mismatched = [o for o in at_hand if o.dtype not in taken][-1:]
     else:
         mismatched = [o for o in at_hand if o.dtype != compute]
@@ -87,7 +86,7 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """A cause with the weights of the same kind: the step ended at the first, and would end at the next one's."""
+    """Yield a cause and the weights of the same kind, at which the step would end next."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:
@@ -119,12 +118,12 @@ _NAMES = {
 
 
 def _named_dtypes(error: str) -> frozenset[torch.dtype]:
-    """The dtypes that an error says are taken ("must be either float or double"); empty where it names none."""
+    """Return the dtypes that an error names as accepted ("must be either float or double"); empty if none."""
     return _dtypes_in(_TAKES.search(error))
 
 
 def _refused_dtypes(error: str) -> frozenset[torch.dtype]:
-    """The one 16-bit dtype that an error says is not taken ("Unsupported dtype BFloat16"); empty where it says another thing."""
+    """Return the 16-bit dtype that an error names as refused ("Unsupported dtype BFloat16"); empty if none."""
     named = _dtypes_in(_REFUSES.search(error))
     return named if len(named) == 1 and all(dtype.itemsize < 4 for dtype in named) else frozenset()
 
@@ -141,7 +140,7 @@ def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Wei
     others = [
         dtype_name(o.dtype) for o in first.operands if o.dtype in FLOATS and o.dtype != group.mismatched.dtype
     ]
-    # Which kernel attention ran with on the fakes says nothing about the device that is asked about.
+    # Attention's kernel on the fakes carries no information about the simulated device.
     op = "torch.scaled_dot_product_attention" if "_scaled_dot_product" in first.op else first.op
     return Finding(
         code=group.code,

@@ -1,9 +1,9 @@
-"""What silent findings cost: FLOPs, casts, bytes and an estimate of time, shared by the rules IST2xx and IST6xx.
+"""Costs of silent findings: FLOPs, casts, bytes and estimated time, shared by the rules IST2xx and IST6xx.
 
 Time is the roofline's (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator takes
-`max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, a step the sum over its operators.
-Rates are the device profile's data-sheet peaks. Operators are counted one by one, as eager PyTorch runs them; the
-cost of launching them is left out, so that for tiny models only ratios of large operators mean anything.
+`max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, a step the sum over its
+operators. Rates are the device profile's data-sheet peaks. Operators are counted one by one, as in eager
+PyTorch, without launch costs, so that for tiny models only ratios of large operators are meaningful.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _UNWRITTEN = (
     *(f"aten.{name}." for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
     str(UNNAMED_VIEW),
 )
-"""Beginnings of operators that return memory without writing it."""
+"""Prefixes of operators that return memory without writing it."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
-# What a cast is called where Python asks for it; under any other function's name autocast asked.
+# Python names of casts; a cast in any other function is autocast's.
 _CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
@@ -37,14 +37,7 @@ _CAST_FUNCTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Cast:
-    """A call that copies a float tensor into another float dtype.
-
-    Attributes:
-        call: the call.
-        operand: what was cast.
-        before, after: the dtypes.
-        elements: number of elements, of all calls that it stands for.
-    """
+    """A cast of a float tensor to another float dtype; `elements` counts all calls that it represents."""
 
     call: Call
     operand: Operand
@@ -54,7 +47,7 @@ class Cast:
 
     @property
     def widens(self) -> bool:
-        """True if the copy takes more bytes than what was cast."""
+        """True if the result takes more bytes than the operand."""
         return self.after.itemsize > self.before.itemsize
 
     @property
@@ -64,7 +57,7 @@ class Cast:
 
 
 def cast_of(call: Call) -> Cast | None:
-    """Return the cast that a call is, None for any other call."""
+    """Return the cast of a call; None for any other call."""
     if not call.op.startswith(_CASTS) or len(call.operands) != 1 or not call.results:
         return None
     operand, (after, shape) = call.operands[0], call.results[0]
@@ -80,12 +73,12 @@ def casts(trace: Trace) -> tuple[Cast, ...]:
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Return whether a cast was autocast's: no function of Python's that casts asked for it."""
+    """Return whether a cast is autocast's: not in a Python function that casts."""
     return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in _CAST_FUNCTIONS)
 
 
 def elements(shape: Iterable[int]) -> int:
-    """Number of elements of a tensor of this shape."""
+    """Return the number of elements of a shape."""
     count = 1
     for size in shape:
         count *= size
@@ -98,8 +91,8 @@ def elements(shape: Iterable[int]) -> int:
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    As `Origin.cause`, but a module that casts its input down and its output back to what it was given (a quantized
-    layer, an adapter) restores a dtype and chose none: the blame goes on to whoever made its input.
+    As `Origin.cause`, but a module that casts its input down and its output back (a quantized layer, an
+    adapter) only restores a dtype: the blame passes to the origin of its input.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -121,7 +114,7 @@ def root(origin: Origin) -> Origin:
 
 @per_trace
 def adapter_modules(trace: Trace) -> frozenset[str]:
-    """Names of the modules that hold adapter weights."""
+    """Return the names of the modules with adapter weights."""
     return frozenset(weight.module for weight in trace.weights if weight.adapter)
 
 
@@ -130,7 +123,7 @@ def adapter_modules(trace: Trace) -> frozenset[str]:
 
 @cache
 def is_view(op: str) -> bool:
-    """Return whether an operator returns a view of what it was given and moves no bytes."""
+    """Return whether an operator returns a view of its operand and moves no bytes."""
     return op.startswith("prim.") or any(
         value.alias_info and not value.alias_info.is_write for value in _returns(op)
     )
@@ -143,7 +136,7 @@ def writes_in_place(op: str) -> bool:
 
 
 def _returns(op: str) -> Sequence[Any]:
-    """What the schema of an operator says of its results; nothing of what has no schema."""
+    """Return the declared results of an operator; none without a schema."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace, None), name, None)
@@ -153,7 +146,7 @@ def _returns(op: str) -> Sequence[Any]:
 
 
 def bytes_moved(call: Call) -> int:
-    """Bytes that the calls it stands for read and write; 0 for views, and for memory that is returned unwritten."""
+    """Return the bytes read and written by the represented calls; 0 for views and unwritten memory."""
     if is_view(call.op) or call.op.startswith(_UNWRITTEN):
         return 0
     read = sum(elements(operand.shape) * operand.dtype.itemsize for operand in call.operands)
@@ -162,7 +155,7 @@ def bytes_moved(call: Call) -> int:
 
 
 def new_pages(call: Call) -> int:
-    """Bytes of the blocks that the calls it stands for ask the system for: results that are no operand's, too large for a C library to keep."""
+    """Return the bytes of new results too large for the C library to cache, for the represented calls."""
     if is_view(call.op) or writes_in_place(call.op):
         return 0
     sizes = (elements(shape) * dtype.itemsize for dtype, shape in call.results)
@@ -170,7 +163,7 @@ def new_pages(call: Call) -> int:
 
 
 def run_dtype(call: Call) -> torch.dtype | None:
-    """Return the dtype that a matmul-like call runs in, None for other calls."""
+    """Return the dtype of a matmul-like call; None for other calls."""
     return call.results[0][0] if call.flops and call.results else None
 
 
@@ -178,11 +171,9 @@ Seconds = Callable[[Call], float]
 
 
 def seconds_on(profile: DeviceProfile, stand_in: torch.dtype | None = None) -> Seconds | None:
-    """What times a call by the roofline; None if the profile has no rates.
+    """Return a function that times a call by the roofline; None if the profile has no rates.
 
-    Args:
-        profile: the device.
-        stand_in: the dtype whose rate is taken for a dtype without a published one.
+    `stand_in`: the dtype whose rate is used for one without a published rate.
     """
     peaks, bandwidth = profile.peak_flops, profile.memory_bandwidth
     if not peaks or bandwidth is None:
@@ -207,10 +198,11 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Estimated time of the step over its time with `costly` calls in the dtype `wanted` and without `gone`.
+    """Return the step's estimated time over that with `costly` calls in the dtype `wanted` and without
+    `gone`.
 
-    A call in another dtype moves its float bytes in proportion. None if the profile has no rates for the dtypes;
-    `stand_in` is the dtype whose rate is taken for one without a rate of its own.
+    A call in another dtype moves its float bytes in proportion. None if the profile lacks rates for the
+    dtypes; `stand_in` is the dtype whose rate is used for one without a rate.
     """
     profile = trace.setup.profile
     seconds, rate = seconds_on(profile, stand_in), profile.peak_flops.get(wanted)
@@ -236,28 +228,28 @@ def _float_dtypes(call: Call) -> Iterator[torch.dtype]:
 
 @per_trace
 def all_bytes(trace: Trace) -> int:
-    """Bytes that all operators of the step read and write."""
+    """Return the bytes read and written by all operators of the step."""
     return sum(map(bytes_moved, trace.calls))
 
 
 def flops_of(calls: Iterable[Call]) -> int:
-    """FLOPs of calls, folded layers counted."""
+    """Return the FLOPs of calls, including folded layers."""
     return sum(call.flops * call.repeats for call in calls)
 
 
 def flops_share(trace: Trace, calls: Iterable[Call]) -> float:
-    """Return the share (0 to 1) of the step's FLOPs that calls have."""
+    """Return the share (0 to 1) of the step's FLOPs in these calls."""
     return flops_of(calls) / max(1, all_flops(trace))
 
 
 @per_trace
 def all_flops(trace: Trace) -> int:
-    """FLOPs of the whole step."""
+    """Return the FLOPs of the whole step."""
     return sum(trace.flops.values())
 
 
 def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
-    """Notes that say how an estimate was made."""
+    """Return notes on how an estimate was made."""
     if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     title = trace.setup.profile.title

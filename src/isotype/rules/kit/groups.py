@@ -1,6 +1,6 @@
-"""Broken contracts by cause: one cause is one group, whatever it breaks.
+"""Broken contracts by cause: one group per cause, whatever it breaks.
 
-A group knows the operand to blame, how its dtype came about, and which rule claims it.
+A group has the operand to blame, the origin of its dtype, and its rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """`function`, called once for each trace: a training that was checked at its start must not keep the trace."""
+    """Cache `function` per trace, without keeping the trace alive after a check."""
     known: WeakKeyDictionary[Trace, Any] = WeakKeyDictionary()
 
     @wraps(function)
@@ -37,7 +37,7 @@ def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
 
 
 SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter", "index_reduce")
-"""Operators that write rows into a tensor, by parts of their names."""
+"""Substrings of the names of operators that write rows into a tensor."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class Group:
     """Calls that break a contract for one cause.
 
     Attributes:
-        code: which rule it belongs to: that of the first call.
+        code: the rule of the first call.
         calls: in order of execution.
         mismatched: the operand to blame in the first call.
-        causes: who made the dtypes of all mismatched operands, one for each name or source; the first made the first's.
+        causes: origins of the dtypes of all mismatched operands, one per name or source, that of the
+            first call first.
         expected: the dtype it should have had.
-        side: the dtype of the part of the model that it does not fit.
+        side: the dtype of the part of the model that it mismatches.
         refused: what was refused in the first call.
     """
 
@@ -64,13 +65,13 @@ class Group:
 
     @property
     def cause(self) -> Origin:
-        """Who made the dtype of the first mismatched operand."""
+        """Origin of the dtype of the first mismatched operand."""
         return self.causes[0]
 
 
 @per_trace
 def groups(trace: Trace) -> tuple[Group, ...]:
-    """Return the broken contracts of a trace by cause, in the order in which they surface."""
+    """Return the broken contracts of a trace by cause, in order of appearance."""
     owners, sides = trace.owners, sides_in(trace)
     by_cause: dict[tuple[str, ...], list[tuple[str, Refused, Call, Operand]]] = {}
     forward: set[tuple[str, str, str]] = set()
@@ -81,7 +82,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         if call.phase == "forward":
             forward.add(here)
         elif call.recomputed and here in forward:
-            continue  # what broke in the forward breaks again when checkpointing recomputes it
+            continue  # a breach of the forward occurs again in recomputation
         mismatched = mismatched_operand(call, side_at(call, sides), owners)
         code, claim = claimed(Broken(call, mismatched, trace))
         if claim.grouped:
@@ -106,12 +107,12 @@ def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, s
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Who tells, in this trace, which of two dtypes that meet is out of place."""
+    """Return the decision rule of this trace for which of two meeting dtypes is out of place."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes)
 
 
 def side_at(call: Call, sides: Sides) -> torch.dtype:
-    """Return the dtype of the part of the model in which a call's float operands meet."""
+    """Return the dtype of the part of the model where a call's float operands meet."""
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     # One without dimensions gives its dtype to nothing that it meets.
     return sides.at(
@@ -120,7 +121,7 @@ def side_at(call: Call, sides: Sides) -> torch.dtype:
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """One for each name, numbers of layers aside, and source."""
+    """Return one cause per name (without layer numbers) and source."""
     kept: dict[tuple[str, str], Origin] = {}
     for cause in causes:
         kept.setdefault((starred(cause.name), cause.source), cause)
@@ -133,9 +134,9 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
 
 
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
-    """Return the operand to blame: the first float one that is not in the dtype of its side.
+    """Return the operand to blame: the first float one in another dtype than its side's.
 
-    In an adapter it is the frozen part that did not become float32 with the trained ones.
+    In an adapter it is the frozen part that is not float32 like the trained ones.
     """
     expected = _expected(call, side)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
@@ -149,25 +150,25 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
         return (floats or list(call.operands))[0]
     scratch = [operand for operand in floats if operand.origin.cause.kind == "scratch"]
     if scratch:
-        return scratch[0]  # what another module needed it for says nothing about this one
+        return scratch[0]  # its use in another module is no evidence for this one
     foreign = [operand for operand in floats if operand.dtype != side]
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # One without dimensions gives its dtype to nothing that it meets.
     foreign = [operand for operand in foreign if operand.shape] or foreign
-    # What the model itself did explains more than a gradient or a conversion downstream of it.
+    # The model's own code explains more than a gradient or a downstream conversion.
     telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
     first = (telling or foreign or floats)[0]
-    # Of one layer's own weights the matrix stands for all: `addmm` is given the bias first.
+    # Of a layer's weights the matrix represents all: `addmm` has the bias first.
     weights = [o for o in telling if _layer(o) == _layer(first) != ""]
     return max(weights, key=lambda operand: len(operand.shape), default=first)
 
 
 _SCALES = ("absmax", "absmax_code", "code")
-"""Operands of bitsandbytes' kernels that are float32, whatever dtype the model has."""
+"""Operands of bitsandbytes' kernels that are always float32."""
 
 
 def _layer(operand: Operand) -> str:
-    """Return the module whose weight an operand is, registered or not, "" where it is none."""
+    """Return the module whose (registered or plain) weight an operand is; "" for others."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
@@ -175,7 +176,7 @@ _OWNED = ("parameter", "buffer")
 
 
 def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
-    """Whether it is a tensor that an adapter has beside the trained ones (VeRA's shared projections)."""
+    """Return whether an origin is an adapter's frozen tensor beside the trained ones (VeRA's shared projections)."""
     owner = owners.get(origin.name)
     return (
         origin.kind in _OWNED
@@ -186,7 +187,9 @@ def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
 
 
 def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Whether it is float32 because an adapter's trained weight is, or because its layer casts to that dtype."""
+    """Return whether an operand is float32 because of an adapter's trained weight, or its layer's cast to
+    that dtype.
+    """
     trained = any(
         step.kind == "parameter" and step.name in owners and owners[step.name].trainable
         for step in operand.origin.path()

@@ -1,4 +1,4 @@
-"""Findings about predictions that depend on what they must not depend on."""
+"""Findings on predictions that depend on inputs that they must not depend on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.records.reach import Leak, Reach
 def leak_finding(
     code: str, severity: Severity, message: str, reach: Reach, leak: Leak, cause: str, fixes: Iterable[Fix]
 ) -> Finding:
-    """Return the finding of a leak, at the module that lets it through."""
+    """Return the finding of a leak, at the module that causes it."""
     of = f"{leak.changed:,} of {plural(leak.of, 'prediction')} change"
     return Finding(
         code,
@@ -30,10 +30,10 @@ def leak_finding(
 
 
 def measured_on(reach: Reach) -> str:
-    """What the measurement was made on."""
+    """Return a note on the measurement."""
     return f"measured in float64 on {reach.copy}, with {plural(reach.rows, 'row')} of {plural(reach.tokens, 'token')}"
 
 
 def where(leak: Leak) -> str:
-    """Return the class of the module that lets a change through."""
+    """Return the class of the module that causes a leak."""
     return leak.kind or "the model"

@@ -1,4 +1,4 @@
-"""What IST601 and IST602 share: matmuls in a 16-bit dtype that the device runs slowly or not at all."""
+"""Shared part of IST601 and IST602: matmuls in a 16-bit dtype that the device runs slowly or not at all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LEAST_SLOWER = 1.5
 
 
 def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Iterator[Finding]:
-    """Matmuls in `dtype` that the device runs slowly or not at all; `other` is the 16-bit dtype to try instead."""
+    """Yield matmuls in `dtype` that the device runs slowly or not at all; `other` is the 16-bit alternative."""
     profile = trace.setup.profile
     support = profile.supports(dtype)
     calls = [call for call in trace.calls if costs.run_dtype(call) == dtype]
-    # A step that was not traced to a matmul is judged by what it was meant to run in.
+    # A step without a traced matmul is judged by its intended dtype.
     meant = not calls and trace.setup.compute == dtype
     targets = _targets(trace, dtype, other)
     if (support == "native" and not targets) or not (meant or _time_share(trace, dtype) >= _LEAST_SHARE):
@@ -57,7 +57,7 @@ def _how_they_run(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> str:
 
 
 def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
-    """How much slower matmuls in `dtype` were where somebody has measured such a device."""
+    """Yield the measured slowdown of matmuls in `dtype` on such a device, if any."""
     profile = trace.setup.profile
     for other in sorted(profile.native, key=dtype_name):
         slower = profile.slower(dtype, other)
@@ -66,24 +66,24 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Share of the matmuls' time that goes to `dtype`, by measured rates; without them its share of the FLOPs."""
+    """Return the share of the matmuls' time in `dtype`, by measured rates; without them, of the FLOPs."""
     speed = trace.setup.profile.speed
     times = {each: flops / speed.get(each, 1.0) for each, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
 
 
 def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
-    """Estimated time of the step over its time with the matmuls of `dtype` in `target`."""
+    """Return the estimated step time over that with the matmuls of `dtype` in `target`."""
     slower = trace.setup.profile.slower(dtype, target)
     if slower is not None:
         share = _time_share(trace, dtype)
         return 1 / (1 - share + share / slower) if calls else None
-    # Without a rate of its own an emulated dtype runs at float32's at best: that is what it is converted to.
+    # Without its own rate an emulated dtype runs at most at float32's, to which it is converted.
     return costs.slowdown(trace, calls, target, stand_in=torch.float32)
 
 
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
-    """Return the whole step in `other` or in float32, whichever the device runs natively, and faster."""
+    """Return fixes that run the whole step in `other` or in float32, if native and faster on the device."""
     return tuple(step_in(trace, dtype, target) for target in _targets(trace, dtype, other))
 
 
@@ -104,7 +104,7 @@ def _estimate(cost: Cost, trace: Trace) -> Iterable[str]:
 
 
 def _cause(trace: Trace, dtype: torch.dtype) -> str:
-    """Who asked for the dtype: autocast, a quantized layer, or the weights."""
+    """Return the source of the dtype: autocast, a quantized layer, or the weights."""
     name, setup = dtype_name(dtype), trace.setup
     if setup.autocast == dtype:
         return f"autocast is set to {name}"
@@ -118,11 +118,11 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
 
 
 _UNSAFE = {torch.float16: "its values end at 65,504", torch.bfloat16: "it rounds each to 8 bits"}
-"""Why a cast of weights to a dtype may cost."""
+"""Cost of casting weights to a dtype."""
 
 
 def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
-    """Run the whole step in `target` where it runs in `dtype`: settings, weights, quantized layers."""
+    """Return the fix that runs the whole step in `target` instead of `dtype`: settings, weights, quantized layers."""
     name = dtype_name(target)
     plain = [w for w in trace.weights if w.dtype == dtype and w.quantization is None and not w.buffer]
     settings = (
@@ -144,7 +144,7 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
 
 
 def _is_input(trace: Trace, dtype: torch.dtype) -> bool:
-    """Return whether an input of the model is in `dtype`: the casts of the weights leave it as it is."""
+    """Return whether an input of the model is in `dtype`, which casts of weights do not change."""
     return any(
         operand.dtype == dtype and operand.origin.kind == "input"
         for call in trace.calls
@@ -153,7 +153,7 @@ def _is_input(trace: Trace, dtype: torch.dtype) -> bool:
 
 
 def _layers(trace: Trace, dtype: torch.dtype, target: str) -> Iterator[Action]:
-    """Compute dtypes and quantization states of quantized layers that say `dtype`."""
+    """Yield actions for quantized layers with compute dtype or state in `dtype`."""
     for weight in trace.weights:
         state = weight.quantization
         if state is not None and state.compute == dtype:
@@ -163,6 +163,6 @@ def _layers(trace: Trace, dtype: torch.dtype, target: str) -> Iterator[Action]:
 
 
 def _cast(weight: Weight, target: torch.dtype) -> Action:
-    # What is trained gets float32 masters: a GradScaler takes no float16 gradients.
+    # Trained parameters get float32 masters: a GradScaler accepts no float16 gradients.
     to = torch.float32 if weight.trainable else target
     return Action("parameter", starred(weight.name), dtype_name(to))

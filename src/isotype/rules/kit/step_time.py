@@ -1,15 +1,15 @@
-"""The least time of a step on a device by its data sheet, and what goes into it.
+"""The minimum time of a step on a device by its data sheet, and its parts.
 
-The roofline of `costs`, as a bound: a product takes no less than its FLOPs at the peak rate of its dtype and than its operands
-and results at the memory's bandwidth. Attention counts half of its FLOPs, since a causal kernel leaves out the scores above the
-diagonal. What lies between products can be fused with more or fewer kernels than a trace has, so that it is in no bound: it is
-in the time of the step as it was traced, one operator after another. No card reaches these rates: the real step is slower.
-Random values of a device that was measured take what one thread takes to draw them: on a CPU, ten times what their bytes do. A block
-that its C library does not keep comes in new pages, which the system clears one by one: ten times what its bytes take.
-A 16-bit dtype that the device emulates is multiplied in float32 units, and converted on the way there: at float32's rate at best.
-How long the host takes for a launch is on no data sheet. What it may take before the device waits for it follows from the rest.
-Where a profile has what whole steps reach (`DeviceProfile.steps`), operators between products take the traffic and the launches that are left of
-them when chains of them are one kernel each, and a step takes no less than the host needs for its launches.
+The roofline of `costs` as a bound: a product takes at least its FLOPs at its dtype's peak rate, and its
+operands and results at the memory's bandwidth. Attention counts half of its FLOPs, since a causal kernel
+skips the scores above the diagonal. Operators between products can be fused into fewer kernels than traced,
+so they are in no bound, but in the time of the traced step. No card reaches these rates. On a measured
+device, random values take the time of one thread to draw them: on a CPU, ten times that of their bytes.
+Blocks that the C library does not cache come in new pages, which the system zeroes: ten times the time of
+their bytes. An emulated 16-bit dtype is converted and multiplied in float32 units: at most at float32's rate.
+The host's time per launch is on no data sheet; its maximum before the device waits follows from the rest.
+With step-level rates (`DeviceProfile.steps`), operators between products take the traffic and launches that
+remain after fusion, and a step takes at least the host's time for its launches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ATTENTION = (
 
 @per_trace
 def step_time(trace: Trace) -> StepTime | None:
-    """The least time of a step; None where the device has no such figures, or the step was not traced to its end."""
+    """Return the minimum time of a step; None without rates, or if the step was not traced to its end."""
     profile = trace.setup.profile
     emulated = {
         dtype: torch.float32
@@ -74,31 +74,33 @@ def step_time(trace: Trace) -> StepTime | None:
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
-    """Bytes that the calls it stands for read and write: an optimizer's one call updates the weights of all layers, folded or not."""
+    """Return the bytes read and written by the represented calls; an optimizer's call updates all layers' weights."""
     size = costs.bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """Return how many times the trained weights of the folded model the whole model has."""
+    """Return the whole model's trained weights over those of the folded model."""
     sizes = [(costs.elements(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 
 
 def fuses(call: Call) -> bool:
-    """Whether kernels compute a call together with its neighbours: no product, dequantization, optimizer or operator of another library."""
+    """Return whether kernels fuse a call with its neighbours: no product, dequantization, optimizer or other
+    library's operator.
+    """
     dequantizes = any(operand.dtype == torch.int8 for operand in call.operands)
     return not call.flops and not dequantizes and call.phase != "optimizer" and call.op.startswith("aten.")
 
 
 def _values(call: Call) -> int:
-    """Random values that the calls draw: those of the first result."""
+    """Return the number of random values that the calls draw: those of the first result."""
     return costs.elements(call.results[0][1]) * call.repeats if call.results else 0
 
 
 def least_flops(call: Call) -> float:
-    """FLOPs of the calls that it stands for, of attention half."""
+    """Return the FLOPs of the represented calls; half for attention."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count
 

@@ -1,7 +1,7 @@
-"""A trace and a measurement of the same model, joined: which measured values a step holds in float16, and where.
+"""Measured values that a step holds in float16: a trace joined with a measurement of the same model.
 
-Magnitudes do not depend on the dtypes that a step computes in as long as nothing overflows. So one measurement says of
-every trace of the model, that of a fix among them, which of its values float16 has to hold.
+Magnitudes do not depend on a step's dtypes unless something overflows. So one measurement serves every trace
+of the model, including that of a fix.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Held:
-    """A value that float16 has to hold in a step.
+    """A value held in float16 in a step.
 
     Attributes:
-        call: the operator of the trace; in a folded trace it may stand for those of several layers.
-        operator: what was measured of it, in its own layer.
-        at: position of the measured operator in the order of the program; a cast of its result comes half a step later.
-        value: the largest magnitude that it takes or returns in float16.
-        takes: whether that is an operand; else it is the result.
+        call: the operator of the trace; in a folded trace it may represent those of several layers.
+        operator: its measurement, in its own layer.
+        at: position of the measured operator in program order; a cast of its result is half a step later.
+        value: the largest magnitude of its float16 operands or results.
+        takes: whether that is an operand instead of the result.
     """
 
     call: Call
@@ -51,7 +51,7 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Fully qualified name of the module: the call's, where it is that very layer."""
+        """Fully qualified name of the module: the call's if it is the measured layer itself."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -62,19 +62,19 @@ class Held:
 
 
 def computes_float16(trace: Trace) -> bool:
-    """Return whether an operator of the step takes or returns float16."""
+    """Return whether an operator of the step has float16 operands or results."""
     return any(torch.float16 in _dtypes(call) for call in trace.calls)
 
 
 def largest(trace: Trace) -> Held | None:
-    """Return the largest measured value that the forward holds in float16; None if none is known."""
+    """Return the largest measured value that the forward holds in float16; None if unknown."""
     forward = (each for each in held(trace) if each.call.phase == "forward")
     return max(forward, key=lambda each: each.value, default=None)
 
 
 @per_trace
 def held(trace: Trace) -> tuple[Held, ...]:
-    """Every measured value that the step holds in float16, in the order of the program; none without a measurement."""
+    """Return every measured value that the step holds in float16, in program order; none without a measurement."""
     ranges = trace.setup.ranges
     if ranges is None:
         return ()
@@ -100,12 +100,12 @@ def held(trace: Trace) -> tuple[Held, ...]:
 
 @dataclass(frozen=True)
 class Flushed:
-    """Shares (0 to 1) of the elements of a step's float16 gradients that are too small for it, and become zero.
+    """Shares (0 to 1) of the elements of a step's float16 gradients that become zero.
 
     Attributes:
         plain: without loss scaling.
         scaled: at a loss scale of 65536.
-        gradient: the largest finite gradient of all; 0 where none is.
+        gradient: the largest finite gradient; 0 if there is none.
     """
 
     plain: float
@@ -115,7 +115,7 @@ class Flushed:
 
 @per_trace
 def flushed(trace: Trace) -> Flushed | None:
-    """What float16 flushes to zero in the backward; None if nothing was measured of it."""
+    """Return the share of gradients that float16 flushes to zero in the backward; None without a measurement."""
     gradients = [
         each
         for each in held(trace)
@@ -141,12 +141,12 @@ def _dtypes(call: Call) -> set[torch.dtype]:
 
 
 def _operation(op: str) -> str:
-    """`aten.mm` of `aten.mm.default`; attention is one operation, whichever kernel a device has for it."""
+    """Return `aten.mm` for `aten.mm.default`; attention is one operation for all kernels."""
     return "attention" if is_attention(op) else op.rpartition(".")[0]
 
 
 def _calls(trace: Trace) -> dict[_Key, list[Call]]:
-    """The calls of forward and backward by module, operation and phase, as the measurement counts them."""
+    """Return the calls of forward and backward by module, operation and phase, as counted by the measurement."""
     calls: dict[_Key, list[Call]] = defaultdict(list)
     for call in trace.calls:
         if call.phase not in ("forward", "backward") or call.recomputed:
@@ -157,7 +157,9 @@ def _calls(trace: Trace) -> dict[_Key, list[Call]]:
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
-    """Casts of float32 results to float16 in the module that has just made them, by the id of the call that did."""
+    """Return casts of float32 results to float16 in the module that computed them, by the id of the computing
+    call.
+    """
     casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:
@@ -180,13 +182,13 @@ def _measured(ranges: Ranges) -> dict[_Key, list[tuple[int, OperatorRange]]]:
 
 
 def _exceptions(trace: Trace) -> Mapping[str, tuple[str, int]]:
-    """How the policy runs its exceptions: a layer that was kept does not stand for one with another exception."""
+    """Return the policy's exceptions: a kept layer does not represent one with another exception."""
     policy = trace.setup.policy
     return {} if policy is None else {each.module: (each.how, each.exponent) for each in policy.exceptions}
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """The measured modules that a folded trace has not, by the name that they share with those that stand for them."""
+    """Return the measured modules missing in a folded trace, by the name they share with their representatives."""
     seen = {base_name(call.module) for call in trace.calls}
     names: dict[str, list[str]] = defaultdict(list)
     for name in dict.fromkeys(module for module, _, _ in measured):
@@ -196,7 +198,7 @@ def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequenc
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """What is known of a quantized layer's kernel, which is no operator that was measured: its module's magnitudes."""
+    """Return the module's magnitudes for a quantized layer's kernel, which is not measured itself."""
     known: ModuleRange | None = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if known is None or not kernel or call.phase != "forward":
@@ -208,7 +210,7 @@ def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, Opera
 def _matched(
     calls: Sequence[Call], operators: Sequence[tuple[int, OperatorRange]]
 ) -> Iterator[tuple[Call, tuple[int, OperatorRange]]]:
-    """Calls and measured operators one by one; where their numbers differ, each call with the largest of all."""
+    """Yield calls with measured operators one by one; if their numbers differ, with the largest values of all."""
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)
     elif operators:
@@ -223,10 +225,10 @@ def _matched(
 
 
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
-    """Return (largest magnitude that the call holds in float16, whether it is an operand); None if it holds none.
+    """Return (largest magnitude that the call holds in float16, whether it is an operand); None without any.
 
-    Inside of a scaled layer values are 2^-exponent of what was measured, gradients 2^exponent; its weights, the largest of
-    which is `weight`, are what they are.
+    Inside a scaled layer values are 2^-exponent times the measured ones, gradients 2^exponent; its weights
+    (largest: `weight`) are unscaled.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
@@ -241,7 +243,7 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
 
 
 def _is_weight(operand: Operand, call: Call) -> bool:
-    """Return whether an operand of a matmul is a weight of its own layer, cast or not."""
+    """Return whether an operand of a matmul is its layer's weight, cast or not."""
     origin = operand.origin if operand.origin.before is None else operand.origin.before
     own = base_name(origin.name.rpartition(".")[0]) == base_name(call.module)
     return call.flops > 0 and (origin.kind == "state" or (origin.kind == "parameter" and own))
@@ -249,12 +251,7 @@ def _is_weight(operand: Operand, call: Call) -> bool:
 
 @dataclass(frozen=True)
 class Growth:
-    """Where the residual stream grows: the first module whose output passes float16, and the largest.
-
-    Attributes:
-        first, first_value: the first module of the stream beyond float16; "" where none is.
-        last, largest: the module with the largest output of the stream.
-    """
+    """Growth of the residual stream: the first module with output beyond float16 ("" if none), and the largest."""
 
     first: str
     first_value: float
@@ -263,7 +260,7 @@ class Growth:
 
 
 def growth(ranges: Ranges) -> Growth | None:
-    """Where the residual stream grows; None if no stream was found."""
+    """Return the growth of the residual stream; None without a stream."""
     largest = ranges.residual
     if largest is None:
         return None

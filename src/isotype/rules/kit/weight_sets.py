@@ -1,4 +1,4 @@
-"""What the rules on weights share: sets of weights, what to call them, and how to cast them."""
+"""Shared part of the rules on weights: sets of weights, their names, and casts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
 
 
 def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
-    """Return the trainable float parameters; those of `dtypes` where any are given."""
+    """Return the trainable float parameters, of `dtypes` if given."""
     return tuple(
         weight
         for weight in trace.weights
@@ -30,33 +30,33 @@ def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
 
 
 def count(weights: Iterable[Weight]) -> int:
-    """Parameters, folded layers counted."""
+    """Return the number of parameters, including folded layers."""
     return sum(weight.repeats for weight in weights)
 
 
 def names(weights: Iterable[Weight]) -> tuple[str, ...]:
-    """Their names with `*` for the numbers of layers, each once."""
+    """Return the distinct names with `*` for layer numbers."""
     return distinct_names(weight.name for weight in weights)
 
 
 def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
-    """Return the names of their modules, likewise."""
+    """Return the distinct module names with `*` for layer numbers."""
     return distinct_names(weight.module for weight in weights)
 
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
-    """One action for each name to bring to `dtype`."""
+    """Return one action per name that casts to `dtype`."""
     left = (weight for weight in weights if weight.dtype != dtype)
     return actions("parameter", names(left), dtype_name(dtype))
 
 
 def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) -> Fix:
-    """Bring `weights` to `dtype`, which is safe where it is known to hold every value of theirs."""
+    """Return a fix that casts `weights` to `dtype`, safe if it is known to represent all values."""
     return fix(description, "parameter", names(weights), dtype_name(dtype), safety_of_cast(weights, dtype))
 
 
 def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ...]:
-    """One action for each of their modules: compute in float32, and take and return `compute`."""
+    """Return one action per module: compute in float32, with inputs and outputs in `compute`."""
     return actions("boundary", modules(weights), f"float32:{dtype_name(compute)}")
 
 
@@ -68,7 +68,7 @@ def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
 
 
 def main_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
-    """Return the dtype in which most bytes of `weights` are; None for no weights."""
+    """Return the dtype of most bytes of `weights`; None for no weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += weight.bytes * weight.repeats
@@ -76,10 +76,7 @@ def main_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
 
 
 def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
-    """Make trainable `weights` float32: alone, and with autocast, which a model needs that casts nothing itself.
-
-    A cast to float32 keeps every digit.
-    """
+    """Return fixes to float32 for trainable `weights`: alone, and with autocast if the model does not cast itself."""
     float32 = casts(weights, torch.float32)
     if not float32:
         return ()
@@ -99,18 +96,18 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
         "safe",
         actions=(*float32, cast),
     )
-    # A model trained whole would compute in float32 without autocast.
+    # A fully trained model would compute in float32 without autocast.
     return (alone, mixed) if adapters else (mixed, alone)
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """Return the distance from `value` to the next larger number that bfloat16 or float16 holds."""
+    """Return the distance from `value` to the next larger number of bfloat16 or float16."""
     exponent = max(math.floor(math.log2(value)), _SMALLEST[dtype]) if value > 0 else _SMALLEST[dtype]
     return math.ldexp(1.0, exponent - _DIGITS[dtype])
 
 
 def layer_of(name: str) -> str:
-    """Return the repeated layer a name lies in (`model.layers.0`), "" outside of any."""
+    """Return the repeated layer of a name (`model.layers.0`); "" outside of any."""
     parts = name.split(".")
     numbered = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return "" if numbered is None else ".".join(parts[: numbered + 1])
@@ -126,7 +123,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """Return a finding about `weights`; the first of them is the place, and by default the cause."""
+    """Return a finding about `weights`; the first one is the place, and by default the cause."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

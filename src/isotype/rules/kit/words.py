@@ -1,4 +1,4 @@
-"""How names, places and causes are written in findings."""
+"""Wording of names, places and causes in findings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from isotype.records.trace import Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""In the paths of published models' code: many have trained with it, so what looks like a slip there is known to work."""
+"""Parts of the paths of published models' code: widely used in training, so apparent slips are known to work."""
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
-    """What introduced the dtype, in one line."""
+    """Return the origin of a dtype in one line."""
     dtype, where = dtype_name(cause.dtype), f" at {short(cause.source)}" if cause.source else ""
     inside = f" in {cause.module}" if cause.module else ""
     weight = (owners or {}).get(cause.name)
@@ -41,7 +41,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
 
 
 def evidence(origin: Origin) -> tuple[str, ...]:
-    """Return the path of a dtype from where it was made to the operand, first step first."""
+    """Return the path of a dtype from its origin to the operand, first step first."""
     lines = []
     for step in reversed(origin.path()):
         line = cause_text(step)
@@ -58,7 +58,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_says(what: Call | str) -> tuple[str, ...]:
-    """The device's own message, or its message on the contract that a call broke, as a note; none where it broke none."""
+    """Return a note with the device's message, or the message of a call's breach; none without a breach."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
     return (f"the device says: {message}",) if message else ()
 
@@ -66,31 +66,31 @@ def device_says(what: Call | str) -> tuple[str, ...]:
 def fix(
     description: str, kind: ActionKind, targets: Iterable[str], value: str, safety: Safety = "safe"
 ) -> Fix:
-    """One change of every target, each once."""
+    """Return a fix with one change per distinct target."""
     return Fix(description, safety, actions=actions(kind, targets, value))
 
 
 def actions(kind: ActionKind, targets: Iterable[str], value: str) -> tuple[Action, ...]:
-    """Return the same action on every target, each once."""
+    """Return the same action on every distinct target."""
     return tuple(Action(kind, target, value) for target in dict.fromkeys(targets))
 
 
 def advice(target: str, how: str, value: str | None = None) -> Fix:
-    """Something only the user can change: `how` says it in words, `value` where something shorter does for `target`."""
+    """Return a fix that only the user can make: `how` in words, `value` for a shorter form."""
     return fix(how, "advice", (target,), how if value is None else value)
 
 
 def setting(description: str, target: str, value: str, safety: Safety = "safe") -> Fix:
-    """Another value of one argument of the step."""
+    """Return a fix that changes one argument of the step."""
     return fix(description, "setting", (target,), value, safety)
 
 
 def safety_of_cast(weights: Iterable[Weight], dtype: torch.dtype) -> Safety:
-    """Return whether `dtype` is known to hold every value of `weights`."""
+    """Return whether `dtype` is known to represent every value of `weights`."""
     return "safe" if all(weight.exact_in == dtype for weight in weights) else "unsafe"
 
 
 def and_its_like(names: Iterable[str]) -> str:
-    """Return the first name with a `*` for the numbers of layers, and that there are others."""
+    """Return the first name with `*` for layer numbers, and whether there are others."""
     first, *others = distinct_names(names)
     return f"{first} and its like" if others else first
