@@ -90,7 +90,7 @@ class Layers:
     """Measurement of linear layers, in place of a recorder in `isotype.ranges.twin.twin_of`.
 
     With f = ln p(y | x) for y sampled from the model, the divergence of the model with weights W + D is ½ E[<D,
-    df/dW>²] to second order (the Fisher information); `isotype.checkpoint.damage.measure` replaces df by another
+    df/dW>²] to second order (the Fisher information); `measure_quality` replaces df by another
     gradient with the same second moments. Its diagonal is used, per token: ½ Σ (g² xᵀ²) D² for the gradient g of the
     output and the input x. Errors of different weights are nearly independent; the square of a sum over tokens would
     need hundreds of samples.

@@ -15,7 +15,7 @@ from isotype.cli.output import quiet_libraries
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.compat.interrupt import interrupts_kept
 from isotype.preflight.check import function_arguments
-from isotype.report.text import show_commands, wrapped
+from isotype.report.text import say, show_commands
 from isotype.train.command.command import Command, here
 from isotype.train.preflight.plan import Options, Repaired, StepPlan, repaired_command, with_commands
 from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
@@ -43,14 +43,13 @@ def _run(argv: Sequence[str], console: Console) -> int:
 
             command, row = resolve_auto(command)
             if not options.json and options.sarif != "-":
-                text = wrapped(words_of(row), console)
-                console.print(text, highlight=False, markup=False, soft_wrap=True)
+                say(console, words_of(row))
         report, repaired = _check_plan(plan_of(options, command), options, command)
     _show(report, options, console, repaired)
     status = exit_status(report, options.fail_on)
     if not options.json and options.sarif != "-":
         if repaired is not None:
-            console.print(wrapped(repaired.text, console), highlight=False, markup=False, soft_wrap=True)
+            say(console, repaired.text)
         elif status == 0:
             show_commands(console, _next(options, command, report))
     return status

@@ -17,7 +17,7 @@ from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
 from isotype.core.files import unused
 from isotype.core.terminal import printed_command
-from isotype.report.text import show_commands, wrapped
+from isotype.report.text import say, show_commands, wrapped
 
 if TYPE_CHECKING:
     from isotype.train.command.command import Command
@@ -91,8 +91,7 @@ def _say_what_fits(command: Command, error: Exception) -> None:
     from isotype.planning.nearest import advice, ran_out
 
     if ran_out(error):
-        console = console_of_failure()
-        console.print(wrapped(advice(command), console), highlight=False, markup=False, soft_wrap=True)
+        say(console_of_failure(), advice(command))
 
 
 def _planned(command: Command, console: Console) -> Command:
@@ -103,7 +102,7 @@ def _planned(command: Command, console: Console) -> Command:
 
     with console.status("tracing what fits …"):
         planned, row = resolve_auto(command)
-    console.print(wrapped(words_of(row), console), highlight=False, markup=False, soft_wrap=True)
+    say(console, words_of(row))
     return planned
 
 
@@ -130,13 +129,13 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
     from isotype.report.run.record import loss_sentences, reward_warnings
 
     record = outcome.record
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    say()
+    put = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    put()
     for pieces in loss_sentences(record):
         if pieces:
-            say(wrapped("".join(pieces), console))
+            say(console, "".join(pieces))
     for warning in reward_warnings(record.steps):
-        say(wrapped(f"warning: {warning}", console), style="yellow")
+        say(console, f"warning: {warning}", style="yellow")
     for sample in record.samples:
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(style="bold", no_wrap=True)
@@ -149,21 +148,21 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
         ):
             if text is not None:
                 table.add_row(name, Text(text))
-        say()
+        put()
         console.print(table, highlight=False)
-    say()
+    put()
     if outcome.adapter is not None:
-        say(f"{'adapter' if settings.model.use_peft else 'model':<8} {outcome.adapter}")
-    say(f"report   {outcome.report}")
+        put(f"{'adapter' if settings.model.use_peft else 'model':<8} {outcome.adapter}")
+    put(f"report   {outcome.report}")
     if record.status == "interrupted":
         from isotype.train.output.resume import resume_command
 
         whole = outcome.checkpoint
         if whole is not None:
             command = resume_command(settings.command, record.output_dir, whole)
-            say(wrapped(f"\nstopped; {whole} is whole. Go on with:\n    {command}", console))
+            say(console, f"\nstopped; {whole} is whole. Go on with:\n    {command}")
         else:
-            say("\nstopped before the first checkpoint; nothing to go on from")
+            put("\nstopped before the first checkpoint; nothing to go on from")
     elif outcome.adapter is not None:
         show_commands(console, _uses(outcome.adapter, settings))
 

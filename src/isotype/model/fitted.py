@@ -46,7 +46,7 @@ def quantize_fitted(
     storage: torch.dtype = torch.uint8,
     first: int = 0,
 ) -> tuple[torch.Tensor, Any]:
-    """Quantize as `isotype.model.quantized.quantize_4bit`, with the best constants for inputs of these
+    """Quantize as `isotype.model.quantize.quantize_4bit`, with the best constants for inputs of these
     moments.
 
     Args:
