@@ -77,7 +77,7 @@ def plain(path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from isotype.checkpoint.tokenizer import tokenizer_of
-    from isotype.ranges.batches import made_batches
+    from isotype.ranges.measure import made_batches
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
     model.enable_input_require_grads()

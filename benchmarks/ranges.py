@@ -174,7 +174,7 @@ def batches_of(tokens: int, count: int) -> list[dict[str, Any]]:
     from isotype.checkpoint.load import tokenizer_source
     from isotype.checkpoint.opened import open_checkpoint
     from isotype.checkpoint.tokenizer import tokenizer_of
-    from isotype.ranges.batches import passages
+    from isotype.ranges.measure import passages
 
     tokenizer: Any = tokenizer_of(tokenizer_source(open_checkpoint("embedded:smollm2")))
     ids = tokenizer("\n".join(passages()), return_tensors="pt")["input_ids"][0]

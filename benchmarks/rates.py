@@ -38,7 +38,7 @@ from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
 from isotype.records.trace import Call, Setup, Trace
 from isotype.rules.kit import costs
-from isotype.rules.kit.step_time import fuses, least_flops, step_time, traffic_of
+from isotype.rules.kit.costs import fuses, least_flops, step_time, traffic_of
 
 HERE = Path(__file__).parent
 PUBLISHED, STEPS, PAGE = (

@@ -14,9 +14,8 @@ from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:
     from isotype.checkpoint.damage import measure_quality
-    from isotype.checkpoint.load_named import load
+    from isotype.checkpoint.load_named import StateDictAdapter, load, load_module
     from isotype.checkpoint.measure_ranges import measure_ranges
-    from isotype.checkpoint.modules import StateDictAdapter, load_module
     from isotype.checkpoint.resolve import resolve_precision
     from isotype.core.errors import (
         CheckpointError,
@@ -46,8 +45,8 @@ _HOME = {
     "resolve_precision": "isotype.checkpoint.resolve",
     "PrecisionPolicy": "isotype.precision.policy",
     "load": "isotype.checkpoint.load_named",
-    "load_module": "isotype.checkpoint.modules",
-    "StateDictAdapter": "isotype.checkpoint.modules",
+    "load_module": "isotype.checkpoint.load_named",
+    "StateDictAdapter": "isotype.checkpoint.load_named",
     "add_lora": "isotype.model.adapters",
     "fuse": "isotype.lora.fuse",
     "unfuse": "isotype.lora.fuse",

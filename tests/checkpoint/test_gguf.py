@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import isotype
-from isotype.checkpoint.formats import gguf_tokenizer as module
+from isotype.checkpoint import tokenizer as module
 from isotype.checkpoint.formats.gguf import read_gguf_header
-from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.opened import config_of, local_path, open_model
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
+from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.core.errors import CheckpointError, SaveError
 from tests.refusals import refused
 

@@ -18,9 +18,9 @@ from transformers.utils import logging
 
 import isotype
 from isotype.checkpoint.export import _LLAMA3, ARCHITECTURES, Tensors, write_tensors
-from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.opened import embedded_file
+from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.core.dtypes import GGUF_BLOCKS
 from isotype.core.errors import PrecisionError, UsageError
 from tests.pairwise import few

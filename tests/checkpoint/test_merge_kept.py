@@ -20,7 +20,7 @@ from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.values import held_weight
 from isotype.core.errors import CheckpointError
 from isotype.model.adapters import add_lora
-from isotype.ranges.batches import Rows
+from isotype.ranges.measure import Rows
 from tests.adapters import save_trained
 from tests.checkpoint.test_merge import TARGETS, save_base, tokenizer
 from tests.pairwise import few

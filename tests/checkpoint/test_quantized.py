@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import isotype
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.load_named import load_module
 from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
-from isotype.checkpoint.modules import load_module
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.values import dense
 from isotype.cli.main import main

@@ -12,8 +12,7 @@ from torch import nn
 
 import isotype
 from isotype.core.names import stacked
-from isotype.model.heads import task_type_of
-from isotype.model.targets import choose_targets
+from isotype.model.targets import choose_targets, task_type_of
 from tests.zoo import ARCHITECTURES
 
 

@@ -18,7 +18,7 @@ from isotype.records.finding import Finding
 from isotype.train.command.command import Command
 from isotype.train.command.parse import parse_command
 from isotype.train.preflight.step_plan import parse_options, plan_of
-from isotype.train.recompute_choice import Room
+from isotype.train.run import Room
 
 FINDING = Finding("IST605", "error", "the step does not fit", kind="memory")
 

@@ -14,8 +14,7 @@ from isotype.planning.text import cells_of, speed_of
 from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import StepTime
 from isotype.records.trace import Call
-from isotype.rules.kit.costs import bytes_moved
-from isotype.rules.kit.step_time import step_time, traffic_of
+from isotype.rules.kit.costs import bytes_moved, step_time, traffic_of
 from tests.planning.rows import row
 from tests.rules.samples import call, operand, trace, weight
 from tests.rules.traces import on

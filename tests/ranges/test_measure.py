@@ -15,7 +15,7 @@ import isotype
 from isotype.checkpoint.resolve import kept
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
-from isotype.ranges.batches import made_batches
+from isotype.ranges.measure import made_batches
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.pairwise import few

@@ -10,7 +10,7 @@ import transformers
 
 import isotype
 from isotype.core.errors import UsageError
-from isotype.ranges.batches import positions
+from isotype.ranges.measure import positions
 from tests.models import tiny_config
 from tests.refusals import refused
 

@@ -16,7 +16,7 @@ from isotype.report.check.cost import roofline_words, seconds_words
 from isotype.report.check.record import Record
 from isotype.report.check.text import cost_clauses, to_text
 from isotype.rules.ist605_memory import unquantized_experts
-from isotype.rules.kit.step_time import step_time
+from isotype.rules.kit.costs import step_time
 from isotype.train.models import weightless_model
 from tests.report.check_samples import clean
 from tests.rules.samples import call, operand, trace

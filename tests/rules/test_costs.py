@@ -12,7 +12,7 @@ from isotype.core.names import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Call, Operand, Origin
 from isotype.rules.kit import costs
-from isotype.rules.kit.step_time import step_time
+from isotype.rules.kit.costs import step_time
 from tests.rules.samples import trace
 from tests.rules.traces import BF16, FP32, on, traced
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.model.recompute import checkpointing
-from isotype.train.recompute_choice import Choice
-from isotype.train.run import Run
+from isotype.train.run import Choice, Run
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from isotype.train.output.resume import RUN_FILE
 from isotype.train.preflight import step
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step_plan import parse_options, plan_of, training_plan
-from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 from isotype.train.rows.data import training_data
 from isotype.train.rows.lengths import Lengths, longest_possible
+from isotype.train.run import Choice, NotForeseenError, choose
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 EVERY_2ND = {**CHECKPOINTING, "every_n_layers": 2}

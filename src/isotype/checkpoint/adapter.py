@@ -31,7 +31,7 @@ from isotype.core.names import base_name
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
-from isotype.model.heads import task_of
+from isotype.model.targets import task_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.policy import PrecisionPolicy
 

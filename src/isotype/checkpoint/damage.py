@@ -29,8 +29,7 @@ from isotype.model.walk import kind_of
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
 from isotype.precision.devices.probe import real_device
 from isotype.precision.policy import read_moments, write_moments
-from isotype.ranges.batches import Batches
-from isotype.ranges.measure import Measured, on_device, undisturbed
+from isotype.ranges.measure import Batches, Measured, on_device, undisturbed
 from isotype.ranges.twin import Twin, twin_of
 from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
 

@@ -18,7 +18,6 @@ import torch
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import quantization_options
 from isotype.checkpoint.fill import Placement, fill, placement_dtypes
-from isotype.checkpoint.formats.gguf_tokenizer import tokenizer_copy
 from isotype.checkpoint.formats.headers import (
     CheckpointHeaders,
     Format,
@@ -35,6 +34,7 @@ from isotype.checkpoint.opened import (
     open_checkpoint,
     require_complete_gguf,
 )
+from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.checkpoint.values import turning
 from isotype.checkpoint.weightless import (
     concrete_class,
@@ -60,9 +60,9 @@ from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.experts.stack import quantized_stack, stacked_weights
 from isotype.model.finite import not_finite, refuse
-from isotype.model.heads import remember_drawn
 from isotype.model.mixed import leave_dense, store_layers
 from isotype.model.quantized import holds_turned
+from isotype.model.targets import remember_drawn
 from isotype.precision.policy import PrecisionPolicy
 
 _CHOICES = frozenset({"attn_implementation", "experts_implementation"})

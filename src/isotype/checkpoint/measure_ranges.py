@@ -26,8 +26,16 @@ from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import CheckpointError
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.ranges import Ranges
-from isotype.ranges.batches import Batches, given_batches, made_batches, require_positions
-from isotype.ranges.measure import Measured, base_of, measure, of_module
+from isotype.ranges.measure import (
+    Batches,
+    Measured,
+    base_of,
+    given_batches,
+    made_batches,
+    measure,
+    of_module,
+    require_positions,
+)
 from isotype.ranges.weights import Weight
 
 TOKENS = 256

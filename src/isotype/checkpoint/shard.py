@@ -29,10 +29,10 @@ from isotype.model.experts.quantize import quantize_parts, with_constants
 from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import require_finite
 from isotype.model.fitted import quantize_by
-from isotype.model.heads import remember_drawn
 from isotype.model.quantize import quantize_int8, state_4bit
 from isotype.model.quantized import holds_turned, quantization_state
 from isotype.model.shard import device_of, mesh_over_all, shard_model
+from isotype.model.targets import remember_drawn
 from isotype.model.walk import Place, places
 from isotype.precision.policy import PrecisionPolicy
 

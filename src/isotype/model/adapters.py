@@ -18,9 +18,8 @@ from isotype.core.arguments import wrong_choice
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
-from isotype.model.heads import save_drawn, task_type_of
 from isotype.model.parts import ALL, PARTS, read_parts
-from isotype.model.targets import Adapt, choose_targets, what_is_adapted
+from isotype.model.targets import Adapt, choose_targets, save_drawn, task_type_of, what_is_adapted
 from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy
 

@@ -23,7 +23,7 @@ GOALS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Time:
-    """Estimated seconds of one step with all its micro-batches, by the roofline of `isotype.rules.kit.step_time`.
+    """Estimated seconds of one step with all its micro-batches, by the roofline of `isotype.rules.kit.costs`.
 
     Attributes:
         seconds: of all operators at the device's rates.

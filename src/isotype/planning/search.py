@@ -28,7 +28,7 @@ from isotype.records.memory import StepTime
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.step import PlannedStep, row_length
 from isotype.train.preflight.synthetic import least_length
-from isotype.train.recompute_choice import Choice, NotForeseenError, choose
+from isotype.train.run import Choice, NotForeseenError, choose
 
 
 def longest_of_batches(tokens: Sequence[int], rows: int) -> float:

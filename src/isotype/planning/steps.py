@@ -10,9 +10,9 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.preflight.run import trace_of
 from isotype.records.memory import StepTime
 from isotype.records.trace import Trace
-from isotype.rules.kit.step_time import step_time
+from isotype.rules.kit.costs import step_time
 from isotype.train.preflight.step import PlannedStep
-from isotype.train.recompute_choice import NotForeseenError
+from isotype.train.run import NotForeseenError
 
 
 @dataclass(frozen=True)

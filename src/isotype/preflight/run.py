@@ -22,8 +22,7 @@ from isotype.preflight.apply import apply_actions
 from isotype.preflight.repair import needs_the_caller
 from isotype.preflight.setup import setup_of
 from isotype.ranges import measure as ranges_measure
-from isotype.ranges.batches import given_batches
-from isotype.ranges.measure import of_module
+from isotype.ranges.measure import given_batches, of_module
 from isotype.records.finding import Action, Finding, Fix, Severity
 from isotype.records.reach import Reach
 from isotype.records.request import StepRequest, named_inputs

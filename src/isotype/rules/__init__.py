@@ -10,7 +10,7 @@ from isotype.core.errors import first_line
 from isotype.core.source import line_of
 from isotype.records.finding import SEVERITIES, Finding, Kind, by_preference
 from isotype.records.trace import Trace
-from isotype.rules.kit.claims import rule_modules
+from isotype.rules.kit.groups import rule_modules
 
 FAMILIES: Mapping[str, str] = {
     "IST1": "operands that crash",

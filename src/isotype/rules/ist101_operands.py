@@ -26,8 +26,8 @@ value loses digits. Casting a parameter down is offered as unsafe.
 
 from __future__ import annotations
 
-from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Claim
 
 TITLE = "Activations of another dtype than the weights they meet"
 CLAIMS = (Claim("rest", lambda broken: True),)

@@ -26,8 +26,8 @@ too small for bfloat16 would be lost (IST801).
 
 from __future__ import annotations
 
-from isotype.rules.kit.claims import Broken, Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Broken, Claim
 from isotype.trace.sides import is_adapter
 
 TITLE = "An adapter of another dtype than its layer"

@@ -25,9 +25,8 @@ dtype.
 
 from __future__ import annotations
 
-from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.groups import SCATTERS
+from isotype.rules.kit.groups import SCATTERS, Claim
 
 TITLE = "A scatter whose source has another dtype than its destination"
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*SCATTERS)),)

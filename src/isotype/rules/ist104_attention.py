@@ -23,8 +23,8 @@ bits only, so there casting to the compute dtype is the only way.
 from __future__ import annotations
 
 from isotype.core.operators import ATTENTION_KERNELS
-from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Claim
 
 TITLE = "Attention operands or masks of different dtypes"
 

@@ -25,8 +25,8 @@ untouched. You have to write casts inside of the Function.
 
 from __future__ import annotations
 
-from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.words import advice
 
 TITLE = "A mismatch that only the backward meets"

@@ -23,8 +23,8 @@ digits.
 
 from __future__ import annotations
 
-from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Claim
 
 TITLE = "A convolution whose input has another dtype than its weight"
 CLAIMS = (Claim("operator", lambda broken: broken.runs("conv")),)

@@ -28,8 +28,8 @@ from collections.abc import Iterator
 
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.words import advice, setting
 
 TITLE = "Recomputation in other dtypes than the forward"

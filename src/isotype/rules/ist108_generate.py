@@ -23,8 +23,8 @@ unslothai/unsloth #3723.
 
 from __future__ import annotations
 
-from isotype.rules.kit.claims import Broken, Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Broken, Claim
 
 TITLE = "Evaluation or generation outside of autocast"
 

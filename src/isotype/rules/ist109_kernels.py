@@ -29,8 +29,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import UNSAFE, Call, Trace
-from isotype.rules.kit.claims import Broken, Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Broken, Claim
 from isotype.rules.kit.words import advice, device_says, fix
 
 TITLE = "No kernel for this dtype"

@@ -24,8 +24,8 @@ weight.
 
 from __future__ import annotations
 
-from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Claim
 
 TITLE = "A norm whose weight has another dtype than its input"
 

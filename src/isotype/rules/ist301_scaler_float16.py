@@ -36,7 +36,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, modules, trained
 from isotype.rules.kit.words import device_says, fix
 

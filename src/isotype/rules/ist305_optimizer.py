@@ -33,7 +33,7 @@ from isotype.core.names import agree, short, starred
 from isotype.core.optimizers import OPTIMIZERS
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import FLOATS, GRADIENTLESS, Call, Operand, Trace
-from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
 from isotype.rules.kit.words import advice, cause_text, device_says, fix
 

@@ -36,7 +36,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named, plural, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Failure, Operand, Trace, Weight
-from isotype.rules.kit.claims import Claim
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.rules.kit.words import advice, device_says
 

@@ -34,8 +34,8 @@ from isotype.core.names import agree, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.claims import Claim
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.rules.kit.words import advice, fix
 

@@ -34,9 +34,8 @@ from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings
 from isotype.train.generate import Prompt, with_pictures
 from isotype.train.monitor.recorder import RunRecorder
-from isotype.train.recompute_choice import Choice
 from isotype.train.rows.examples import data_summary
-from isotype.train.run import Built, Run
+from isotype.train.run import Built, Choice, Run
 
 _SETTINGS = (
     "learning_rate",

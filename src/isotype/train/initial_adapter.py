@@ -11,7 +11,7 @@ from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_ad
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, MIXED
-from isotype.model.heads import task_of
+from isotype.model.targets import task_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 

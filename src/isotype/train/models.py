@@ -30,9 +30,8 @@ from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
 from isotype.model.fold import fold as fold_layers
-from isotype.model.heads import save_drawn, task_type_of
 from isotype.model.parts import LANGUAGE, read_parts
-from isotype.model.targets import Adapt, choose_targets
+from isotype.model.targets import Adapt, choose_targets, save_drawn, task_type_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import LOFTQ, brings_tokens, is_its_own_reference

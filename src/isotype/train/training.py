@@ -73,14 +73,13 @@ from isotype.train.output.run_report import (
 from isotype.train.output.saving import Hooks
 from isotype.train.policy import enforce_trainer, masters_of, policy_of_run, precision_arguments
 from isotype.train.preflight.step import SAVED_AS, choice_of_run
-from isotype.train.recompute_choice import Choice
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.contents import fitting, pictures_named, plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_in
 from isotype.train.rows.packed import keep_rows
 from isotype.train.rows.pictured import learn_no_pictures
-from isotype.train.run import Built, Run
+from isotype.train.run import Built, Choice, Run
 from isotype.train.signals import balance, early_stopping, graceful_stop, not_the_best
 from isotype.train.trainer import policy_trainer
 from isotype.train.validate import (

@@ -35,7 +35,7 @@ from isotype.checkpoint.merge.report import ENOUGH, Form, LogitsDifference, comp
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
-from isotype.ranges.batches import Rows, positions, token_rows
+from isotype.ranges.measure import Rows, positions, token_rows
 
 TOKENS, _LENGTH = 512, 256  # tokens that are compared, about, and those of a row, at most
 _HELD = 1 << 28  # bytes of logits that are held: of a large vocabulary every n-th token's

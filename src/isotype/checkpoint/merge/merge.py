@@ -42,7 +42,7 @@ from isotype.core.formats import QUANTIZATIONS
 from isotype.model.boundary import original_class
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
-from isotype.ranges.batches import Rows
+from isotype.ranges.measure import Rows
 
 _SAME = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -12,7 +12,7 @@ from isotype.core.names import plain_name
 from isotype.records.finding import Action, Finding, Severity
 from isotype.records.memory import Memory, StepTime
 from isotype.records.trace import Trace
-from isotype.rules.kit.step_time import step_time
+from isotype.rules.kit.costs import step_time
 from isotype.rules.kit.value_ranges import Held, computes_float16, largest
 
 Again = Callable[[Sequence[Action]], tuple[Finding, ...]]

@@ -12,9 +12,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
 from isotype.records.finding import Finding, Fix, places
 from isotype.records.trace import FLOATS, Breach, Call, Failure, Origin, Trace, Weight
-from isotype.rules.kit.claims import all_claims, code_of
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.groups import Group, distinct, groups, sides_in
+from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, groups, sides_in
 from isotype.rules.kit.words import cause_text, device_says, evidence
 
 

@@ -32,7 +32,7 @@ from isotype.records.request import DEFAULT_PHASES, StepRequest
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
-from isotype.rules.kit.step_time import step_time
+from isotype.rules.kit.costs import step_time
 from isotype.train.device import sound_attention
 from isotype.train.launched import from_first
 from isotype.train.models import weightless_model
@@ -42,9 +42,8 @@ from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step_plan import DEFAULT_LENGTH, training_plan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_length, step_inputs
-from isotype.train.recompute_choice import Choice, NotForeseenError, choose
 from isotype.train.rows.lengths import Lengths, one_a_row
-from isotype.train.run import Run
+from isotype.train.run import Choice, NotForeseenError, Run, choose
 
 SAVED_AS = "gradient_checkpointing"
 """Name of the choice in `RUN_FILE`."""

@@ -17,7 +17,7 @@ from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import CheckpointError, DataError, IsotypeError, first_line
 from isotype.data.load import load_training_data
-from isotype.ranges.batches import Rows, positions
+from isotype.ranges.measure import Rows, positions
 from isotype.report.run.record import JSON_NAME, RunRecord, from_json
 from isotype.train.command.parse import parse_command
 from isotype.train.command.settings import Settings, settings_of
