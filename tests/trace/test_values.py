@@ -358,3 +358,26 @@ def test_a_module_branches_on_its_inputs_as_the_real_one() -> None:
     for each in (X, X + 1):
         followed(lambda x: model(x), {"x": each})
     assert taken == ["padded", "full"]
+
+
+def test_pictures_that_fill_a_batch_up_are_told_from_others() -> None:
+    pictures = torch.ones(2, 3, 3, 64, 64)
+    pictures[1, 1:] = 0.0
+
+    def real_ones(pixel_values: torch.Tensor) -> tuple[int, ...]:
+        each = pixel_values.to(torch.bfloat16).view(6, *pixel_values.shape[2:])
+        return tuple(each[(each == 0.0).sum(dim=(-1, -2, -3)) != each.shape[1:].numel()].shape)
+
+    def written_to(pixel_values: torch.Tensor) -> tuple[int, ...]:
+        pixel_values[1, 1:] = torch.randn(3, 64, 64)
+        return real_ones(pixel_values)
+
+    mode = fake_mode()
+    recorder = FakeRecorder(contracts_for("cpu"), torch.float32, mode)
+    shapes = []
+    for program in (real_ones, written_to):
+        fakes = fake_inputs({"pixel_values": pictures}, mode)
+        recorder.values.give(fakes["pixel_values"], pictures, counted=True)
+        with mode, recorder, Functions(recorder, "cpu"):
+            shapes.append(program(**fakes))
+    assert shapes == [(4, 3, 64, 64), (6, 3, 64, 64)]

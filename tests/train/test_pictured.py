@@ -279,3 +279,28 @@ def test_a_batch_without_pictures_gets_one_where_every_process_must_run_the_towe
     tokens = plain["input_ids"].shape[1]
     assert torch.equal(batch["labels"][0, :tokens], plain["labels"][0])
     assert len(always([shown, text_alone])["labels"]) == 2
+
+
+def test_rows_of_unlike_tiles_are_traced_and_more_rows_than_are_counted_are_sampled(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("isotype.train.rows.lengths.COUNTED_ROWS", 2)
+    save_vision_model("idefics3", tmp_path / "model")
+    rows = []
+    for number, sizes in enumerate([[(40, 40)], [(64, 32), (30, 60)], [(32, 16)]]):
+        names = [f"{number}-{place}.png" for place in range(len(sizes))]
+        for name, size in zip(names, sizes, strict=True):
+            picture(*size).save(name)
+        turns = [said("user", [*[PLACE] * len(sizes), text("w1")]), said("assistant", "w2")]
+        rows.append(json.dumps({"messages": turns, "images": names}))
+    Path("t.jsonl").write_text("\n".join(rows) + "\n")
+    words = (
+        "sft --model_name_or_path model --dataset_name t.jsonl --output_dir out --device cpu --max_steps 1"
+    )
+    status = main([*words.split(), "--per_device_train_batch_size", "3", "--save_strategy", "no"])
+    output, errors = capsys.readouterr()
+    assert status == 0, output + errors
+    assert "IST199" not in output + errors
+    assert "within half of the" in output
+    assert "nothing says how long rows can be" not in output

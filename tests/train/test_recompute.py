@@ -121,9 +121,15 @@ def test_room_is_a_part_of_what_the_device_has_or_has_free(monkeypatch: pytest.M
 def test_the_longest_row_that_can_occur(
     lengths: Lengths | None, limit: int | None, packed: bool, completion: int, longest: int | None
 ) -> None:
-    found, why = longest_possible([], lengths, limit, packed=packed, completion=completion)
+    found, why = longest_possible(lengths, limit, packed=packed, completion=completion)
     assert found == longest
     assert bool(why) == (longest is None)
+
+
+def test_a_sample_bounds_rows_that_are_never_cut() -> None:
+    sample = Lengths((5, 9), 20)
+    assert longest_possible(sample, None, packed=False, completion=0, sampled=True) == (10, "")
+    assert longest_possible(sample, 100, packed=False, completion=0, sampled=True) == (100, "")
 
 
 # ------------------------------------------------------------------------------------------------ the command line

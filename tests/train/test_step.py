@@ -109,13 +109,15 @@ def test_a_training_of_all_weights_is_fused_as_it_is_trained(config: Path) -> No
     assert kept("True") < kept("False")
 
 
-def test_micro_batches_but_the_first_begin_with_the_gradients(config: Path) -> None:
+def test_micro_batches_but_the_first_begin_with_the_gradients_and_all_are_fetched(config: Path) -> None:
     one, two = (traced(config, None, "--gradient_accumulation_steps", steps).memory for steps in "12")
+    inputs = one.phases["forward"]["inputs"]
+    assert two.phases["forward"]["inputs"] == 2 * inputs > 0
     gradients = one.phases["unscale"]["gradients"]
     assert one.phases["forward"].get("gradients", 0) == 0
     assert two.phases["forward"]["gradients"] == gradients > 0
-    assert sum(two.phases["forward"].values()) == sum(one.phases["forward"].values()) + gradients
-    assert two.phases["optimizer"] == one.phases["optimizer"]
+    assert sum(two.phases["forward"].values()) == sum(one.phases["forward"].values()) + gradients + inputs
+    assert two.phases["optimizer"]["gradients"] == one.phases["optimizer"]["gradients"]
 
 
 def test_the_more_layers_are_checkpointed_the_less_memory(config: Path) -> None:

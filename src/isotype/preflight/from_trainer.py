@@ -16,7 +16,7 @@ from isotype.core.random_states import random_states_kept
 from isotype.model.loss import loss_of
 from isotype.model.recompute import checkpointing
 from isotype.model.shard import is_sharded
-from isotype.records.request import LossOf, StepRequest
+from isotype.records.request import LossOf, StepRequest, batches_ahead
 
 
 def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
@@ -104,6 +104,7 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
         optimizer=getattr(arguments.optim, "value", arguments.optim),
         learning_rate=arguments.learning_rate,
         accumulates=arguments.gradient_accumulation_steps,
+        ahead=batches_ahead(arguments.gradient_accumulation_steps, torch.device(arguments.device).type),
         **_processes_of(model, arguments),
     )
 

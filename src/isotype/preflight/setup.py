@@ -72,6 +72,7 @@ def setup_of(request: StepRequest) -> Setup:
         checkpoint_dtype=_checkpoint_dtype(config),
         attention=attention_of(config),
         accumulates=2 if request.accumulates is True else int(request.accumulates),
+        ahead=request.ahead,
         room=request.room,
         batch=_shapes(request.inputs),
         towers=_towers(request.model),

@@ -54,6 +54,7 @@ class StepRequest:
         evaluation: inputs of an evaluation batch between steps, as `inputs`; None: no evaluation.
         reference: the loss's frozen reference copy, of `weights` or `adapters`; None: there is none.
         accumulates: whether an optimizer step takes several micro-batches of these inputs.
+        ahead: batches of such inputs in the device's memory beside the one that is computed.
         room: device memory available to the step; None: its share of all of it.
         wiring: whether to measure on a small copy which inputs reach which predictions; or the inputs to
             measure with, if a wrapped forward passes on other inputs than it gets.
@@ -81,6 +82,7 @@ class StepRequest:
     evaluation: Any = None
     reference: MemoryKind | None = None
     accumulates: bool | int = False
+    ahead: int = 0
     room: Room | None = None
     ranges: Ranges | None = None
     wiring: bool | Mapping[str, Any] = True
@@ -92,3 +94,15 @@ def named_inputs(inputs: Any) -> Mapping[str, Any]:
         inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
     )
     return tensors
+
+
+def batches_ahead(micro_batches: int, kind: str) -> int:
+    """Batches that a `Trainer` has in a device's memory beside the one that is computed.
+
+    It fetches all micro-batches of an optimizer step first, and accelerate's loader one more, which stays with the host.
+
+    Args:
+        micro_batches: of an optimizer step.
+        kind: of the device.
+    """
+    return micro_batches - 1 + (kind == "cpu")

@@ -292,6 +292,7 @@ class Setup:
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None
             if unknown.
         accumulates: number of micro-batches in an optimizer step; gradients exist from the second one on.
+        ahead: batches of inputs in the device's memory beside the one that is computed.
         room: device memory available to the step, and why; None: its share of all of it, see `limit`.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
@@ -321,6 +322,7 @@ class Setup:
     checkpoint_dtype: torch.dtype | None = None
     attention: str | None = None
     accumulates: int = 1
+    ahead: int = 0
     room: Room | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     details: tuple[str, ...] = ()

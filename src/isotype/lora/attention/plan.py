@@ -17,6 +17,9 @@ LOG2_E = math.log2(math.e)
 Span = tuple[int, int]
 """(first, last + 1)"""
 
+_AT_ONCE = 1 << 20
+"""Values of a mask that are looked at together."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -242,65 +245,66 @@ def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
     return mask[:1] if mask.stride(0) == 0 else mask
 
 
-def _opened(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (where queries attend, bias of their scores or None)."""
-    if mask.dtype == torch.bool:
-        return mask, None
-    opened = mask > torch.finfo(mask.dtype).min / 2
-    return opened, mask
+def _opened(mask: torch.Tensor) -> torch.Tensor:
+    """Return where queries attend."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def _tile_of(opened: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if bias is None:
-        return torch.zeros(opened.shape, dtype=torch.float32, device=opened.device).masked_fill_(
-            ~opened, -math.inf
-        )
-    return (bias.float() * LOG2_E).masked_fill_(~opened, -math.inf)
+def _tile_of(mask: torch.Tensor) -> torch.Tensor:
+    opened = _opened(mask)
+    bias = torch.zeros_like(mask, dtype=torch.float32) if mask.dtype == torch.bool else mask.float() * LOG2_E
+    return bias.masked_fill_(~opened, -math.inf)
+
+
+def _pieces(mask: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A mask `[…, queries, keys]` in pieces of queries: what is computed of all of it would be as large as it is."""
+    rows = max(1, _AT_ONCE // max(1, mask[..., :1, :].numel()))
+    return (mask[..., first : first + rows, :] for first in range(0, mask.shape[-2], rows))
 
 
 def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
     _, _, queries, keys = mask.shape
-    mask = _one_of_each(mask)
-    opened, bias = _opened(mask.detach())
-    finitely = bias is not None and bool((~opened.any(-1, keepdim=True) & (bias > -math.inf)).any())
-    if bias is not None and not (opened & (bias != 0)).any():
-        bias = None
+    mask = _one_of_each(mask.detach())
+    finitely = biased = False
+    for piece in _pieces(mask) if mask.dtype != torch.bool else ():
+        opened = _opened(piece)
+        finitely = finitely or bool((~opened.any(-1, keepdim=True) & (piece > -math.inf)).any())
+        biased = biased or bool((opened & (piece != 0)).any())
     parts: list[Part] = []
     for row in range(len(mask)):
-        if row and bias is None and torch.equal(opened[row], opened[row - 1]):
+        if row and torch.equal(mask[row], mask[row - 1]):
             (begin, _), blocks = parts[-1].batch, parts[-1].blocks
             parts[-1] = Part((begin, row + 1), blocks)
             continue
-        kept = _blocks_of(opened[row], None if bias is None else bias[row], rows)
-        parts.append(Part((row, row + 1), tuple(kept)))
+        parts.append(Part((row, row + 1), tuple(_blocks_of(mask[row], rows, biased))))
     if len(mask) == 1:
         parts = [Part((0, batch), parts[0].blocks)]
     return Plan(batch, queries, keys, tuple(parts), finitely)
 
 
-def _blocks_of(opened: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Iterator[Block]:
-    """Yield the blocks of one mask `[1 or heads, queries, keys]`."""
-    if not opened.numel():
+def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
+    """Yield the blocks of one mask `[1 or heads, queries, keys]`, which has a bias or only says where queries attend."""
+    if not mask.numel():
         return
-    anywhere = opened.any(0).to(torch.uint8)
-    firsts = anywhere.argmax(-1).tolist()
-    ends = (anywhere.shape[1] - anywhere.flip(-1).argmax(-1)).tolist()
-    live = anywhere.any(-1).tolist()
+    firsts, ends, live = list[int](), list[int](), list[bool]()
+    for piece in _pieces(mask):
+        anywhere = _opened(piece).any(0).to(torch.uint8)
+        firsts += anywhere.argmax(-1).tolist()
+        ends += (anywhere.shape[1] - anywhere.flip(-1).argmax(-1)).tolist()
+        live += anywhere.any(-1).tolist()
     for first, last in _row_blocks(firsts, live, rows):
         low = min(firsts[row] for row in range(first, last) if live[row])
         high = max(ends[row] for row in range(first, last) if live[row])
-        here = opened[:, first:last, low:high]
-        if bias is not None:
-            yield Block(
-                (first, last), (low, high), (low, high), _tile_of(here, bias[:, first:last, low:high])
-            )
+        here = mask[:, first:last, low:high]
+        if biased:
+            yield Block((first, last), (low, high), (low, high), _tile_of(here))
             continue
-        closed = (~here).flatten(0, 1).any(0).nonzero().flatten()
+        closed = (~_opened(here)).flatten(0, 1).any(0).nonzero().flatten()
         if not len(closed):
             yield Block((first, last), (low, high))
             continue
         begin, end = int(closed[0]), int(closed[-1]) + 1
-        tile = _tile_of(here[..., begin:end], None)
+        tile = _tile_of(here[..., begin:end])
         yield Block((first, last), (low, high), (low + begin, low + end), tile)
 
 

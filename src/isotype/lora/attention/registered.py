@@ -373,13 +373,22 @@ def attention_forward(
     if report is not None and reason is not None:
         report.left[reason] += 1
 
+    foreseen = reason is None and isinstance(q, FakeTensor)
+    if (
+        foreseen
+        and attention_mask is not None
+        and attention_mask.dtype in (torch.bool, torch.float32, q.dtype)
+    ):
+        # isotype's kernels read a mask once and keep none of it; torch's keeps one for every layer.
+        attention_mask, is_causal = None, False
+
     def of_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = sdpa_attention_forward(
             module, q, k, v, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
         )[0]
         return out
 
-    if reason is None and isinstance(q, FakeTensor) and attention_dtype(q) != q.dtype:
+    if foreseen and attention_dtype(q) != q.dtype:
         # On a CPU that emulates the dtype use one of isotype's kernels: they save no results and work on
         # float32 copies.
         return recomputed(of_torch, q, k, v, float32_copies), None

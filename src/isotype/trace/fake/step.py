@@ -261,8 +261,9 @@ class _Step:
             self.recorder.mark(value, Origin("input", value.dtype, name))
             ledger.seen(value, "inputs")
             if name in self.known:
-                self.recorder.values.give(value, self.known[name])
+                self.recorder.values.give(value, self.known[name], counted=True)
                 self.recorder.values.came_rounded(value, name)
+        ledger.add("inputs", self.setup.ahead * ledger.alive("inputs"))
 
     def _gradient(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:
@@ -420,12 +421,18 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_tensors(value, name)
 
 
+_OF_TILES = 5
+"""Dimensions of pictures in tiles, `[rows, tiles, channels, height, width]`; rows of fewer tiles are filled up with zeros."""
+
+
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return copies of inputs small enough for their values to be known."""
+    """Return copies of inputs small enough for their values to be known, and pictures in tiles themselves."""
     return {
-        name: value.detach().cpu().clone()
+        name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)
-        if not value.is_meta and not isinstance(value, FakeTensor) and value.numel() <= LIMIT
+        if not value.is_meta
+        and not isinstance(value, FakeTensor)
+        and (value.numel() <= LIMIT or value.dim() >= _OF_TILES)
     }
 
 

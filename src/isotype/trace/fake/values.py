@@ -33,6 +33,7 @@ LIMIT = 1 << 14
 """Maximum elements of a tensor with a stored value."""
 
 _GUESSED = "_isotype_guessed"
+_LARGE = "_isotype_large"
 _EXACT = "_isotype_exact"
 HALVES = (torch.bfloat16, torch.float16)
 _STAND_IN_ROWS = 4
@@ -57,6 +58,10 @@ _FACTORISATIONS = frozenset(
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
 # Code checks these before it continues, such as argument checks of `torch.distributions`.
 _ALL = frozenset({aten.all, aten._is_all_true})
+# A model finds the pictures that only pad a batch, all zeros, by these: they run on large values, too.
+_COUNTED = frozenset(
+    {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
+)
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
 
 
@@ -69,10 +74,14 @@ class Values:
         # Storages with unknown writes; kept alive, since another could get the same address.
         self._spoiled: dict[int, torch.UntypedStorage] = {}
 
-    def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the value of the fake `tensor`."""
-        if value.numel() <= LIMIT and value.layout == torch.strided and value.device.type == "cpu":
+    def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
+        """Store the value of the fake `tensor`; a large one only if its zeros are to be `counted`."""
+        if value.layout != torch.strided or value.device.type != "cpu":
+            return
+        if value.numel() <= LIMIT:
             setattr(tensor, VALUE, value)
+        elif counted or hasattr(value, _LARGE):
+            setattr(tensor, _LARGE, value)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the value of `tensor`; None if unknown."""
@@ -86,7 +95,7 @@ class Values:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Forget the value of `tensor` after an unknown write."""
-        value = getattr(tensor, VALUE, None)
+        value = getattr(tensor, VALUE, getattr(tensor, _LARGE, None))
         if value is not None:
             storage = value.untyped_storage()
             self._spoiled[storage_key(storage)] = storage
@@ -107,7 +116,7 @@ class Values:
         if packet in _NEVER and tensors[0][1].numel() <= LIMIT:
             with unset_fake_temporarily():
                 return torch.zeros(tensors[0][1].shape, dtype=torch.bool)
-        known = [self.of(tensor) for _, tensor in tensors]
+        known = [self._read(tensor, packet) for _, tensor in tensors]
         if not shape_only and any(value is None for value in known):
             return _guess(tensors) if packet in _COMPARISONS else None
         guessed = not shape_only and any(hasattr(value, _GUESSED) for value in known)
@@ -116,7 +125,7 @@ class Values:
             def real(leaf: Any) -> Any:
                 if not isinstance(leaf, torch.Tensor):
                     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-                value = self.of(leaf)
+                value = self._read(leaf, packet)
                 return torch.empty(leaf.shape, dtype=leaf.dtype) if value is None else value
 
             if shape_only and (not tensors or tensors[0][1].numel() > LIMIT):
@@ -129,7 +138,15 @@ class Values:
                 return None  # mixed dtypes, or no kernel: the contract decides next
             if guessed and packet in _ALL:
                 result = torch.ones_like(result)
+            if packet in _COUNTED and tensors and hasattr(tensors[0][1], _LARGE):
+                setattr(result, _LARGE, None)
             return map_leaves(_as_guessed, result) if guessed else result
+
+    def _read(self, tensor: torch.Tensor, packet: Any) -> torch.Tensor | None:
+        large: torch.Tensor | None = getattr(tensor, _LARGE, None) if packet in _COUNTED else None
+        if large is None or storage_of(large) in self._spoiled:
+            return self.of(tensor)
+        return large
 
     # ------------------------------------------------------------------------------------------------- rounding
 
@@ -153,6 +170,8 @@ class Values:
         rounded = [exact[1] for each in known if (exact := getattr(each, _EXACT, None)) is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
         if not isinstance(value, torch.Tensor) or not (rounded or cast) or not value.is_floating_point():
+            return
+        if value.numel() > LIMIT:
             return
 
         def exact_of(leaf: Any) -> Any:

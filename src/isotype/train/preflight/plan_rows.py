@@ -14,7 +14,14 @@ from isotype.train.models import parts_to_adapt, tokenizer_here
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.contents import fitting, plain_contents
 from isotype.train.rows.data import training_data_here
-from isotype.train.rows.lengths import COUNTED_ROWS, Lengths, lengths_in, longest_possible, packed_rows
+from isotype.train.rows.lengths import (
+    COUNTED_ROWS,
+    UNBOUNDED,
+    Lengths,
+    lengths_in,
+    longest_possible,
+    packed_rows,
+)
 from isotype.train.validate import check_tokenizer, plain_turns
 
 if TYPE_CHECKING:
@@ -30,9 +37,8 @@ def with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any
     rows = data[split]
     lengths = lengths_in(settings, tokenizer, rows)
     packed = bool(getattr(training, "packing", False))
-    longest, _ = longest_possible(
-        rows, lengths, getattr(training, "max_length", None), packed=packed, completion=plan.completion
-    )
+    limit, sampled = getattr(training, "max_length", None), _has_pictures(rows)
+    longest, _ = longest_possible(lengths, limit, packed=packed, completion=plan.completion, sampled=sampled)
     return replace(plan, evaluation_lengths=lengths, evaluation_length=longest)
 
 
@@ -43,15 +49,21 @@ def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | No
         learned = getattr(training, "completion_only_loss", None) is False
         plan = replace(plan, prompt=0 if learned else lengths.prompt)
     limit = getattr(training, "max_length", None)
+    packed, sampled = bool(getattr(training, "packing", False)), _has_pictures(rows)
     longest, why = longest_possible(
-        rows, lengths, limit, packed=bool(getattr(training, "packing", False)), completion=plan.completion
+        lengths, limit, packed=packed, completion=plan.completion, sampled=sampled
     )
-    if getattr(training, "packing", False) and (packed := packed_rows(lengths, limit)) is not None:
-        longest = max(map(sum, packed))
-        return replace(plan, rows=min(plan.rows, len(packed)), length=longest, longest=longest)
+    if packed and (filled := packed_rows(lengths, limit)) is not None:
+        longest = max(map(sum, filled))
+        return replace(plan, rows=min(plan.rows, len(filled)), length=longest, longest=longest)
     # A prompt of GRPO or RLOO is answered several times: there the rows of a batch are no rows of the data set.
     fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
-    return replace(plan, rows=fewer, longest=longest, unforeseen=plan.unforeseen or why)
+    unforeseen = why if plan.unforeseen == UNBOUNDED else plan.unforeseen or why
+    return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen)
+
+
+def _has_pictures(rows: Any) -> bool:
+    return bool({*PICTURE_COLUMNS} & {*(getattr(rows, "column_names", None) or ())})
 
 
 _TRIED = 8
@@ -62,7 +74,7 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
     """Return the most expensive pictures of any sampled row; None if unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
-    if not {*PICTURE_COLUMNS} & {*rows.column_names}:
+    if not _has_pictures(rows):
         return NONE
     if not hasattr(processor, "image_processor"):
         return None

@@ -28,7 +28,7 @@ from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.run import run, trace_of
-from isotype.records.request import DEFAULT_PHASES, StepRequest
+from isotype.records.request import DEFAULT_PHASES, StepRequest, batches_ahead
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
@@ -144,6 +144,7 @@ class PlannedStep:
             reshard=plan.reshard,
             reference=plan.copied,
             accumulates=-(-plan.step_rows // rows),
+            ahead=batches_ahead(max(1, plan.step_rows // rows), device_profile(plan.device).kind),
             room=self.room,
             evaluation=self._evaluation(model, rows, tokens),
             ranges=self.ranges,
