@@ -204,13 +204,13 @@ _LISTENS = "_isotype_listens"
 
 
 def listening(hook: _Hook) -> _Hook:
-    """`hook`, marked as one that changes nothing of what goes through a module and may be left out."""
+    """Mark `hook` as one that only observes and may be skipped."""
     hook.__dict__[_LISTENS] = True
     return hook
 
 
 def must_be_called(hooks: Mapping[int, Any]) -> bool:
-    """Whether one of a module's hooks may change what the module takes or returns, or is not ours to leave out."""
+    """Return whether a module has a hook without the mark of `listening`, which may change inputs or outputs."""
     return any(not getattr(hook, _LISTENS, False) for hook in hooks.values())
 
 

@@ -35,11 +35,11 @@ from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_mas
 TITLE = "Gradients of many micro-batches added up in 16 bits"
 
 _VISIBLE = 0.005
-"""Relative error that a gradient's noise does not hide in a large step."""
+"""Relative error that exceeds the gradient's noise in a large step."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """16-bit trainable parameters whose gradients lose digits as micro-batches are added up."""
+    """Yield 16-bit trainable parameters whose gradients lose digits when micro-batches are added up."""
     micro_batches = trace.setup.accumulates
     for dtype in HALVES:
         weights = trained(trace, dtype)

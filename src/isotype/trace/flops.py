@@ -22,7 +22,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
-    """Rows [m, k] in groups, each with its own [k, n], or [k, m] by [m, n] for the products of each: 2 m k n, however the rows are shared out."""
+    """Return 2 m k n for rows [m, k] in groups with a [k, n] each, or for [k, m] by [m, n] split into groups."""
     groups = result.shape[0] if args[0].ndim == args[1].ndim == 2 else 1
     return 2 * int(args[0].shape[-1]) * int(prod(result.shape)) // int(groups)
 

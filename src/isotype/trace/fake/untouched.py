@@ -1,9 +1,9 @@
-"""What a trace leaves as it was: Python state that the step's code can reach, saved before it and put back after it.
+"""Python state that the step's code can reach: saved before a trace and restored after it.
 
-The twin keeps what a model's own modules assign. What a loss closes over (a noise scheduler, an average of weights, a
-cache), globals, class attributes and memoized results lie outside of it: they would come out holding fake tensors. Saved
-are references, never data: what containers, attributes, cells and globals hold. The data of real tensors is not written
-in a trace, since a fake stands for each.
+The twin keeps what a model's own modules assign. Objects in a loss's closure (a noise scheduler, an average
+of weights, a cache), globals, class attributes and memoized results are outside of the twin: without a
+restore they would hold fake tensors after the trace. Only references are saved: contents of containers,
+attributes, cells and globals. Data of real tensors needs no copy, because a fake replaces each tensor.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Objects (modules aside) that are looked at, the nearest first: at most about a tenth of a second."""
+"""Objects to visit at most, modules apart, nearest first: about 0.1 s."""
 _FUNCTIONS = 500
-"""Functions whose globals are looked at, the nearest first."""
+"""Functions whose globals are visited at most, nearest first."""
 _LOOKED_INTO = 200
-"""Objects behind a memo or an iterator that are searched for a tensor of the trace."""
+"""Objects behind a memo or an iterator to search for a tensor of the trace, at most."""
 _LONG = 1_000
-"""Elements above which a container's elements are not looked into, only whether they are still the same ones."""
+"""Above this length, elements of a container are only compared by identity."""
 _ARRAY_BYTES = 1 << 20
 
 _Name = Any
-"""How an object was reached: a name, or (the holder's, "." or "[]", the attribute or key); `_written` writes it out."""
+"""Path of an object: a name, or (path of the holder, "." or "[]", attribute or key); `_written` formats it."""
 _HOLDERS = (dict, OrderedDict, set)
-"""Most modules hold a dozen of these, empty: what hooks would lie in."""
+"""Most modules hold a dozen of these for hooks, all empty."""
 _MISSING: Any = object()
 _CONTENTS: Any = vars(types.CellType)["cell_contents"]
 _LRU: Any = type(functools.lru_cache(lambda: None))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-_ATOMS = frozenset({  # nothing to look into
+_ATOMS = frozenset({  # without references to visit
     int, float, bool, str, bytes, complex, type(None), type(...), range, slice, torch.Size, torch.dtype, torch.device,
     torch.layout, torch.memory_format, types.BuiltinFunctionType, types.CodeType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
     types.ModuleType, types.MappingProxyType,
 })  # fmt: skip
-# What Python calls by itself.
+# Methods that Python calls implicitly.
 _CALLED = (
     "forward", "__call__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__", "__getattr__",
 )  # fmt: skip
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _LRU)
-# What is imported on first use is found again by other roads (`sys.modules`) and is not undone.
+# Lazy imports can also be reached by other paths (`sys.modules`) and are not undone.
 _IMPORTED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-# Instances of a library's classes are looked into; of these packages' only where code keeps state in them.
+# Instances of libraries' classes are visited; of these packages, only those in `_OPENED`.
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "functorch", "numpy", "isotype"}
 _OPENED = (
     "torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.", "collections", "types", "argparse", "weakref",
     "_thread",
 )  # fmt: skip
-# These are made of what they refer to.
+# Objects that consist of their references.
 _COMPOSED = (
     functools.partial,
     types.MethodType,
@@ -75,7 +75,7 @@ _COMPOSED = (
 
 
 class Untouched:
-    """The state that `roots` reach, put back by `restore`.
+    """The state that `roots` reach, restored by `restore`.
 
     Args:
         roots: objects by name, the nearest to the user's code first.
@@ -91,19 +91,19 @@ class Untouched:
         self._alive: list[Any] = []
         self._seen: set[Any] = set()
         self._queue: deque[tuple[_Name, Any]] = deque()
-        # Names that the code which was reached uses, and methods that none of it has named so far.
+        # Names that visited code uses, and methods that no visited code names yet.
         self._used = set(_CALLED)
         self._methods: dict[str, list[tuple[_Name, Any]]] = {}
         self._left, self._functions = _LIMIT, _FUNCTIONS
         self._opaque: list[tuple[_Name, Any]] = []
-        with without_function_subclasses():  # a tensor's own class may refuse to be asked
+        with without_function_subclasses():  # a tensor subclass may refuse attribute access
             for name, root in roots:
                 self._meet(name, root)
             while self._queue and self._left:
                 self._open(*self._queue.popleft())
 
     def restore(self) -> None:
-        """Put everything back, after each of several traces."""
+        """Restore the state; may be called after each of several traces."""
         for held, saved in self._dicts:
             if _differ([*dict.values(held)], [*saved.values()]):
                 _refill(held, saved)
@@ -116,14 +116,14 @@ class Untouched:
         for undo in self._undo:
             undo()
         for cached, before in self._caches.items():
-            # To search it takes long; what has not been asked anything has remembered nothing.
+            # A search takes long, and an unchanged cache holds no fake tensor.
             if cached.cache_info() != before and _reaches_fake(cached, self._seen):
                 cached.cache_clear()
                 self._caches[cached] = cached.cache_info()
 
     @functools.cached_property
     def left(self) -> tuple[str, ...]:
-        """What could not be put back after the first trace, a sentence each."""
+        """Sentences about state that could not be restored after the first trace."""
         moved = [
             f"the generator {_written(name)} has moved on: what the trace took from it is gone"
             for name, generator, at in self._generators
@@ -141,7 +141,7 @@ class Untouched:
         atoms = value is _MISSING or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))
         if type(value) not in _ATOMS and id(value) not in self._seen and not atoms:
             self._seen.add(id(value))
-            self._alive.append(value)  # or another object could be given the same id
+            self._alive.append(value)  # keeps the id from being reused
             self._queue.append((name, value))
 
     def _open(self, name: _Name, value: Any) -> None:
@@ -181,7 +181,7 @@ class Untouched:
         self._meet(type(module).__qualname__, type(module))
 
     def _save(self, held: dict[Any, Any]) -> dict[Any, Any]:
-        saved = dict(dict.items(held))  # past what a subclass makes of it
+        saved = dict(dict.items(held))  # bypasses overrides of subclasses
         self._dicts.append((held, saved))
         return saved
 
@@ -200,7 +200,7 @@ class Untouched:
             self._meet((name, "[]", key), each)
 
     def _changeable(self, name: _Name, value: Any) -> None:
-        """A list, a set or a deque, past what a subclass makes of it."""
+        """Save a list, set or deque, bypassing overrides of subclasses."""
         kind: Any = next(each for each in (list, set, deque) if isinstance(value, each))
         saved = list(kind.__iter__(value))
 
@@ -213,7 +213,7 @@ class Untouched:
         self._elements(name, saved)
 
     def _instance(self, name: _Name, value: Any) -> None:
-        """An object's `__dict__` as it is, whatever its class makes of attributes."""
+        """Save an object's `__dict__`, bypassing overrides of attribute access."""
         try:
             held = object.__getattribute__(value, "__dict__")
         except AttributeError:
@@ -230,7 +230,7 @@ class Untouched:
                         self._reference((name, ".", key), member, value)
 
     def _reference(self, name: _Name, member: Any, holder: Any) -> None:
-        """One reference: a slot, a cell's contents."""
+        """Save one reference: a slot or a cell's contents."""
 
         def current() -> Any:
             try:
@@ -272,10 +272,10 @@ class Untouched:
                     self._meet(known, method)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], assigns: bool) -> None:
-        """What code may read or assign by name: globals, and what other modules hold (`tables.CACHE`)."""
+        """Save globals that code may read or assign by name, and attributes of modules (`tables.CACHE`)."""
         for name in names if assigns else names.intersection(space):
             held = space.get(name, _MISSING)
-            # Packages and their modules name each other.
+            # Packages and their modules refer to each other.
             known = (id(held), names) if isinstance(held, types.ModuleType) else (id(space), name)
             if known in self._seen:
                 continue
@@ -287,7 +287,7 @@ class Untouched:
                 self._globals(vars(held), names, False)
 
     def _class(self, name: _Name, value: type) -> None:
-        """A class's attributes; of its methods those that other code names."""
+        """Save a class's attributes, and visit those of its methods that other code names."""
         if not _is_code_opened(value.__module__):
             return
         for base in value.__bases__:
@@ -317,7 +317,7 @@ class Untouched:
             self._undo.append(functools.partial(numpy.copyto, value, value.copy()))
 
     def _random(self, name: _Name, value: Any) -> None:
-        """A source of random numbers."""
+        """Save the state of a random number generator."""
         if isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -331,7 +331,7 @@ class Untouched:
             self._generators.append((name, value, value.gi_frame.f_lasti))
 
     def _iterator(self, name: _Name, value: Any) -> None:
-        """An iterator over a list: where it stands."""
+        """Save the position of a list iterator."""
         reduced = value.__reduce__()
         if len(reduced) == 3:
             self._undo.append(functools.partial(value.__setstate__, reduced[2]))
@@ -353,12 +353,12 @@ _OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
     (types.GeneratorType, Untouched._generator),
     (type(iter([])), Untouched._iterator),
 )
-# Classes whose instances hold nothing beside what their opener has seen.
+# Classes whose openers visit everything that their instances hold.
 _COMPLETE = (*_COMPOSED, _LRU, type, types.FunctionType, types.GeneratorType, types.CellType)
 
 
 def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a twin of `model` may share with it, by name: classes, hooks, attributes that cannot be copied."""
+    """Yield objects by name that a twin may share with `model`: classes, hooks, attributes that cannot be copied."""
     for name, module in model.named_modules():
         yield type(module).__qualname__, type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -371,13 +371,13 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_opened(module: str) -> bool:
-    """Return whether instances of a module's classes are looked into."""
+    """Return whether instances of a module's classes are visited."""
     return module.startswith(_OPENED) or _is_code_opened(module)
 
 
 @functools.cache
 def _is_code_opened(module: str) -> bool:
-    """Return whether a module's functions and classes are looked into."""
+    """Return whether a module's functions and classes are visited."""
     return module.partition(".")[0] not in _CLOSED
 
 
@@ -391,7 +391,7 @@ def _written(name: _Name) -> str:
 
 @functools.lru_cache(maxsize=10_000)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
-    """Return the names that code and what is defined in it use, and whether it assigns globals."""
+    """Return the names used in `code` and nested code, and whether it assigns globals."""
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     names = frozenset(code.co_names).union(*(names for names, _ in inner))
     return names, _STORE_GLOBAL in code.co_code[::2] or any(assigns for _, assigns in inner)
@@ -425,7 +425,7 @@ def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
 
 
 def _reaches_fake(value: Any, known: Set[int]) -> bool:
-    """Return whether what Python cannot look into (a memo, an iterator, a long list) holds a fake tensor."""
+    """Return whether an opaque object (a memo, an iterator, a long list) holds a fake tensor."""
     stack, seen = [value], {id(value)}
     while stack and len(seen) < _LOOKED_INTO:
         for each in gc.get_referents(stack.pop()):

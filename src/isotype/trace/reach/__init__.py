@@ -1,1 +1,1 @@
-"""Which inputs reach which outputs, measured on a small copy."""
+"""Measurement of which inputs reach which outputs, on a small copy of the model."""

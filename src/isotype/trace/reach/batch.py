@@ -1,4 +1,4 @@
-"""A batch as it is measured: on the CPU, cut to where its rows, sequences or padding meet, and what each token of it is."""
+"""The batch for the measurement, on the CPU, cut to the tokens around borders of rows, sequences and padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.compat.torch import FakeTensor
 
 MOST_ROWS = 4
 FEW_TOKENS = 64
-"""Rows of so many tokens show what longer ones do, in a moment."""
+"""Rows of this length show the same leaks as longer rows, in less time."""
 MOST_TOKENS = 512
 _AROUND = 16
 _BORDERS = 64
@@ -29,13 +29,14 @@ class Batch:
     """A batch.
 
     Attributes:
-        inputs: by name, on the CPU.
+        inputs: keyword arguments of the model, on the CPU.
         ids: token ids, `[rows, tokens]`.
-        padding: which tokens the attention mask leaves out, `[rows, tokens]`.
-        sequences: the number of the sequence that each token belongs to in its row, `[rows, tokens]`; 0 everywhere if rows are
-            not packed, -1 of padding.
-        packed_by: the name of the input that tells sequences apart, "" if none does.
-        labelled: whether the model is given labels; else `inputs["labels"]` are the tokens that a loss beside the model learns.
+        padding: True for tokens with an attention mask of 0, `[rows, tokens]`.
+        sequences: index of each token's sequence in its row, `[rows, tokens]`; 0 in unpacked rows, -1 for
+            padding.
+        packed_by: the name of the input that separates the sequences; "" if there is none.
+        labelled: True if the model receives labels; else `inputs["labels"]` are the tokens of a loss
+            outside of the model.
     """
 
     inputs: Mapping[str, Any]
@@ -51,7 +52,7 @@ class Batch:
         return bool((self.sequences > 0).any())
 
     def but(self, **changes: Any) -> dict[str, Any]:
-        """Return the inputs with other values; None leaves one out."""
+        """Return the inputs with changed values; None removes an input."""
         return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
 
     def to(self, dtype: torch.dtype) -> Batch:
@@ -64,7 +65,7 @@ class Batch:
 
 
 def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
-    """Return the batch that can be measured; None if it has no token ids with values."""
+    """Return the batch to measure; None without token ids that have values."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
@@ -79,7 +80,7 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
 
 
 def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch of a loss beside the model (DPO, GRPO, a reward) with the tokens that it learns as labels."""
+    """Return the inputs of a loss outside of the model (DPO, GRPO, a reward) with its tokens as labels."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
         mask = inputs.get(name)
@@ -98,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The first rows of many; all of them where pieces of pictures or sounds belong to no row by their shape."""
+    """Return the first `MOST_ROWS` rows; all rows if the shapes of pictures or sounds do not show their row."""
     rows = inputs["input_ids"].shape[0]
     if rows <= MOST_ROWS or _in_pieces(inputs):
         return inputs
@@ -146,13 +147,13 @@ def _sequences(inputs: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tens
 
 
 def _numbered(values: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2, … for runs of equal values."""
+    """Return the run number (0, 1, 2, …) of each value; a run has equal values."""
     changes = torch.diff(values, prepend=values[:, :1], dim=-1) != 0
     return changes.long().cumsum(-1)
 
 
 def _window(batch: Batch) -> dict[str, Any]:
-    """The inputs of few tokens of each row: those where two sequences, or padding and text, meet, up to what is learned behind."""
+    """Cut each row to the tokens around a border of sequences or padding and the next label after it."""
     rows, tokens = batch.ids.shape
     inputs = dict(batch.inputs)
     if tokens <= FEW_TOKENS or _in_pieces(inputs) or any(name in inputs for name in _STARTS):
@@ -167,7 +168,7 @@ def _window(batch: Batch) -> dict[str, Any]:
                 if value.shape[axis] == tokens:
                     value = value[(slice(None),) * axis + (window,)]
             inputs[name] = value
-    if rows > 2:  # other rows meet their borders elsewhere
+    if rows > 2:  # the borders of other rows are in other columns
         pair = torch.tensor([row, (row + 1) % rows])
         inputs = {
             name: value[pair]
@@ -179,7 +180,7 @@ def _window(batch: Batch) -> dict[str, Any]:
 
 
 def _meeting(batch: Batch) -> tuple[int, int, int]:
-    """(row, first column, last column) from shortly before a border to the label behind it that is learned; the shortest such."""
+    """Return (row, first column, last column) of the shortest window from a border to the next learned label."""
     labels = batch.inputs["labels"]
     if labels.shape != batch.ids.shape:
         labels = batch.ids
@@ -199,7 +200,7 @@ def _meeting(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the token ids of a small copy, in `input_ids` and in labels that repeat them."""
+    """Return the batch with the small copy's token ids, in `input_ids` and in labels that repeat them."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

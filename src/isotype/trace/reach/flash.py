@@ -1,4 +1,4 @@
-"""FlashAttention as transformers calls it, on a CPU in any dtype: which tokens see each other, by the same rules."""
+"""FlashAttention with transformers' interface for any dtype on a CPU, with the same rules for masks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ NAME = "isotype_flash"
 
 
 def use_stand_in(model: nn.Module) -> None:
-    """Have the parts of a model that ask for FlashAttention, which needs a GPU, take the stand-in; of FlexAttention, which has no
-    backward on a CPU, the model's own code with the same masks.
+    """Replace FlashAttention, which needs a GPU, by the stand-in; FlexAttention, without CPU backward, by eager code.
 
-    The rules are those of `flash_attention_mask` in transformers/masking_utils.py and of `_flash_attention_forward` in
+    The masks follow `flash_attention_mask` in transformers/masking_utils.py and `_flash_attention_forward` in
     transformers/modeling_flash_attention_utils.py (5.23).
     """
     asking = []
@@ -27,7 +26,7 @@ def use_stand_in(model: nn.Module) -> None:
         if kernel == "flex_attention":
             set_attention(config, "eager")
         elif kernel.startswith("isotype") and kernel != NAME:
-            set_attention(config, "sdpa")  # the same masks; ours times its kernels, and keeps what it finds
+            set_attention(config, "sdpa")  # the same masks; isotype's own would time its kernels
         elif "flash" in kernel:
             asking.append(config)
     if not asking:
@@ -63,7 +62,7 @@ def _forward(
     cu_seq_lens_q: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of `[rows, heads, tokens, size]`; returns `[rows, tokens, heads, size]`."""
+    """Compute attention of `[rows, heads, tokens, size]`; the result is `[rows, tokens, heads, size]`."""
     rows, _heads, queries, _size = query.shape
     keys = key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -87,9 +86,9 @@ def _forward(
 def _sequences(
     rows: int, tokens: int, starts: torch.Tensor | None, positions: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the sequence that each token belongs to, `[rows, tokens]`; None if the kernel is told of none.
+    """Return the index of each token's sequence, `[rows, tokens]`; None if the inputs separate no sequences.
 
-    Positions that start again count in a batch of one row alone.
+    As in transformers, positions that start again separate sequences only in a batch of one row.
     """
     if starts is not None and rows == 1:
         return torch.searchsorted(starts.flatten()[1:], torch.arange(tokens), right=True)[None]

@@ -1,4 +1,4 @@
-"""Predictions that depend on what they must not depend on: one probe for each source."""
+"""Predictions that depend on inputs that must not affect them: one probe per source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CUTS = 3
 
 
 def leaks(probe: Probe) -> Iterator[Leak]:
-    """One leak at most from each source."""
+    """Yield at most one leak of each source."""
     if len(probe.copy.plain) < 2:
         return
     for source in (_neighbours, _other_rows, _padding, _padding_positions, _later, _label):
@@ -32,17 +32,17 @@ def leaks(probe: Probe) -> Iterator[Leak]:
 def _leak(
     probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
 ) -> Leak | None:
-    """Return the leak that changed inputs show.
+    """Return the leak that changed inputs show; None if no guarded prediction changes.
 
     Args:
         probe: the copy and its batch.
         source: what was changed.
-        changed: the inputs.
-        at: the learned predictions that must not change, `[learned]`.
-        guarded: the tokens that must not change, `[rows, tokens]`.
+        changed: the changed inputs.
+        at: learned predictions that must not change, `[learned]`.
+        guarded: tokens that must not change, `[rows, tokens]`.
     """
     if not probe.of_rows:
-        # A token of padding sees nothing or everything: what is learned from it is no text.
+        # A padding token attends to no token or to all: its prediction means nothing.
         at = at & ~probe.batch.padding[probe.learned.rows, probe.learned.columns]
     change = probe.changes(changed, at) if at.any() else torch.zeros(0)
     seen = (change > probe.seen).nonzero()[:, 0]
@@ -55,7 +55,7 @@ def _leak(
 
 
 def _neighbours(probe: Probe) -> Leak | None:
-    """Other tokens in one sequence of a packed row, seen from the others."""
+    """Change the tokens of one sequence in a packed row; compare the predictions of the others."""
     batch, learned = probe.batch, probe.learned
     if not batch.packed or probe.of_rows:
         return None
@@ -71,7 +71,7 @@ def _neighbours(probe: Probe) -> Leak | None:
 
 
 def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
-    """Return the input without which the same change reaches nothing; "" if there is none."""
+    """Return the name of an input whose removal stops the leak; "" if there is none."""
     batch = probe.batch
     told = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
     if not told or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":
@@ -82,7 +82,7 @@ def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
 
 
 def _other_rows(probe: Probe) -> Leak | None:
-    """Other tokens in the first row, seen from the other rows."""
+    """Change the tokens of the first row; compare the predictions of the other rows."""
     batch, learned = probe.batch, probe.learned
     within = torch.zeros_like(batch.padding)
     within[0] = True
@@ -91,7 +91,7 @@ def _other_rows(probe: Probe) -> Leak | None:
 
 
 def _padding(probe: Probe) -> Leak | None:
-    """Other tokens where the attention mask is 0; without a mask, where rows end or begin in unlearned padding tokens."""
+    """Change the tokens with an attention mask of 0; without a mask, unlearned padding tokens at the ends of rows."""
     batch, learned = probe.batch, probe.learned
     where = batch.padding if bool(batch.padding.any()) else _unmasked_padding(probe)
     if not where.any():
@@ -103,7 +103,10 @@ def _padding(probe: Probe) -> Leak | None:
 
 
 def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
-    """Other embeddings of some tokens change the logits, their ids unchanged: a classifier finds the last token of a row by the ids of padding."""
+    """Return whether new embeddings at `where` change the logits while the ids stay.
+
+    A classifier finds the last token of a row by the ids of padding: other ids alone would change its logits.
+    """
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, nn.Module):
         return True
@@ -120,7 +123,7 @@ def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
 
 
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
-    """Runs of the padding token, without labels, at the ends of rows that come without an attention mask."""
+    """Return runs of unlearned padding tokens at the ends of rows without an attention mask, `[rows, tokens]`."""
     batch = probe.batch
     config: Any = getattr(probe.copy.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -133,12 +136,14 @@ def _unmasked_padding(probe: Probe) -> torch.Tensor:
     idle = (batch.ids == pad) & (labels == IGNORED)
     front, back = idle.long().cumprod(-1), idle.flip(-1).long().cumprod(-1).flip(-1)
     runs = (front + back) > 0
-    padding: torch.Tensor = runs & (runs.sum(-1, keepdim=True) > 1)  # a single one may end a sequence
+    padding: torch.Tensor = runs & (
+        runs.sum(-1, keepdim=True) > 1
+    )  # a single padding token may be the end-of-sequence token
     return padding
 
 
 def _padding_positions(probe: Probe) -> Leak | None:
-    """Return a row with padding in front, computed again without it."""
+    """Remove the padding in front of a row; compare the row's predictions."""
     batch, learned = probe.batch, probe.learned
     shape = batch.ids.shape
     tensors = {name for name, value in batch.inputs.items() if isinstance(value, torch.Tensor)}
@@ -163,7 +168,7 @@ def _padding_positions(probe: Probe) -> Leak | None:
         return None
     columns = learned.columns[at]
     change = (after[0, columns - size] - probe.base[row, columns]).abs().amax(-1) / probe.base.abs().max()
-    seen = change > 10 * probe.seen  # shapes differ, and with them roundings
+    seen = change > 10 * probe.seen  # other shapes round differently
     if not seen.any():
         return None
     return Leak(
@@ -172,7 +177,7 @@ def _padding_positions(probe: Probe) -> Leak | None:
 
 
 def _later(probe: Probe) -> Leak | None:
-    """Other tokens from some column on, seen from the predictions before it, in a model that learns the next token."""
+    """Change the tokens from a column on; compare earlier predictions, if the model predicts the next token."""
     batch, learned = probe.batch, probe.learned
     if probe.shift is None or probe.shift < 1:
         return None
@@ -189,7 +194,7 @@ def _later(probe: Probe) -> Leak | None:
 
 
 def _label(probe: Probe) -> Leak | None:
-    """Other labels from some column on, seen from the predictions of the labels before it."""
+    """Change the labels from a column on; compare the predictions of earlier labels."""
     batch, learned, labels = probe.batch, probe.learned, probe.batch.inputs["labels"]
     if probe.of_rows or labels.dim() != 2 or not batch.labelled:
         return None

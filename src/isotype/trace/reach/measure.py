@@ -1,4 +1,4 @@
-"""Measure which inputs reach which predictions: change one input of a small copy in float64 and compare the logits."""
+"""Measurement of which inputs reach which predictions: change an input of a small copy, compare the logits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MATRIX_ROWS = 24
 def measure_reach(
     model: nn.Module, inputs: Mapping[str, Any], seconds: float = 6.0, most_bytes: int | None = None
 ) -> Reach | None:
-    """Which inputs of this batch reach which predictions, on a small copy of the model.
+    """Measure which inputs of the batch reach which predictions, on a small copy of the model.
 
     Args:
-        model: it is not changed; its weights need no values.
-        inputs: the keyword arguments that it is called with; token ids and labels among them.
-        seconds: of this thread's CPU time that the probes may take; those that are left are `undecided`.
-        most_bytes: that a copy of the model's own layers may take, where a smaller model of its class can be made; None for
-            any number.
+        model: unchanged; its weights need no values.
+        inputs: its keyword arguments, including token ids and labels.
+        seconds: limit for the probes in CPU time of this thread; the rest become `undecided`.
+        most_bytes: memory limit for a copy of the model's own layers, if a smaller model of its class is
+            possible; None for no limit.
 
     Returns:
         The measurement; None if the batch has no token ids with values.
@@ -53,7 +53,7 @@ def measure_reach(
                 return _measured(Probe(copy, batch.to(dtype), deadline, dtype))
             except UndecidedError as problem:
                 why = str(problem)
-            except Exception as error:  # noqa: BLE001 - a forward of anybody's code on inputs that nobody foresaw: it says what was not decided
+            except Exception as error:  # noqa: BLE001 - any code may fail on changed inputs; the reason is reported
                 why = f"the copy could not be run: {type(error).__name__}: {first_line(error)}"
             copy.model.to(torch.float32)
     return Reach(copy.words, rows, tokens, undecided=(why,))
@@ -103,7 +103,7 @@ def _matrix(probe: Probe, row: int) -> Matrix | None:
 
     def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         held.append(output.detach().requires_grad_())
-        return held[-1].clone()  # a model may write into it
+        return held[-1].clone()  # the model may modify it in place
 
     hook = table.register_forward_hook(keep)
     try:

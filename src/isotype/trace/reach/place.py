@@ -1,4 +1,4 @@
-"""Where a change spreads: the first module whose inputs agree where its outputs do not."""
+"""The origin of a leak: the first module with equal inputs and different outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
-    """The logits in what a model returns: `[rows, tokens, …]`, or `[rows, …]` of a classifier; None if there are none."""
+    """Return the logits in a model's output, `[rows, tokens, …]` or `[rows, …]`; None if there are none."""
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     candidates = (
         [named] if isinstance(named, torch.Tensor) else [each for each in _tensors(output) if each.dim() >= 2]
@@ -24,15 +24,16 @@ def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
 def first_place(
     model: nn.Module, run: Callable[[Any], Any], before: Any, after: Any, where: torch.Tensor, seen: float
 ) -> tuple[str, str]:
-    """Return (name, class) of the first module that lets a change through to where it must not come; ("", "")
-    if none is seen.
+    """Return (name, class) of the first module that passes a change on to guarded tokens; ("", "") if none is
+    found.
 
     Args:
-        model: that `run` calls.
-        run: with inputs.
-        before, after: the inputs, and the changed ones.
-        where: the tokens that must not change, `[rows, tokens]`.
-        seen: the relative change that counts.
+        model: the model that `run` calls.
+        run: calls the model with inputs.
+        before: the inputs.
+        after: the changed inputs.
+        where: guarded tokens, `[rows, tokens]`.
+        seen: smallest relative change that counts.
     """
     with torch.no_grad(), _Recorder(model, where) as recorder:
         run(before)
@@ -49,7 +50,7 @@ def first_place(
 
 
 class _Recorder:
-    """Keeps what every module takes and returns at some tokens, in the order in which modules end."""
+    """Inputs and outputs of all modules at some tokens, in the order in which the modules end."""
 
     def __init__(self, model: nn.Module, where: torch.Tensor) -> None:
         self.values: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""A small copy and a batch: what it predicts, and how far another input changes that."""
+"""The predictions of a small copy on a batch, and their changes with other inputs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from isotype.trace.reach.place import logits_of
 from isotype.trace.reach.small import Copy
 
 SEEN = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""A change of a logit counts from here on, relative to the largest logit: what is computed in float32 inside of a model rounds at 1e-7."""
+"""Smallest change of a logit that counts, relative to the largest logit; float32 parts of a model round at 1e-7."""
 
 
 _PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
 
 
 class UndecidedError(Exception):
-    """Nothing can be measured; its message is a clause that says why."""
+    """The measurement is impossible; the message is a clause with the reason."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Those that the loss depends on.
+    """Predictions that the loss depends on.
 
     Attributes:
-        rows, columns: where they are, `[predictions]`.
-        targets: the token that the loss wants there, `[predictions]`.
+        rows, columns: their indices, `[predictions]`.
+        targets: the target tokens, `[predictions]`.
     """
 
     rows: torch.Tensor
@@ -48,10 +48,10 @@ class Probe:
     """A small copy and its batch.
 
     Args:
-        copy: of the model.
-        batch: with token ids of the copy, its floats in `dtype`.
-        deadline: by `time.thread_time`, after which nothing is begun.
-        dtype: of the copy.
+        copy: the small copy.
+        batch: with the copy's token ids and floats in `dtype`.
+        deadline: time of the last start of a probe, by `time.thread_time`.
+        dtype: the copy's dtype.
 
     Raises:
         UndecidedError: the copy's predictions cannot be compared.
@@ -74,7 +74,7 @@ class Probe:
             if loss is not None and batch.labelled
             else _next_tokens(logits, batch)
         )
-        self.base = self.logits(batch.inputs)  # without gradients, which choose other kernels
+        self.base = self.logits(batch.inputs)  # without gradients, as later: gradients select other kernels
         if not bool(self.base.isfinite().all()):
             raise UndecidedError("the copy's logits are not finite")
         if not torch.equal(self.base, self.logits(batch.inputs)):
@@ -84,7 +84,7 @@ class Probe:
 
     @property
     def of_rows(self) -> bool:
-        """True if the model predicts once a row, as a classifier does."""
+        """True if the model makes one prediction per row, as a classifier does."""
         return self.base.dim() == 2
 
     @property
@@ -93,13 +93,13 @@ class Probe:
         return time.thread_time() > self._deadline
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
-        """What the copy returns; it draws the same numbers each time."""
+        """Call the copy with the same random numbers each time."""
         torch.manual_seed(0)
         given = inputs if self.batch.labelled else {k: v for k, v in inputs.items() if k != "labels"}
         return self.copy.model(**given)
 
     def loss(self) -> torch.Tensor | None:
-        """The loss of the batch: the model's, or that of the next tokens where the loss is computed beside the model."""
+        """Return the model's loss; if the loss is computed outside of the model, the loss of the next tokens."""
         output = self.run(self.batch.inputs)
         if self.batch.labelled:
             return find_loss(output)
@@ -111,7 +111,7 @@ class Probe:
         return -logits.log_softmax(-1)[learned.rows, learned.columns, learned.targets].sum()
 
     def logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Return its logits."""
+        """Return the copy's logits, computed without gradients."""
         with torch.no_grad():
             logits = logits_of(self.run(inputs), inputs["input_ids"])
         assert logits is not None
@@ -120,12 +120,12 @@ class Probe:
     def changes(
         self, inputs: Mapping[str, Any], at: torch.Tensor, base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """How much each of some learned predictions changes, relative to the largest logit.
+        """Return the change of each learned prediction in `at`, relative to the largest logit.
 
         Args:
-            inputs: in the place of the batch's.
-            at: which of the learned predictions, `[learned]`.
-            base: logits to compare with; None: those of the batch.
+            inputs: replace those of the batch.
+            at: mask of the learned predictions, `[learned]`.
+            base: logits to compare with; None for the batch's.
         """
         before = self.base if base is None else base
         after, rows, columns = self.logits(inputs), self.learned.rows[at], self.learned.columns[at]
@@ -136,13 +136,11 @@ class Probe:
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
     def other_tokens(self, where: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the token ids with other ones where `where` says; those with a meaning of their own stay, if
-        they are no padding.
+        """Return the token ids with random plain tokens at `where`.
 
         Args:
             where: `[rows, tokens]`.
-            kept: ids to draw in the place of, in another tensor of the batch's shape (labels); None: the
-                batch's ids.
+            kept: ids to replace instead of the batch's, in the batch's shape, such as labels.
         """
         ids, plain = self.batch.ids if kept is None else kept, torch.tensor(self.copy.plain)
         drawn = plain[torch.randint(len(plain), ids.shape, generator=self._draw)]
@@ -150,23 +148,23 @@ class Probe:
         return torch.where(where, torch.where(drawn == ids, again, drawn), ids)
 
     def meaningless(self) -> torch.Tensor:
-        """Which tokens no config gives a meaning, `[rows, tokens]`."""
+        """Return a mask of the tokens without a special meaning in the config, `[rows, tokens]`."""
         return torch.isin(self.batch.ids, torch.tensor(self.copy.plain))
 
     @cached_property
     def of_pictures(self) -> torch.Tensor:
-        """The tokens that stand for pictures and sounds, by the config, `[rows, tokens]` bool."""
+        """Mask of the tokens that represent pictures and sounds, by the config, `[rows, tokens]`."""
         config = getattr(self.copy.model, "config", None)
         tokens = [token for name in _PICTURES if isinstance(token := getattr(config, name, None), int)]
         return torch.isin(self.batch.ids, torch.tensor(tokens, dtype=torch.long))
 
     def noise(self, like: torch.Tensor) -> torch.Tensor:
-        """Normally distributed values of the same shape and dtype."""
+        """Return normally distributed values of the same shape and dtype."""
         return torch.randn(like.shape, generator=self._draw, dtype=torch.float64).to(like.dtype)
 
     @cached_property
     def shift(self) -> int | None:
-        """How many tokens the targets are ahead of the predictions; None if they do not repeat the inputs."""
+        """Offset of the targets to the predictions in tokens; None if the targets do not repeat the inputs."""
         learned, ids = self.learned, self.batch.ids
         config = getattr(self.copy.model, "config", None)
         if self.of_rows or self.base.shape[1] != ids.shape[1] or getattr(config, "is_encoder_decoder", False):
@@ -185,7 +183,7 @@ class Probe:
 
 
 def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
-    """The predictions of the tokens that a loss beside the model learns; of a model of whole rows, all of them."""
+    """Return the predictions that a loss outside of the model learns; all rows' predictions for a classifier."""
     if logits.dim() == 2:
         rows = torch.arange(len(logits))
         return Predictions(rows, torch.zeros_like(rows), torch.zeros_like(rows))
@@ -197,18 +195,18 @@ def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
 
 
 def _predicts_the_next(model: nn.Module) -> bool:
-    """A class of transformers that predicts the next token, by its name: a batch without labels does not tell."""
+    """Return whether the name of a transformers class shows next-token prediction, for batches without labels."""
     names = {type(module).__name__ for module in model.modules()}
     return any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
 
 
 def spread(first: int, last: int, most: int) -> list[int]:
-    """At most `most` whole numbers from `first` to `last`, evenly spread."""
+    """Return at most `most` evenly spaced integers from `first` to `last`."""
     return sorted(set(torch.linspace(first, last, most).long().tolist()))
 
 
 def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predictions:
-    """Return the predictions with a gradient: what the loss does not depend on has none, exactly."""
+    """Return the predictions whose logits have a gradient: all others do not affect the loss."""
     gradient = None
     if loss.requires_grad and logits.requires_grad:
         (gradient,) = torch.autograd.grad(loss.sum(), logits, allow_unused=True)
@@ -220,4 +218,4 @@ def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predicti
         return Predictions(rows, columns, gradient[rows, columns].argmin(-1))
     if batch.inputs["labels"].shape != batch.ids.shape:
         raise UndecidedError("the loss does not depend on the logits")
-    return _next_tokens(logits, batch)  # of a loss that is computed beside the logits
+    return _next_tokens(logits, batch)  # of a loss that is computed without the logits

@@ -1,4 +1,4 @@
-"""The config of a small model of the same class: narrow, of few layers, with a vocabulary of the tokens at hand."""
+"""The config of a small model of the same class: narrow, with few layers and a vocabulary of the batch's tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROTARY = ("rope_parameters", "rope_scaling")
 
 
 def shrunk_config(config: Any) -> Any:
-    """A copy of a transformers config whose widths are small and whose layers are the first that have one of each kind."""
+    """Return a copy of a transformers config with small widths, cut to the first layers with one of each kind."""
     small = copy.deepcopy(config)
     for name, part in _parts(small):
         _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
@@ -22,7 +22,7 @@ def shrunk_config(config: Any) -> Any:
 
 
 def of_few_layers(config: Any) -> Any:
-    """Return a copy of a transformers config with its widths, of few layers."""
+    """Return a copy of a transformers config with its widths and few layers."""
     small = copy.deepcopy(config)
     for _, part in _parts(small):
         _cut_layers(part)
@@ -30,7 +30,7 @@ def of_few_layers(config: Any) -> Any:
 
 
 def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
-    """Token ids with a meaning of their own -> where a config names them: (config, attribute, index in a list or None)."""
+    """Return special token ids -> their places in the config: (config, attribute, index in a list or None)."""
     found: dict[int, list[tuple[Any, str, int | None]]] = {}
     for _, part in _parts(config):
         for name, value in list(vars(part).items()):
@@ -82,7 +82,7 @@ def _quotient(values: Any) -> int | None:
 
 
 def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None) -> None:
-    """Factors by frequency, and sections of frequencies, that a head of another width has fewer of."""
+    """Shorten rotary factors per frequency and sections of frequencies to the new head size."""
     for key, value in rotary.items():
         if isinstance(value, dict):
             _shrink_rotary(value, before, after)
@@ -95,7 +95,7 @@ def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None
 
 
 def _cut_layers(config: Any) -> None:
-    """Keep the first layers that have one of each kind, at least two."""
+    """Keep the first layers with one of each kind, at least two."""
     number = next((value for name in LAYERS if isinstance(value := vars(config).get(name), int)), None)
     if number is None or number <= 2:
         return

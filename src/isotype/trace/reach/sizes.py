@@ -1,4 +1,4 @@
-"""Sizes of a small model, by the names that configs of transformers give them; the same name means the same thing everywhere."""
+"""Sizes of a small model, by field name in transformers configs."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ TEXT: Mapping[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim"), HEAD_DIM),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     "time_step_rank": 4,
-    # a layer left out by chance would make a step depend on the random numbers
+    # randomly dropped layers would make a step depend on random numbers
     **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
 }
-"""Of language models."""
+"""Sizes of language models."""
 
 TOWER: Mapping[str, Any] = {
     **TEXT,
@@ -62,7 +62,7 @@ TOWER: Mapping[str, Any] = {
     **dict.fromkeys(("out_hidden_size", "vision_output_dim", "output_proj_dims"), HIDDEN),
     **dict.fromkeys(("projector_input_dim", "projector_output_dim", "projector_hidden_size"), HIDDEN),
 }
-"""Of vision and audio towers, which are smaller still; a text field that has another meaning there is the tower's."""
+"""Sizes of vision and audio towers, smaller still; they override `TEXT` for fields of the same name."""
 
 LAYERS = (
     "num_hidden_layers",
@@ -75,7 +75,7 @@ LAYERS = (
     "num_encoder_layers",
     "depth",
 )
-"""How many layers a model has."""
+"""Config fields with the number of layers."""
 
 TOWERS = ("vision", "vq", "audio", "qformer", "perceiver")
-"""Parts of the names of nested configs that are a tower's."""
+"""Parts of the names of towers' nested configs."""

@@ -1,4 +1,4 @@
-"""A small copy of a model that computes on this CPU in float64: the model's own modules, or its class with a small config."""
+"""A small float64 copy of a model for this CPU: the model's own modules, or its class with a small config."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from isotype.trace.reach.flash import use_stand_in
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
-"""Of a model that is copied as it is, its embeddings apart: a forward over 256 tokens takes a quarter of a second."""
+"""Limit for copies of the model itself, without embeddings: a forward over 256 tokens takes 0.25 s."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
-"""Of a model of the same class that is made small."""
+"""Limit for a smaller model of the same class."""
 _JITTER = 0.05
-"""That is added to every weight, in its standard deviations: a weight of zero hides what goes through it."""
+"""Noise added to every weight, in standard deviations of the weight: weights of zero would hide dependencies."""
 _SPARE = 8
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
 
@@ -35,10 +35,10 @@ class Copy:
     """A small copy.
 
     Attributes:
-        model: float64, on the CPU, without dropout.
-        words: what it is.
+        model: in float64, on the CPU, without dropout.
+        words: its description.
         tokens: token id of the model -> token id of the copy; None if they are the same.
-        plain: token ids of the copy that no config gives a meaning.
+        plain: the copy's token ids without a special meaning.
     """
 
     model: nn.Module
@@ -48,20 +48,20 @@ class Copy:
 
 
 class NoCopyError(Exception):
-    """There is no copy; its message is a clause that says why."""
+    """No small copy is possible; the message is a clause with the reason."""
 
 
 def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | None = None) -> Copy:
     """Return a small copy of `model` with generic weights, for inputs with these token ids.
 
     Args:
-        model: real or on the meta device; it is not changed.
+        model: real or on the meta device; unchanged.
         ids: token ids of the batch, any shape; None if it has none.
-        most_bytes: that the model's own layers and their gradients may take, where its class makes a smaller one; None for
-            any number.
+        most_bytes: memory limit for the model's own layers and their gradients, if a smaller model of its
+            class is possible; None for no limit.
 
     Raises:
-        NoCopyError: the model is too large to be copied, and no class of transformers makes a smaller one.
+        NoCopyError: the model is too large, and no class of transformers makes a smaller one.
     """
     base = _base(model)
     weights = sum(each.numel() for each in _matrices(base))
@@ -91,14 +91,14 @@ def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _copyable(model: nn.Module) -> bool:
-    """Plain modules whose buffers have values."""
+    """Return whether the model has only plain modules, and buffers with values."""
     plain = all(kind_of(module) not in ("linear4bit", "linear8bit") for module in model.modules())
     buffers = all(not each.is_meta and not isinstance(each, FakeTensor) for each in model.buffers())
     return plain and buffers and not any(is_traceable_wrapper_subclass(each) for each in model.parameters())
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Return the model's own modules on tensors of their own, in float64."""
+    """Return the model's own modules with new tensors, in float64."""
     memo: dict[int, Any] = {}
     empty_copies(model, memo)
     generator = torch.Generator().manual_seed(0)
@@ -123,11 +123,11 @@ def _values(parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor
     values = parameter.detach().cpu().double()
     spread = float(values.std()) if values.numel() > 1 else 0.0
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if spread == 0.0:  # all equal: a norm of ones, an adapter that nothing has trained
+    if spread == 0.0:  # all equal: a norm of ones, an untrained adapter
         return values + noise * (0.1 if parameter.dim() < 2 else _scale(shape))
     if parameter.dim() < 2:
         return values + noise * (_JITTER * spread)
-    # A product that makes its inputs very small hides what they depend on.
+    # A product that shrinks its inputs hides their effect.
     return (values / spread + noise * _JITTER) * _scale(shape)
 
 
@@ -143,7 +143,7 @@ def _generic(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 
 
 def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
-    """A model of the same class with a small config and generic weights, and with the adapters of `model`."""
+    """Return a model of the same class with a small config, generic weights and the adapters of `model`."""
     problems = []
     for shrink in (shrunk_config, of_few_layers):
         try:
@@ -162,7 +162,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
                     small = _adapted(small, model)
         except NoCopyError as problem:
             problems.append(str(problem))
-        except Exception as error:  # noqa: BLE001 - any class of any library, with sizes that its author did not foresee
+        except Exception as error:  # noqa: BLE001 - any class may fail with small sizes
             problems.append(f"{type(error).__name__}: {first_line(error)}")
         else:
             generator = torch.Generator().manual_seed(0)
@@ -176,7 +176,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
 
 
 def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Give a config the vocabulary of the tokens that are there; (old id -> new id, ids without a meaning of their own)."""
+    """Reduce a config's vocabulary to `present` and special tokens; return (old id -> new id, plain new ids)."""
     special = special_tokens(config)
     known = sorted(present | special.keys())
     tokens = {old: new for new, old in enumerate(known)}
@@ -199,7 +199,7 @@ def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], t
 
 
 def _adapted(small: nn.Module, model: Any) -> nn.Module:
-    """Return the small model with adapters as `model` has them."""
+    """Return the small model with adapters like those of `model`."""
     import peft
 
     made: Any = None
@@ -226,13 +226,13 @@ def _adapted(small: nn.Module, model: Any) -> nn.Module:
 
 
 def _quiet(model: nn.Module, training: bool) -> nn.Module:
-    """Return the model as it trains, less dropout; by kernels that compute in float64 on a CPU."""
+    """Set the model to training without dropout, with kernels that support float64 on a CPU."""
     model.train(training)
     use_stand_in(model)
     modules: list[Any] = list(model.modules())
     configs: list[Any] = [each.config for each in modules if getattr(each, "config", None) is not None]
     for config in configs:
-        use_plain_experts(config)  # grouped products take no float64
+        use_plain_experts(config)  # grouped products do not support float64
         if hasattr(config, "use_cache"):
             config.use_cache = False
     for holder in (*modules, *configs):

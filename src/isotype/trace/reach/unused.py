@@ -1,4 +1,4 @@
-"""What is there to change the predictions and changes none: inputs, pictures, adapters, trainable weights."""
+"""Inputs, pictures, adapters and trainable weights that change no prediction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PICTURES = ("pixel", "features", "audio", "image")
 
 
 def unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
-    """Pictures and sounds of rows that are learned, and an attention mask that would hide padding, whose change changes no prediction."""
+    """Yield pictures and sounds of learned rows, and attention masks over padding, that change no prediction."""
     batch, shown = probe.batch, probe.of_pictures.any(-1)
     unlearned = bool(shown.any()) and not bool(shown[probe.learned.rows].any())
     for name, value in batch.inputs.items():
@@ -46,7 +46,7 @@ def unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
 
 
 def unused_count(probe: Probe) -> Iterator[NoReach]:
-    """`num_items_in_batch`, the labels of all micro-batches of a step, by which a loss is to be divided, if it changes no loss."""
+    """Yield `num_items_in_batch`, the number of labels in a step's micro-batches, if it does not change the loss."""
     count = probe.batch.inputs.get(COUNT)
     if count is None:
         return
@@ -64,9 +64,9 @@ def _nothing(probe: Probe, inputs: dict[str, object]) -> bool:
 
 
 def unused_weights(probe: Probe) -> Iterator[NoReach]:
-    """Trainable weights whose gradient is zero to the last bit in every layer, although they are part of the loss's graph.
+    """Yield trainable weights of the loss's graph whose gradient is exactly zero in every layer.
 
-    Experts are one set: a batch need not reach each of them.
+    Experts count as one set, because a batch need not use each expert.
     """
     named = probe.copy.model.named_parameters()
     trained = {name: each for name, each in named if each.requires_grad and each.is_floating_point()}
@@ -84,7 +84,7 @@ def unused_weights(probe: Probe) -> Iterator[NoReach]:
 
 
 def _why(probe: Probe, name: str, trained: Iterable[str]) -> str:
-    """Why an adapter changes nothing, where PEFT's layer says so; else ""."""
+    """Return PEFT's reason for an adapter without effect; "" if PEFT's layer shows none."""
     parameter = next(each for each in trained if starred(each) == name)
     layer = (
         probe.copy.model.get_submodule(parameter.partition(".lora_")[0]) if ".lora_" in parameter else None
