@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 import isotype
+from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.values import dequantize
 from tests.adapters import save_trained
@@ -89,10 +90,14 @@ def test_a_merged_mixture_in_gguf_is_read_back(tmp_path: Path, monkeypatch: pyte
     sizes |= {"moe_intermediate_size": 32, "vocab_size": 384}
     monkeypatch.setitem(CONFIGS, "mixture", lambda: tiny_config("Qwen3MoeConfig", **sizes))
     base = save_tiny("mixture", tmp_path / "base")
-    byte_level().save_pretrained(base)
+    tokenizer = byte_level()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(base)
     expected = logits(trained(base, None, tmp_path / "adapter"), "mixture")
     merge_adapter(tmp_path / "adapter", tmp_path / "model.gguf", stored="f32")
     policy = isotype.resolve_precision(tmp_path / "model.gguf", "float32", device="cpu")
     again = isotype.load(tmp_path / "model.gguf", policy)
+    words = transformers.AutoTokenizer.from_pretrained(tokenizer_copy(read_headers(tmp_path / "model.gguf")))
+    assert words.chat_template == tokenizer.chat_template
     assert again.config.moe_intermediate_size == 32
     assert (logits(again, "mixture") - expected).abs().max() < 1e-5

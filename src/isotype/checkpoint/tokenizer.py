@@ -133,7 +133,7 @@ def _reason(source: Path) -> str:
 
 _MIB = 1 << 20
 # Part of a copy's fingerprint: raise it whenever what tokenizer_copy() writes changes, so that no stale copy is used.
-_REVISION = 1
+_REVISION = 2
 # transformers 5.23 does not know these values of tokenizer.ggml.pre and splits text as GPT-2 does. Their merges were
 # learned on text whose digits were isolated first, "\p{N}" in llama.cpp's llama-vocab.cpp; without that
 # "x\n  12" becomes other tokens than the model has been trained on.
@@ -235,6 +235,8 @@ def _mend_tokenizer(tokenizer: Any, metadata: Mapping[str, object]) -> None:
             "some texts become other tokens than in training; use the tokenizer of the original model",
             stacklevel=2,
         )
+    if tokenizer.chat_template is None:  # of Qwen's and other converters
+        tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if isinstance(length, int):
         tokenizer.model_max_length = length
