@@ -920,5 +920,7 @@ def test_what_can_be_done_with_a_merged_model() -> None:
     chat, export = "isotype chat merged", "isotype merge a -o m.gguf --gguf q8_0"
     assert said(exportable=True) == [chat, export]
     assert said(exportable=True, cheapest=None) == [chat, export]
+    wide = Form("--dtype bfloat16", 16, 0.99)
+    assert said(exportable=True, cheapest=wide) == [chat, export.replace("q8_0", "bf16")]
     assert said(exportable=False) == [chat]
     assert said(answers=False) == []
