@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import isotype
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.merge.merge import merge_adapter
+from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.checkpoint.values import dequantize
 from tests.adapters import save_trained
 from tests.checkpoint.test_gguf_export import byte_level
