@@ -39,7 +39,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, SaveError, Usag
 from isotype.core.files import held, remove_abandoned
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import POLICY_FILE, ModuleException
-from isotype.report.merge import show_merge
+from isotype.report.inspect import show_merge
 from tests.adapters import save_trained
 from tests.pairwise import few, pairwise
 from tests.refusals import refused

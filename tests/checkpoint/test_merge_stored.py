@@ -24,7 +24,7 @@ from isotype.cli.main import main
 from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES
 from isotype.core.errors import PrecisionError, SaveError, UsageError
 from isotype.model.adapters import add_lora
-from isotype.report.merge import show_merge
+from isotype.report.inspect import show_merge
 from tests.adapters import loaded, save_trained
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import TARGETS, Q, reference, save_base, stored

@@ -21,8 +21,15 @@ from isotype.compat.interrupt import Terminated
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.chat import _questions, chat, load_for_inference, opened_picture, stream_answer
-from isotype.train.generate import answer, encode
+from isotype.train.chat import (
+    _questions,
+    answer,
+    chat,
+    encode,
+    load_for_inference,
+    opened_picture,
+    stream_answer,
+)
 from tests.adapters import save_adapter, save_trained
 from tests.pairwise import pairwise
 from tests.refusals import refused

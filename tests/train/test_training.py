@@ -24,8 +24,8 @@ from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train import describe, training
+from isotype.train.chat import encode
 from isotype.train.command.settings import parse_settings
-from isotype.train.generate import encode
 from isotype.train.models import check_module_names, processing_class
 from tests.caches import own_cache
 from tests.pairwise import few

@@ -303,7 +303,7 @@ def merge(argv: Sequence[str], console: Console) -> int:
     options = merge_parser().parse_args(argv)
     quiet_libraries()
     from isotype.checkpoint.merge.merge import merge_adapter
-    from isotype.report.merge import show_merge
+    from isotype.report.inspect import show_merge
     from isotype.train.rows.measured import rows_of_training
 
     with interrupts_kept(), console.status(f"merging {options.adapter} …"):

@@ -30,9 +30,9 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
 from isotype.report.text import NARROW, fitting, format_share, say
+from isotype.train.chat import Prompt, with_pictures
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings
-from isotype.train.generate import Prompt, with_pictures
 from isotype.train.monitor.recorder import RunRecorder
 from isotype.train.rows.examples import data_summary
 from isotype.train.run import Built, Choice, Run

@@ -17,8 +17,8 @@ from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.report.run.record import RunRecord, Sample
+from isotype.train.chat import Prompt
 from isotype.train.command.settings import Settings
-from isotype.train.generate import Prompt
 from isotype.train.rows.lengths import Lengths
 
 SPARSEST = 4

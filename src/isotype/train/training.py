@@ -38,11 +38,11 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
 from isotype.train import describe
+from isotype.train.chat import Prompt, answer, answers_after, as_asked_before
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
 from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
-from isotype.train.generate import Prompt, answer, answers_after, as_asked_before
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
