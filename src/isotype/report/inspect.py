@@ -276,7 +276,9 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
         show_commands(console, {"try it": ("isotype", "chat", str(report.model or report.output))})
     if report.exportable and export:
         form = shlex.split("" if report.cheapest is None else report.cheapest.arguments)
-        chosen = form if "--gguf" in form else ("--gguf", "q8_0")
+        # A dtype: 8 bits were tried, and keep too little.
+        wide = form[1].replace("float", "f") if form[:1] == ["--dtype"] else "q8_0"
+        chosen = form if "--gguf" in form else ("--gguf", wide)
         show_commands(console, {"write it for llama.cpp, and what is built on it": (*export, *chosen)})
 
 
