@@ -363,7 +363,7 @@ def test_a_hub_data_set_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> N
     assert refusal("owner/name").splitlines()[1:] == [
         "  - 'owner/name' is no file or directory here, and the hub data set cannot be loaded: Config name is missing.",
         "    expected  a hub data set of plain data files",
-        "    fix       see the spelling, --dataset_config and your access to it, or name a local file",
+        "    fix       check the spelling, --dataset_config and your access to it, or name a local file",
     ]
 
 
@@ -378,7 +378,7 @@ def test_a_file_that_may_not_be_read(name: str, monkeypatch: pytest.MonkeyPatch)
     assert refusal(name).splitlines()[1:] == [
         f"  - {name}: cannot be read: Permission denied",
         "    expected  a file that you may read",
-        "    fix       see its permissions",
+        "    fix       check its permissions",
     ]
 
 

@@ -161,7 +161,7 @@ def test_a_training_that_ran_out_of_memory_says_what_fits(
 
 def test_where_nothing_smaller_fits(config: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**19, "512 KiB"))
-    assert "nothing smaller of this model fits" in advice(command(arguments(config, "--max_length 256")))
+    assert "no smaller settings of this model fit" in advice(command(arguments(config, "--max_length 256")))
 
 
 def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) -> None:

@@ -150,7 +150,7 @@ def test_rows_that_are_too_long_are_said_to_be(config: Path, formula: object) ->
     plan = planned(config, "1.2MiB", quantization="nf4")
     assert plan.chosen is not None
     assert (plan.chosen.length, plan.chosen.rows) == (192, 1)
-    assert "rows of 256 tokens do not fit, these are the longest that do" in str(plan)
+    assert "rows of 256 tokens do not fit, the longest that fit are used" in str(plan)
 
 
 def test_nothing_fits(config: Path, formula: object) -> None:

@@ -811,7 +811,7 @@ def test_headroom_is_that_of_nine_samples_in_ten() -> None:
 
 def test_headroom_in_words() -> None:
     closest = (
-        "model.layers.2 gives the largest values, up to 26,624 in nine of ten micro-batches (12 looked at); "
+        "model.layers.2 gives the largest values, up to 26,624 in nine of ten micro-batches (12 sampled); "
         "65,504, float16's largest number, is 2.46 times that."
     )
     assert in_words(sampled()) == closest
@@ -819,7 +819,7 @@ def test_headroom_in_words() -> None:
         sampled(), samples=tuple(HeadroomSample(step, (1.0, math.inf, 2.0, 3.0)) for step in (1, 2))
     )
     assert in_words(overflown) == (
-        "model.layers.1 passes 65,504, float16's largest number, in more than one of ten micro-batches (2 looked at)."
+        "model.layers.1 passes 65,504, float16's largest number, in more than one of ten micro-batches (2 sampled)."
     )
     grown = in_words(sampled(growth=4.0))
     assert grown.endswith(

@@ -340,7 +340,7 @@ def test_an_adapter_without_a_policy_takes_the_best_of_this_device(base: Path, t
 
 def test_options_that_cannot_work() -> None:
     assert refused(UsageError, talk, "nowhere", "w1", max_new_tokens=0, temperature=-1.0) == (
-        "options that cannot work\n"
+        "invalid options\n"
         "  - --max_new_tokens 0\n"
         "    expected  at least 1\n"
         "    fix       give a larger one\n"

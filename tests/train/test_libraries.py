@@ -59,7 +59,7 @@ def test_a_name_that_trl_has_no_more_is_refused_before_arguments_are_read(
     monkeypatch.setattr(type(trl), "__dir__", lambda self: names)
     assert main(["sft", "--model_name_or_path", "nowhere", "--dataset_name", "nowhere"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: a library's insides are others than isotype knows\n")
+    assert error.startswith("error: a library's internals differ from what isotype knows\n")
     assert f"  - trl {metadata.version('trl')} under isotype {VERSION}: it has no {name}\n" in error
 
 

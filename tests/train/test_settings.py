@@ -108,7 +108,7 @@ def test_accelerate_launch_must_agree(monkeypatch):
 
 def test_a_typing_error_names_the_nearest_argument():
     assert message("--lerning_rate", "1") == (
-        "arguments that cannot work\n"
+        "invalid arguments\n"
         "  - --lerning_rate\n"
         "    expected  a known name: --learning_rate, --logging_strategy\n"
         "    fix       did you mean --learning_rate?\n"

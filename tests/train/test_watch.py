@@ -145,14 +145,14 @@ def test_the_message(tmp_path: Path) -> None:
         "the loss is not finite: stopped before the update\n"
         "  - step 5: loss nan, learning rate 0.000666667, gradient norm 0\n"
         "    expected  finite numbers\n"
-        "    fix       what is said below of the operator\n"
+        "    fix       see the operator below\n"
         "  - div gives NaN: 0 / 0\n"
         "      --> the model or its loss   aten.div.Tensor   forward   SOURCE\n"
         "       |   self    float32 []   largest 0\n"
         "       |   other   float32 []   largest 0\n"
         "       |   result  float32 []   1 NaN of 1 value\n"
         "    expected  finite numbers\n"
-        "    fix       look at the batch: a mean over labels of which none counts (every one is -100) is 0 / 0\n"
+        "    fix       look at the batch: a mean over no labels (all are -100) is 0 / 0\n"
         "  = TMP/out/checkpoint-3 was saved before: trainer.train(resume_from_checkpoint='TMP/out/checkpoint-3')"
     )
 

@@ -375,7 +375,7 @@ def session_of(
     named = base.named_parameters(remove_duplicate=False)
     wanted = [base_name(name.removesuffix(".weight")) for name, _ in named if name in chosen]
     layers, weights = Layers(wanted), PlainWeights(torch.float32, where)
-    bar = Bar("measuring what quantization does", progress)
+    bar = Bar("measuring quantization damage", progress)
     twin = twin_of(measured.model, weights, layers, bar.advance, measured.read)
     bar.total = passes * len(run.batches) * sum(map(len, twin.blocks))
     rows = EmbeddedRows()  # type: ignore[no-untyped-call]

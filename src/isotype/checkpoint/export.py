@@ -331,7 +331,7 @@ def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
     if result.returncode or not output.is_file():
         lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
         failure = f"{shlex.join(command)}: exit status {result.returncode}; {' / '.join(lines[-3:])}"
-        fix = "look at its message; --gguf f32 writes the file that it was given"
+        fix = "see its message; --gguf f32 writes its input file"
         raise SaveError.of(f"{PROGRAM} has failed", failure, "exit status 0", fix)
     counts = Counter(tensor.dtype_name.lower() for tensor in read_headers(output).tensors)
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())

@@ -118,7 +118,7 @@ def resolve_request(
         if damages is None and checkpoint is not None:
             damages = _kept_or_measured(Damages, checkpoint, measure_damages)
         if damages is None or facts.parameters is None:
-            headline = "nobody has measured what quantization does to this model"
+            headline = "quantization damages of this model were not measured"
             expected = "measured damages of its layers"
             fix = f"isotype quality {facts.source} measures them, where the weights are; or give --quantization nf4"
             raise PrecisionError.of(headline, f"quantization mixed for {facts.source}", expected, fix)

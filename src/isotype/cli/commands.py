@@ -110,7 +110,7 @@ def _amount(text: str | None) -> int | None:
     amount = None if text is None else parse_size(text)
     if text is not None and amount is None:
         raise UsageError.of(
-            "arguments that cannot work",
+            "invalid arguments",
             f"--base_memory {text}",
             "an amount of memory",
             "write it like 6GiB",
@@ -134,13 +134,13 @@ def quality_parser() -> Parser:
         default=None,
         help="a data set to measure on, as --dataset_name; by default texts of isotype's own",
     )
-    add("--tokens", type=int, default=256, help="how many tokens are run (default 256)")
+    add("--tokens", type=int, default=256, help="number of tokens (default 256)")
     add(
         "--exact",
         nargs="*",
         choices=MEASURED,
         default=["nf4"],
-        help="formats of all layers together that are measured, a forward each; of the others, layers are summed up (default nf4)",
+        help="formats measured with all layers together, one forward each; for others, layers are summed (default nf4)",
     )
     add("--device", default=None, help="where it is computed (default cpu)")
     add("--revision", default=None, help="branch, tag or commit of a hub id")
@@ -177,9 +177,7 @@ def quality(argv: Sequence[str], console: Console) -> int:
 
 def explain_parser() -> Parser:
     """Return the arguments of `isotype explain`."""
-    parser = Parser(
-        prog="isotype explain", description="What a finding of `isotype check` means, and what repairs it."
-    )
+    parser = Parser(prog="isotype explain", description="Explain a finding of `isotype check` and its fixes.")
     parser.add_argument(
         "code", nargs="?", default=None, help="a code such as IST101; without one, all of them"
     )
@@ -288,7 +286,7 @@ def merge_parser() -> Parser:
         "--gguf",
         choices=GGUF_TYPES,
         default=None,
-        help="write a GGUF file of this type, for llama.cpp and what is built on it; q6_k and below take its llama-quantize",
+        help="write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and below need its llama-quantize",
     )
     parser.add_argument(
         "--model_revision",
@@ -340,7 +338,7 @@ def chat_parser() -> Parser:
     parser.add_argument("--ask", action="append", default=None, metavar="QUESTION", help="ask this and leave")
     parser.add_argument(
         "--image", action="append", default=None, metavar="FILE",
-        help="a picture that the first question is about, of a model that takes them; give it again for several",
+        help="a picture for the first question, if the model takes pictures; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--system", default=None, metavar="TEXT", help="a system message before the conversation"

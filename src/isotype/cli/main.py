@@ -45,17 +45,17 @@ usage: isotype COMMAND [ARGUMENT …]
 
 train a model under one precision policy (each takes the arguments of `trl COMMAND`):
 {_METHODS}
-  demo     sft of SmolLM2-135M-Instruct on an embedded data set; --pictures: of one that sees
+  demo     sft of SmolLM2-135M-Instruct on an embedded data set; --pictures: of a model with pictures
 
-use what came out:
+use the result:
   chat     talk to a model or an adapter
-  merge    merge an adapter into its base model, and say what the rounding costs
+  merge    merge an adapter into its base model, and report the rounding error
 
-know before it runs:
+before a run:
   plan     what fits on a device, how fast, how long a data set takes, and the command of the best settings
   check    whether a training step will crash, fit, crawl or lose precision, on any device, without weights
   run      a training script of your own, unchanged, with its first step watched and its crash explained
-  inspect  the dtypes, bytes and quantization that a checkpoint holds, and what loading would make of them
+  inspect  dtypes, bytes and quantization of a checkpoint, and how it would be loaded
   quality  what storing each layer in 4 or 8 bits does to the model's output
   explain  what a finding means
   doctor   what this machine and these library versions can do, and what each dtype costs here
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return lacking.exit_code
         print_error(
             console_of_failure(),
-            f"{type(error).__name__}: {error}\n  = this was not expected; --debug shows where it happened",
+            f"{type(error).__name__}: {error}\n  = unexpected error; --debug shows the traceback",
         )
         return CRASHED
 

@@ -74,7 +74,7 @@ def check_surroundings() -> None:
     """Raise UsageError if the working directory is gone or a launcher's variables are invalid."""
     problems = list(_problems())
     if problems:
-        raise UsageError("nothing can be run in these surroundings", problems)
+        raise UsageError("isotype cannot run in this environment", problems)
 
 
 def _problems() -> Iterator[Problem]:

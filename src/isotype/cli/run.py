@@ -29,7 +29,7 @@ from isotype.preflight.script.session import Session, show
 CRASHED = 1
 
 _DESCRIPTION = """\
-Run a training script unchanged and watch its first step: what will fail or cost is said before the step, a crash is
+Run a training script unchanged and watch its first step: failures and costs are reported before the step, a crash is
 explained under its traceback. Output and exit status stay the script's own; isotype writes to standard error."""
 
 _WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="watch the whole training: stop before the update whose loss or gradient is no number, and name the operator",
+        help="watch the whole training: stop before an update whose loss or gradient is not finite, and name the operator",
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
     options = parser.parse_args(own)

@@ -162,7 +162,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
             command = resume_command(settings.command, record.output_dir, whole)
             say(console, f"\nstopped; {whole} is whole. Go on with:\n    {command}")
         else:
-            put("\nstopped before the first checkpoint; nothing to go on from")
+            put("\nstopped before the first checkpoint: there is nothing to resume")
     elif outcome.adapter is not None:
         show_commands(console, _uses(outcome.adapter, settings))
 

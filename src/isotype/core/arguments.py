@@ -79,7 +79,7 @@ class Parser(ValueParser):
         """Raise one UsageError for the problems, if there are any."""
         if problems:
             hint = f"{self.prog} --help lists the arguments"
-            raise UsageError("arguments that cannot work", problems, hint)
+            raise UsageError("invalid arguments", problems, hint)
 
     def error(self, message: str) -> NoReturn:
         """Report an error that argparse cannot continue after: a missing value or argument."""

@@ -173,7 +173,7 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
     # It is unknown if a role that only the template defines is an answer.
     if column in ANSWERS and "assistant" not in roles and set(ROLES).issuperset(roles):
         what = f"column '{column}' holds no message of the assistant"
-        yield Problem(what, "at least one, which is what is learned", "add the answer, or remove the example")
+        yield Problem(what, "at least one, as target", "add the answer, or remove the example")
 
 
 def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | None:

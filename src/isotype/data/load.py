@@ -113,7 +113,7 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
         raise data_error(name, [Problem(failure, expected, fix)]) from error
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         failure = f"'{name}' is no file or directory here, and the hub data set cannot be loaded: {first_line(error)}"
-        fix = "see the spelling, --dataset_config and your access to it, or name a local file"
+        fix = "check the spelling, --dataset_config and your access to it, or name a local file"
         raise data_error(name, [Problem(failure, "a hub data set of plain data files", fix)]) from error
     return _chosen(loaded, name, job)
 

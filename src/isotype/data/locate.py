@@ -106,7 +106,9 @@ def _mode(path: Path) -> tuple[int | None, Problem | None]:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return None, None
         why = getattr(error, "strerror", None) or str(error)
-        return None, Problem(f"'{path}' cannot be read: {why}", expected, "see the path and its permissions")
+        return None, Problem(
+            f"'{path}' cannot be read: {why}", expected, "check the path and its permissions"
+        )
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return mode, None
     kind = _SPECIAL.get(stat.S_IFMT(mode), "no file")

@@ -74,7 +74,7 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
         whole = datasets.concatenate_datasets(built)
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         named = quoted(entry.path for entry in args.datasets)
-        fix = "see each entry's path, split, columns and fraction; an unreachable hub needs local files"
+        fix = "check each entry's path, split, columns and fraction; an unreachable hub needs local files"
         failure = f"the mixture of {named} cannot be built: {first_line(error)}"
         raise data_error("datasets", [Problem(failure, "entries that load and fit together", fix)]) from error
     if args.test_split_size is not None:
@@ -140,7 +140,7 @@ def _from_hub(
             )
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         failure = f"'{entry.path}' cannot be loaded: {why or first_line(error)}"
-        fix = "see its path, name and split, or name a local file; an unreachable hub needs local files"
+        fix = "check its path, name and split, or name a local file; an unreachable hub needs local files"
         return [], [Problem(failure, "a hub data set of plain data files", fix)]
     return [("", opened(loaded, [(entry.path, None)], job, only))], []
 

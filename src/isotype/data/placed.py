@@ -69,7 +69,7 @@ def with_places(
         before = pictures.seen
         chats[name] = [pictures.of_turn(turn) if isinstance(turn, Mapping) else turn for turn in chat]
         if name in _ANSWERS and pictures.seen > before:
-            expected = "pictures in what is asked: no model answers with one"
+            expected = "pictures only in prompts: no model answers with one"
             return Problem(f"column '{name}' holds a picture", expected, "move it to the prompt")
     if pictures.seen:
         # TRL would put the pictures before the first question of plain text once more.

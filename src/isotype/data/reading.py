@@ -46,7 +46,7 @@ class ColumnMap:
         if missing:
             return Problem(
                 f"no column {', '.join(map(repr, missing))}, which {self.origin} names",
-                f"one of those that are there: {', '.join(map(repr, row))}",
+                f"one of the existing columns: {', '.join(map(repr, row))}",
                 f"correct {self.origin}",
             )
         return {name: value for name, value in row.items() if name not in self.sources} | {

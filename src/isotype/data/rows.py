@@ -94,7 +94,7 @@ def _other_kind(raw: bytes) -> Problem | None:
 
 def unreadable(error: OSError) -> Problem:
     """Return the problem of a file that the operating system cannot read."""
-    return Problem(f"cannot be read: {error.strerror}", "a file that you may read", "see its permissions")
+    return Problem(f"cannot be read: {error.strerror}", "a file that you may read", "check its permissions")
 
 
 def _not_utf8(offset: int, byte: int, guess: str) -> Problem:

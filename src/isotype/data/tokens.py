@@ -80,7 +80,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
     if (name == "token_type_ids" and any(values)) or (
         name == "position_ids" and values != list(range(count))
     ):
-        return "says what the trainer does not read", "'input_ids' with 'labels' or masks"
+        return "has values that the trainer does not read", "'input_ids' with 'labels' or masks"
     return None
 
 

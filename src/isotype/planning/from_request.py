@@ -294,7 +294,7 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
     if step.data:
         notes.append(step.data)
     if request.count > 1:
-        notes.append(f"what {request.count} devices exchange takes time that is not counted")
+        notes.append(f"what {request.count} devices exchange data: its time is not included")
     if step.data_rows is None:
         sft = step.method == "sft"
         said = (
@@ -401,7 +401,7 @@ def resolve_auto(command: Command) -> tuple[Command, Row]:
     if row is None:
         least = min((each.peak for each in plan.rows), default=0)
         need = f"a step takes {format_bytes(least)} at least, and may take {plan.devices[0].room}"
-        fix = "a smaller model, or a larger device: isotype plan MODEL --device NAME says what fits on one"
+        fix = "a smaller model, or a larger device: isotype plan MODEL --device NAME shows what fits"
         raise UsageError("nothing fits", [Problem(need, "a step that fits", fix)])
     return _with_values(command, row), row
 

@@ -101,7 +101,7 @@ def _changes(command: Command, row: Row) -> str:
     """Return the differences of the fitting command as a clause; "" if only its rows are split differently."""
     other = row.command
     changed = [
-        f"{name} {after} in the place of {before}"
+        f"{name} {after} instead of {before}"
         for name, (before, after) in command.difference(other).items()
         if name not in (*_LIKE, "model_name_or_path")
     ]
@@ -125,8 +125,8 @@ def advice(command: Command) -> str:
             request = replace(request, memory=room_of(profile, all_free=True).size)
         row = nearest(replace(request, length=request.length or request.step.length))
     except IsotypeError as error:
-        return f"what fits is not known: {error.headline}"
+        return f"what fits is unknown: {error.headline}"
     if row is None:
-        return "out of memory, and nothing smaller of this model fits: isotype plan says what would on another device"
+        return "out of memory, and no smaller settings of this model fit: isotype plan shows what fits on another device"
     used, changes = format_bytes(row.peak), _changes(command, row)
     return f"out of memory; this fits{changes} ({used}):\n{printed_command(row.command.tokens(), indent=4)}"

@@ -80,7 +80,7 @@ def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[Devi
     if not profile.peak_flops or profile.memory_bandwidth is None:
         return profile, ""
     rates = reached.rates(profile.peak_flops)
-    return replace(profile, peak_flops=rates, steps=steps), "speed as published runs on GPUs reached it"
+    return replace(profile, peak_flops=rates, steps=steps), "speed by published runs on GPUs"
 
 
 def _measured(profile: DeviceProfile) -> DeviceProfile:

@@ -21,14 +21,14 @@ from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import image_size, plan_of
 
 _DESCRIPTION = """\
-Say what can be trained on a device, how fast, and print the command of the best settings: from a config alone, without
+Print what can be trained on a device, how fast, and the command of the best settings: from a config alone, without
 weights, a GPU or a data set.
 
   isotype plan MODEL --device rtx4090 [--data my.jsonl] [flags]
   isotype plan sft --model_name_or_path MODEL --device rtx4090 [flags]
-  isotype plan --device t4 --data my.jsonl       which model: the largest of Qwen3 that fit
+  isotype plan --device t4 --data my.jsonl       the largest Qwen3 models that fit
 
-Every flag of `isotype sft` (dpo, …) works, and is in the command that is printed; these are the ones of a plan alone:"""
+Every flag of `isotype sft` (dpo, …) works, and is in the command that is printed; arguments of a plan alone:"""
 
 OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
 """Arguments of a plan that `isotype.plan` takes by name, in addition to its named parameters."""
@@ -98,7 +98,7 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
         "--device",
         action="append",
         metavar="NAME[,NAME]",
-        help="cards to plan for (t4, rtx4090, a100-80g, …), or cpu, cuda; the machine at hand where none is named",
+        help="cards to plan for (t4, rtx4090, a100-80g, …), or cpu, cuda; default: this machine",
     )
     add("--data", metavar="DATA", help="the data set, for lengths and hours; short for --dataset_name")
     add("--method", choices=tuple(METHODS), help="training method (default: sft)")
@@ -106,15 +106,15 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
         "--goal",
         choices=tuple(GOALS),
         default="balanced",
-        help="what the row is chosen by (default: balanced)",
+        help="criterion of the chosen row (default: balanced)",
     )
     add("--devices", type=int, default=1, help="how many of the device train together (default: 1)")
     add("--max-memory", "--max_memory", metavar="SIZE", help="what a step may take, such as 20GiB")
-    add("--rows", type=int, help="rows of a micro-batch; chosen by the memory where not given")
+    add("--rows", type=int, help="rows of a micro-batch (default: chosen by memory)")
     add("--length", type=int, help="tokens of a row; --max_length, the data's longest row, or 1024")
     add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
     add("--images", type=int, default=1, help="how many pictures each row has (default: 1)")
-    add("-v", "--verbose", action="store_true", help="print what memory and time are made of, too")
+    add("-v", "--verbose", action="store_true", help="also print the parts of memory and time")
     add("--json", action="store_true", help="print JSON")
     add(
         "--html",

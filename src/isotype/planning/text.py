@@ -75,7 +75,7 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
     for text in plan.notes:
         _say(console, f"note       {text}")
     if not whole:
-        _say(console, "-v         prints what memory and time are made of", "dim")
+        _say(console, "-v         prints the parts of memory and time", "dim")
     if plan.chosen is not None and len(plan.devices) == 1:
         show_commands(console, {"check it before it runs": _check(plan.chosen)})
 
@@ -84,7 +84,7 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
     """Print plans of several models as one table, after the command of the largest that fits on each device."""
     _say(
         console,
-        f"isotype plan   {plans[0].method}, {plans[0].settings}; no model is named: these are the largest that fit",
+        f"isotype plan   {plans[0].method}, {plans[0].settings}; no model is named: the largest that fit",
         "bold",
     )
     rows: list[tuple[dict[str, str], Row | None]] = []
@@ -308,7 +308,7 @@ def lines_of(plan: Record, device: Device) -> Iterator[str]:
 def _unlike_asked(plan: Record, row: Row) -> str:
     others = {each.length for each in plan.rows if each.device == row.device and each.command != row.command}
     if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
-        return f"rows of {max(others):,} tokens do not fit, these are the longest that do"
+        return f"rows of {max(others):,} tokens do not fit, the longest that fit are used"
     return ""
 
 

@@ -279,7 +279,7 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
         # A dtype: 8 bits were tried, and keep too little.
         wide = form[1].replace("float", "f") if form[:1] == ["--dtype"] else "q8_0"
         chosen = form if "--gguf" in form else ("--gguf", wide)
-        show_commands(console, {"write it for llama.cpp, and what is built on it": (*export, *chosen)})
+        show_commands(console, {"write it for llama.cpp, and programs built on it": (*export, *chosen)})
 
 
 def _weight_share(error: float) -> str:

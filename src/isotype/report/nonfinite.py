@@ -29,17 +29,17 @@ def _headline(event: NonFinite) -> str:
     if event.culprit is not None and event.cause != "constant":
         culprit = event.culprit
         what = {"weight": "the weight", "input": "the input"}.get(event.cause, "a tensor")
-        name = f" {culprit.name}" if culprit.name else ", which no operator of the step has made,"
+        name = f" {culprit.name}" if culprit.name else ", which no operator of the step computed,"
         return f"{what}{name} holds {_counts(culprit)}"
     value = "infinity" if not event.result.nan else "NaN"
     of = {
         "range": f": {number(event.exact or 0.0)} is beyond {dtype_name(event.result.dtype)}",
         "inside": f", though the result itself, {number(event.exact or 0.0)}, fits",
         "row": " for a row in which everything is masked",
-        "labels": " as the mean over labels of which none counts",
+        "labels": " as the mean over no labels",
         "empty": " of an empty tensor",
         "domain": f": {_arithmetic(event)}",
-        "constant": ", which the code has written",
+        "constant": ", written by the code",
     }.get(event.cause, " of finite operands")
     return f"{_name(event)} gives {value}{of}"
 
@@ -85,29 +85,29 @@ def _expected(event: NonFinite) -> str:
             f"at most {number(torch.finfo(dtype).max)}, the largest number of {dtype_name(dtype)}{unscaled}"
         )
     return {
-        "row": "one entry at least that is not -inf",
-        "labels": "one label at least that is not the ignored one",
+        "row": "at least one entry that is not -inf",
+        "labels": "at least one label that is not ignored",
         "constant": "-inf only where a softmax or a `where` takes it away again",
     }.get(event.cause, "finite numbers")
 
 
 def _fix(event: NonFinite) -> str:
     fixes = {
-        "weight": "go on from a checkpoint of before, with a lower learning rate; in the first step, the checkpoint "
-        "that was loaded is broken itself",
+        "weight": "resume an earlier checkpoint with a lower learning rate; in the first step, the loaded checkpoint is "
+        "damaged itself",
         "input": f"look at {_rows(event)} and at what makes it",
         "outside": "look at the code that makes it: a kernel or a tensor from outside of the step",
         "inside": "compute this operator in float32: cast its operands up, its result down",
-        "row": f"look at {_rows(event)}: leave a row out of which nothing is left, or fill its mask with "
+        "row": f"look at {_rows(event)}: omit fully masked rows, or fill their masks with "
         "torch.finfo(dtype).min in place of -inf",
-        "labels": "leave out rows without a label that counts (every one is -100): all of them were cut off or masked",
-        "empty": "leave out batches of which nothing is left",
+        "labels": "omit rows whose labels are all -100: all of them were cut off or masked",
+        "empty": "omit empty batches",
         "domain": f"keep the operand away from it (clamp it, or add a small number); look at {_rows(event)}",
         "constant": "mask what is summed up after it, or write a large finite number",
         "unknown": f"look at {_rows(event)}",
     }
     if event.cause == "domain" and event.entries == (0.0, 0.0):
-        return f"look at {_rows(event)}: a mean over labels of which none counts (every one is -100) is 0 / 0"
+        return f"look at {_rows(event)}: a mean over no labels (all are -100) is 0 / 0"
     halves = event.result.dtype.itemsize <= 2
     return (
         fixes[event.cause]
@@ -122,7 +122,7 @@ def _fix_of_range(event: NonFinite) -> str:
         return f"values have diverged: a lower learning rate, warm-up, or gradients clipped; look at {_rows(event)}"
     if event.scale is not None and exact / event.scale <= torch.finfo(dtype).max / 2:
         scale = 2.0 ** math.floor(math.log2(event.scale * torch.finfo(dtype).max / exact))
-        return f"a loss scale of {number(scale)} or less (GradScaler lowers it by itself where it may go on)"
+        return f"a loss scale of {number(scale)} or less (GradScaler lowers it by itself while it can)"
     if event.phase == "unscale":
         return "keep gradients in float32: float32 masters of the trained weights"
     return "bfloat16, where the device runs it, or a float32 residual stream with float16 matmuls"

@@ -255,7 +255,7 @@ def _check(options: argparse.Namespace) -> None:
         flag = f"--temperature {options.temperature:g}"
         problems.append(Problem(flag, "0 (greedy) or more", "0.7 is a common choice"))
     if problems:
-        raise UsageError("options that cannot work", problems)
+        raise UsageError("invalid options", problems)
 
 
 def _check_writes(name: str, model: Any, tokenizer: Any) -> None:

@@ -226,7 +226,7 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
         raise PrecisionError.of(
             "the adapter cannot begin so",
             f"--init_lora_weights {name} and a base in {policy.storage}",
-            "a base in 4 bits: it begins from what they are off by",
+            "a base in 4 bits: it begins from their errors",
             "--quantization nf4, or leave --init_lora_weights out",
         )
 
@@ -234,7 +234,7 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
 def _quantized(name: str, storage: str) -> Problem:
     setting = f"--init_lora_weights {name} and a base in {storage}"
     why = (
-        "what is left of each weight would be rounded again"
+        "the rest of each weight would be rounded again"
         if name in PART_OF_BASE
         else "PEFT draws in its dtype"
     )

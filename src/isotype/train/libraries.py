@@ -49,7 +49,7 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
         for library, reason in incompatibilities
     ]
     if problems:
-        raise UsageError("a library's insides are others than isotype knows", problems)
+        raise UsageError("a library's internals differ from what isotype knows", problems)
 
 
 def newer_than_tried() -> list[str]:

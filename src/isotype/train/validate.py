@@ -55,7 +55,7 @@ def check_settings(settings: Settings) -> None:
     problems += compiler_problems(settings.training, settings.extra.device)
     problems = problems or [*_optimizer(settings), *_hub(settings)]
     if problems:
-        raise UsageError("arguments that cannot work", problems)
+        raise UsageError("invalid arguments", problems)
 
 
 def argument_problems(settings: Settings) -> list[Problem]:
@@ -280,7 +280,7 @@ def _hub(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"--push_to_hub to {name} without a token", "a token that may write there", fix)
     except Exception as error:  # noqa: BLE001 - from any HTTP library of the hub's client; it is reported unchanged
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        setting = f"--push_to_hub to {name}: the hub does not answer as it should ({reason})"
+        setting = f"--push_to_hub to {name}: the hub fails ({reason})"
         yield Problem(setting, "a hub that can be reached, and a token that it takes", later)
 
 
@@ -292,7 +292,7 @@ def check_read_later(settings: Settings) -> None:
     """
     problems = list(_read_later(settings))
     if problems:
-        raise UsageError("arguments that cannot work", problems)
+        raise UsageError("invalid arguments", problems)
 
 
 def _read_later(settings: Settings) -> Iterator[Problem]:
@@ -322,9 +322,7 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
                 pretrained(kind, name)
         except (OSError, ValueError) as error:
             setting = f"--{flag} {name}: {why or first_line(error)}"
-            yield Problem(
-                setting, expected, "check the spelling and the network, or give what lies on this machine"
-            )
+            yield Problem(setting, expected, "check the spelling and the network, or give a local one")
 
 
 def _model_arguments(settings: Settings) -> Iterator[Problem]:

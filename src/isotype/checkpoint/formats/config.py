@@ -63,7 +63,7 @@ def read_config(directory: Path) -> Any:
         torch_dtype(content.get(key), f"{key} in {path}")
     quantization = quantization_beside(directory)
     if problems := [*_problems(content, path, CONFIG_MAPPING[model_type]), *_generation_problems(directory)]:
-        raise CheckpointError(f"settings of {directory} that cannot work", problems)
+        raise CheckpointError(f"invalid settings of {directory}", problems)
     try:
         config = pretrained(AutoConfig, directory)
     except (*BUILD_ERRORS, OSError, StrictDataclassError) as error:

@@ -295,7 +295,7 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
         first = by_name[names[0]]
         yield Problem(
             f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} has no place for",
-            "tensors of the model, or of another class of it: what is left out changes the model",
+            "tensors of the model, or of another class of it: omitted ones change the model",
             f"{_SAME_PLACE}, or remove them from the file",
         )
 

@@ -91,7 +91,7 @@ def flops_words(report: Record) -> str:
     """Return the FLOPs of a step and their shares by dtype, the largest first."""
     total = sum(report.flops.values())
     if not total:
-        return "no matmul was seen"
+        return "no matmul was traced"
     profile = report.trace.setup.profile
     shares = []
     for dtype, count in sorted(report.flops.items(), key=lambda entry: -entry[1]):
@@ -107,7 +107,7 @@ def seconds_words(report: Record) -> str:
     if time is None:
         return ""
     title = device_words(report.trace.setup)
-    apart = "; communication is not in it" if report.trace.setup.devices > 1 else ""
+    apart = "; without communication" if report.trace.setup.devices > 1 else ""
     rate = time.tokens_per_second
     tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_each(report.trace.setup)})"
     return (

@@ -76,12 +76,12 @@ def verdict(report: Record) -> str:
         case "fails":
             short = [f"also {lacking}"] if report.fits is False else []
             if report.miswired:
-                return f"This step trains something else than is meant: {'; '.join([*rest, *short])}"
+                return f"This step trains something other than intended: {'; '.join([*rest, *short])}"
             return f"This step fails on {title}: {'; '.join([*rest, *short])}"
         case "does not fit":
             return "; ".join([f"This step does not fit on {title}: it {lacking}", *rest])
         case "unknown":
-            return f"Not known whether this step runs on {title}: {'; '.join([unseen, *([counted] if counted else [])])}"
+            return f"Unknown whether this step runs on {title}: {'; '.join([unseen, *([counted] if counted else [])])}"
         case "costs":
             unmeasured = [] if report.ranges in (None, "measured") else [_UNMEASURED]
             unseen_towers = [_unseen(report)] if report.unseen else []
@@ -102,7 +102,7 @@ def _unseen(report: Record) -> str:
     return f"nothing went through {listed(report.unseen)}: text alone was checked (--image 1024x768 adds a picture)"
 
 
-_UNMEASURED = "whether its values fit float16 was not measured"
+_UNMEASURED = "its values in float16 were not measured"
 
 
 def _where(phase: str, module: str) -> str:
@@ -217,15 +217,15 @@ def trust(report: Record) -> list[tuple[str, str]]:
     rows += [("note", note) for note in report.trace.notes]
     if report.ranges in ("known", "unknown"):
         known = report.trace.setup.family_ranges
-        family = f"; of its family it is known that {known}" if known else ""
-        rows.append(("not seen", f"whether values stay below float16's 65,504: nobody measured them{family}"))
+        family = f"; known of its family: {known}" if known else ""
+        rows.append(("not seen", f"values may exceed float16's 65,504: they were not measured{family}"))
     return rows
 
 
 def sharding_notes(setup: Setup) -> Iterator[str]:
     """Yield the assumptions behind the memory of a sharded step."""
     if setup.fsdp and setup.devices == 1:
-        yield "over how many devices FSDP shards: the memory is that of one with all weights; --devices N (devices=N) says it"
+        yield "the number of devices that FSDP shards over: the memory is that of one with all weights; give --devices N (devices=N)"
     elif setup.fsdp == 1:
         yield "FSDP1's own buffers: the memory is counted as FSDP2 takes it"
 
@@ -344,7 +344,7 @@ def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
             *weights,
             ("FLOPs", flops_words(report)),
             *(row for row in trust(report) if row[0] != "note"),
-            ("-v", f"prints how memory and time come about{_left_out(report)}"),
+            ("-v", f"prints the parts of memory and time{_left_out(report)}"),
         ]
     return [
         *([("data", setup.data)] if setup.data else []),

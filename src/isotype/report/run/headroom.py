@@ -89,12 +89,10 @@ def in_words(headroom: Headroom) -> str:
     least = min(blocks, key=lambda block: block.headroom)
     count = len(headroom.samples)
     looked = (
-        f"in nine of ten micro-batches ({count:,} looked at)"
-        if count > 1
-        else "in the one micro-batch that was looked at"
+        f"in nine of ten micro-batches ({count:,} sampled)" if count > 1 else "in the one sampled micro-batch"
     )
     if math.isinf(least.high):
-        return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({count:,} looked at)."
+        return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({count:,} sampled)."
     said = (
         f"{least.name} gives the largest values, up to {format_number(least.high, 4)} {looked}; "
         f"65,504, float16's largest number, is {format_number(least.headroom, 3)} times that."

@@ -106,7 +106,7 @@ class IsotypeArguments:
     tokens_per_step: int | None = field(
         default=None,
         metadata={
-            "help": "With --per_device_train_batch_size auto: tokens of an optimizer step, in the place of 8 rows for each micro-batch."
+            "help": "With --per_device_train_batch_size auto: tokens of an optimizer step, instead of 8 rows per micro-batch."
         },
     )
     eval_split: float | None = field(
@@ -118,12 +118,12 @@ class IsotypeArguments:
     )
     quiet: bool = field(
         default=False,
-        metadata={"help": "Say less: the policy in three lines, no example.", "aliases": ["-q"]},
+        metadata={"help": "Print less: the policy in three lines, no example.", "aliases": ["-q"]},
     )
     verbose: bool = field(
         default=False,
         metadata={
-            "help": "Say more: every reason in full, what was restored, libraries' warnings.",
+            "help": "Print more: every reason in full, restored weights, libraries' warnings.",
             "aliases": ["-v"],
         },
     )
@@ -137,8 +137,8 @@ class IsotypeArguments:
     init_lora_weights: str | None = field(
         default=None,
         metadata={
-            "help": "How adapters begin, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq; by default A is drawn "
-            "(Kaiming) and B is zero. loftq makes up for a part of what 4 bits are off by. olora and pissa take a part out of "
+            "help": "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq; by default A is drawn "
+            "(Kaiming) and B is zero. loftq compensates a part of the 4-bit errors. olora and pissa take a part out of "
             "the base's weights, which may not be quantized then."
         },
     )
@@ -150,7 +150,7 @@ class IsotypeArguments:
     )
     early_stopping_threshold: float = field(
         default=0.0,
-        metadata={"help": "By how much a held-back loss has to be better to count as better."},
+        metadata={"help": "Minimum improvement of a held-back loss."},
     )
 
 
@@ -262,10 +262,8 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("max_length", "training", "1024", "tokens a row is cut to", _NOT_RL, _COUNT),
     Argument("gradient_checkpointing", "training", "auto", "True: less memory, a slower step"),
     Argument("packing", "training", "True", "several short rows in one", ("labels",)),
-    Argument(
-        "beta", "training", "0.1", "how close to the reference it stays", _COMPARED, limit=_NOT_NEGATIVE
-    ),
-    Argument("reward_funcs", "training", "FILE.py:name", "what completions are scored by", ("policy",)),
+    Argument("beta", "training", "0.1", "closeness to the reference", _COMPARED, limit=_NOT_NEGATIVE),
+    Argument("reward_funcs", "training", "FILE.py:name", "scores of completions", ("policy",)),
     Argument(
         "num_generations",
         "training",
@@ -316,7 +314,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument(
         "report_to", "along the way", "wandb", "tensorboard, wandb, trackio, mlflow", choices=_reporters
     ),
-    Argument("push_to_hub", "along the way", "True", "upload what was trained"),
+    Argument("push_to_hub", "along the way", "True", "upload the result"),
     Argument("config", "along the way", "FILE.yaml", "any of these as name: value lines"),
     *(
         _number_of(name, _NOT_NEGATIVE)
@@ -437,6 +435,6 @@ def short_help(method: str) -> str:
         "",
         "-q less output, -v more. --print-config writes the command as a file for",
         "--config, and does not train. --help-all lists every argument: they are those of",
-        f"trl {method}. isotype check {method} … foretells a run without starting it.",
+        f"trl {method}. isotype check {method} … checks a run without starting it.",
     ]
     return "\n".join(lines) + "\n"

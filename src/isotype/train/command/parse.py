@@ -191,7 +191,7 @@ def read_config(path: str, method: str) -> ConfigFile:
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
     os.environ.update(env)
     known = specs(method)
-    headline = f"what {path} asks for is not done here" if problems else f"unknown names in {path}"
+    headline = f"{path} requests what isotype does not do" if problems else f"unknown names in {path}"
     problems += [unknown_name(str(key), sorted(known)) for key in content if key not in known]
     if problems:
         raise UsageError(headline, problems)
@@ -204,7 +204,7 @@ def read_config(path: str, method: str) -> ConfigFile:
                 for each in _add(values, method, name, value, at, None)
             ]
     if problems:
-        raise UsageError(f"values in {path} that cannot work", problems)
+        raise UsageError(f"invalid values in {path}", problems)
     return ConfigFile(path, values, env)
 
 

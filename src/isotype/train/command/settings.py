@@ -78,7 +78,7 @@ def settings_of(command: Command) -> Settings:
     problems = list(_incomplete(command))
     if problems:
         hint = f"isotype {command.method} --help lists the arguments"
-        raise UsageError("arguments that cannot work", problems, hint)
+        raise UsageError("invalid arguments", problems, hint)
     require_names(command.of())
     script, training, model, dataset, extra = _made(command, {})
     given = command.given
@@ -167,7 +167,7 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
             f"an argument of the installed transformers {version('transformers')} and trl {version('trl')}"
         )
         fix = "leave it out, or install newer ones"
-        raise UsageError("arguments that cannot work", [Problem(f"--{name}", newer, fix) for name in absent])
+        raise UsageError("invalid arguments", [Problem(f"--{name}", newer, fix) for name in absent])
     try:
         script, training, model, dataset, extra = _constructed(kinds, command, decided)
     except (ValueError, TypeError, OSError, OverflowError) as error:
@@ -179,7 +179,7 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
             message, command.values, named, f"isotype {command.method}"
         )
         conflict = Problem(message, f"arguments that trl {command.method} takes together", fix)
-        raise UsageError("arguments that cannot work", wrong or [conflict]) from error
+        raise UsageError("invalid arguments", wrong or [conflict]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
         raise UsageError.of(
             "an argument needs a package that is not installed",
@@ -200,7 +200,7 @@ def _require_tf32(profile: DeviceProfile) -> None:
     """Raise if the device lacks TF32, which NVIDIA GPUs have since the generation with bfloat16."""
     if profile.kind != "cuda" or profile.supports(torch.bfloat16) != "native":
         raise UsageError.of(
-            "arguments that cannot work",
+            "invalid arguments",
             f"--tf32 True on {profile.title}",
             "an NVIDIA GPU of compute capability 8.0 or higher",
             "leave --tf32 out",

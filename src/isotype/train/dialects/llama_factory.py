@@ -99,7 +99,7 @@ def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path
         return content, root
     fix = "give dataset_dir, or remove dataset and give --dataset_name and --columns"
     file = Path(where) / "dataset_info.json"
-    reader.refuse("dataset", f"{file}, which says where they lie and what they hold", fix)
+    reader.refuse("dataset", f"{file}, with their paths and contents", fix)
     return None, Path()
 
 

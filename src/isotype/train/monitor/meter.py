@@ -177,7 +177,7 @@ def not_finite(
     tries = _tries(arguments, step, script)
     if first is not None and (first.cause in _OF_THE_DATA or first.entries == (0.0, 0.0)):
         tries = []
-    problems = [Problem(what, "finite numbers", "; ".join(tries) or "what is said below of the operator")]
+    problems = [Problem(what, "finite numbers", "; ".join(tries) or "see the operator below")]
     if first is not None:
         problems.append(problem_of(first))
     return TrainingError(headline, problems, _hint(checkpoint, script))

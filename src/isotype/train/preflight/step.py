@@ -92,7 +92,7 @@ class PlannedStep:
                 return Choice(None, f"{type(model).__name__} has no gradient checkpointing")
             return choose(self._foresee, self.room)
         except IsotypeError as error:
-            return Choice(CHECKPOINTING, f"what the step takes without is not known: {error.headline}")
+            return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {error.headline}")
 
     def model(self, arguments: Mapping[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
         """Return the weightless model, and notes on its fused layers."""
@@ -210,7 +210,7 @@ def choice_of(plan: StepPlan, checkpoint: Checkpoint, policy: PrecisionPolicy) -
     try:
         config = config_of(checkpoint)
     except IsotypeError as error:
-        return Choice(CHECKPOINTING, f"what the step takes without is not known: {error.headline}")
+        return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {error.headline}")
     return PlannedStep(plan, config, policy).choice()
 
 

@@ -122,7 +122,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     )
     add("--images", type=int, default=1, help="how many pictures each row has")
     add("--generate", action="store_true", help="trace generation too")
-    add("-v", "--verbose", action="store_true", help="print how memory and time come about, too")
+    add("-v", "--verbose", action="store_true", help="also print the parts of memory and time")
     add("--json", action="store_true", help="print JSON")
     add("--sarif", metavar="PATH", default=None, help="write SARIF, for code scanning; - prints it")
     add("--html", type=Path, metavar="PATH", default=None, help="write the report as one HTML file")
@@ -169,7 +169,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
     if options.bare and command.method == "sft" and command.file is None and _is_light(command):
         problems = list(number_problems(command.given))
         if problems:
-            raise UsageError("arguments that cannot work", problems)
+            raise UsageError("invalid arguments", problems)
         return with_pictures(_light_plan(options, command), options)
     from isotype.train.command.settings import settings_of
     from isotype.train.initial_adapter import start_of
@@ -179,7 +179,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
     settings, start = start_of(settings_of(command))
     problems = argument_problems(settings)
     if problems:
-        raise UsageError("arguments that cannot work", problems)
+        raise UsageError("invalid arguments", problems)
     return with_pictures(with_data(_full_plan(options, settings, start), settings, options), options)
 
 

@@ -26,7 +26,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.rows.contents import lists_in
 from isotype.train.rows.spans import Message, assistant_spans, other_spans
 
-_MARKED = "a template with {% generation %} and {% endgeneration %} around what the assistant says"
+_MARKED = "a template with {% generation %} and {% endgeneration %} around the assistant's text"
 _FIX = "--chat_template_path FILE.jinja with such a template, or leave --assistant_only_loss out"
 
 
@@ -184,7 +184,7 @@ def labelled_row(
         spans_of = assistant_spans if only else other_spans
         text, spans = spans_of(render, messages, 0 if whole else len(prompt))
     except (TemplateError, ValueError) as error:
-        what = "--assistant_only_loss: the assistant's tokens" if only else "the turns that are not learned"
+        what = "--assistant_only_loss: the assistant's tokens" if only else "the turns excluded from the loss"
         given = f"{place}: {' '.join(str(error).split())}"
         raise DataError.of(f"{what} cannot be found", given, _KEPT, _ROW_FIX) from error
     words = getattr(tokenizer, "tokenizer", tokenizer)
@@ -194,16 +194,16 @@ def labelled_row(
     learned = [any(start < last and end > first for first, last in spans) for start, end in places]
     if not any(learned):
         what, fix = (
-            f"{place}: no turn that is learned, by its marks",
+            f"{place}: all turns are excluded by their marks",
             "mark one with 1 or true, or remove the example",
         )
-        raise DataError.of("nothing of a row is learned", what, "at least one turn", fix)
+        raise DataError.of("a row has no targets", what, "at least one turn", fix)
     labels = [token if mask else -100 for token, mask in zip(ids, learned, strict=True)]
     return {"input_ids": ids, "labels": labels}
 
 
 _KEPT = "a chat template that writes the beginning of a conversation the same, whatever follows"
 _ROW_FIX = (
-    "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around what the assistant says; or rows of "
+    "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around the assistant's text; or rows of "
     "'prompt' and 'completion', whose completion alone is learned; or leave --assistant_only_loss out"
 )

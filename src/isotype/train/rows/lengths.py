@@ -20,7 +20,7 @@ from isotype.train.rows.pictured import Pictured
 if TYPE_CHECKING:
     from isotype.train.command.settings import Settings
 
-UNBOUNDED = "nothing says how long rows can be (--max_length does)"
+UNBOUNDED = "the length of rows is not limited (--max_length limits it)"
 
 COUNTED_ROWS = 2000
 """Maximum number of tokenized rows; a longer data set is sampled at equal distances."""
