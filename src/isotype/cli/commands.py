@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,13 @@ def inspect_parser() -> Parser:
     )
     add("--base_memory", default=None, help="of the plan: what mixed weights take at most, such as 6GiB")
     add("--device", default="auto", help="of the plan: a device or a device profile; auto: the best one here")
+    add(
+        "--for",
+        nargs="+",
+        dest="program",
+        metavar=("PROGRAM", "MODEL"),
+        help="of an adapter: which of its tensors peft, vllm or llama.cpp applies to a model (default: its base)",
+    )
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -61,6 +68,8 @@ def inspect_parser() -> Parser:
 def inspect(argv: Sequence[str], console: Console) -> int:
     """Run `isotype inspect` and return its exit status; what headers contain is printed before errors."""
     options = inspect_parser().parse_args(list(argv))
+    if options.program is not None:
+        return _inspect_for(options, console)
     if options.plan:
         return _inspect_plan(options, console)
     flags = [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]
@@ -84,6 +93,24 @@ def inspect(argv: Sequence[str], console: Console) -> int:
 
     require_loadable(options.path, options.revision)
     return 0
+
+
+def _inspect_for(options: argparse.Namespace, console: Console) -> int:
+    quiet_libraries()
+    from isotype.checkpoint.consumers import CONSUMERS, fit_of
+    from isotype.report.inspect import render_fit
+
+    program, *models = options.program
+    if program not in CONSUMERS or len(models) > 1:
+        given = f"--for {' '.join(options.program)}"
+        expected = f"one of {', '.join(CONSUMERS)}, and at most one model behind it"
+        raise UsageError.of("arguments that cannot work", given, expected, "--for vllm MODEL")
+    fit = fit_of(options.path, program, *models)
+    if options.json:
+        print(json.dumps({**asdict(fit), "ok": fit.ok}, indent=1))
+    else:
+        render_fit(fit, console)
+    return 0 if fit.ok else 1
 
 
 def _inspect_plan(options: argparse.Namespace, console: Console) -> int:

@@ -21,6 +21,7 @@ from isotype.core.names import format_bytes, grouped, listed, plural, stacked, s
 from isotype.report.text import fitting, show_commands, wrapped
 
 if TYPE_CHECKING:
+    from isotype.checkpoint.consumers import Fit
     from isotype.checkpoint.inspect import PlanGroup, PlanInspection
     from isotype.checkpoint.merge.report import LogitsDifference, MergeReport
 
@@ -44,6 +45,41 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
             console.print(Text.assemble((f"{name:<14}", "dim"), text), soft_wrap=True)
     for line in mismatch_lines(inspection):
         console.print(Text(wrapped(line, console), style="yellow"), soft_wrap=True)
+
+
+_STYLES = {
+    "applied": "green",
+    "changed": "yellow",
+    "ignored": "yellow",
+    "refused": "red",
+    "unknown": "yellow",
+}
+
+
+def render_fit(fit: Fit, console: Console) -> None:
+    """Print what a program does with an adapter: each kind of module, the reasons with fixes, the verdict."""
+    console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("module", overflow="fold")
+    table.add_column("tensors", justify="right")
+    table.add_column(f"in {fit.consumer}")
+    for use in fit.uses:
+        table.add_row(Text(use.module), str(use.tensors), Text(use.effect, style=_STYLES[use.effect]))
+    console.print(fitting(table, console))
+    console.print()
+    for (effect, why, fix), uses in grouped(fit.uses, lambda use: (use.effect, use.why, use.fix)).items():
+        if effect != "applied":
+            count = plural(sum(use.tensors for use in uses), "tensor")
+            console.print(
+                Text(wrapped(f"{effect}: {count}: {why}; {fix}", console), style=_STYLES[effect]),
+                soft_wrap=True,
+            )
+    for note in fit.notes:
+        console.print(Text(wrapped(f"note: {note}", console), style="yellow"), soft_wrap=True)
+    if fit.ok:
+        console.print(
+            Text(f"{fit.consumer} applies every tensor as it was trained.", style="green"), soft_wrap=True
+        )
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:

@@ -1,0 +1,240 @@
+"""What another program does with an adapter: which tensors it applies, ignores or refuses.
+
+The rules are those of the programs' own loaders, read on 2026-11-27:
+
+- `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
+- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. A module whose last name is one of the model's linear layers is accepted, and
+  has no effect if the model has no module of its whole name (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
+- `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (alpha / rank, whatever the training used).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft.utils.other import get_pattern_key
+from safetensors import safe_open
+
+from isotype.checkpoint.adapter import Adapter, read_adapter
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.opened import config_of, open_checkpoint
+from isotype.checkpoint.weightless import skeleton
+from isotype.core.errors import UsageError
+from isotype.core.names import grouped, starred
+from isotype.model.parts import LANGUAGE, Parts
+
+Effect = Literal["applied", "changed", "ignored", "refused", "unknown"]
+"""`changed`: applied with another scale than in training."""
+
+_SUFFIX = re.compile(r"\.(lora_[AB]\.weight|lora_embedding_[AB])$")
+_STACKED = re.compile(r"\.experts(\.base_layer)*$")
+_MERGE = "merge it (`isotype merge`) and load the whole model"
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A program that loads adapters.
+
+    Attributes:
+        refuses: option of `adapter_config.json` -> why an adapter with it is refused.
+        unplaced: effect on a tensor of a module that the model lacks.
+        other: effect on a tensor that is no matrix of LoRA; None if the program reads them.
+        stacked: (effect, reason) for adapters of stacked experts; None if they are applied.
+        towers: whether adapters of towers and projectors are applied.
+        scale: (alpha, r of the config, r of the layer, rsLoRA) -> the factor of a layer's adapter; None for PEFT's.
+        rank: largest rank without `flag`, 0 for any.
+    """
+
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    unplaced: Effect = "refused"
+    other: Effect | None = "refused"
+    stacked: tuple[Effect, str] | None = None
+    towers: bool = False
+    scale: Callable[[float, int, int, bool], float] | None = None
+    rank: int = 0
+    flag: str = ""
+
+
+CONSUMERS: Mapping[str, Consumer] = {
+    "peft": Consumer(unplaced="ignored", other=None, towers=True),
+    "vllm": Consumer(
+        {
+            "use_dora": "vLLM has no DoRA",
+            "modules_to_save": "vLLM loads no copies of whole modules",
+            "trainable_token_indices": "vLLM loads no trained tokens",
+        },
+        unplaced="ignored",
+        stacked=("unknown", "vLLM loads stacked adapters of the models that it lists alone"),
+        scale=lambda alpha, r, _, rslora: alpha / (math.sqrt(r) if rslora else r),
+        rank=16,
+        flag="--max-lora-rank",
+    ),
+    "llama.cpp": Consumer(
+        {"use_dora": "llama.cpp's converter takes lora_A and lora_B alone"},
+        stacked=("refused", "llama.cpp's converter finds no tensor of this name"),
+        scale=lambda alpha, _, rank, __: alpha / rank,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a program does with the tensors of one kind of module.
+
+    Attributes:
+        module: name with `*` for the numbers of layers.
+        tensors: number of them.
+        why: the reason of every effect but `applied`, a clause.
+    """
+
+    module: str
+    tensors: int
+    effect: Effect
+    why: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How an adapter fits a program.
+
+    Attributes:
+        model: the model that its tensors were placed in.
+        notes: flags that the program needs.
+    """
+
+    adapter: str
+    consumer: str
+    model: str
+    uses: tuple[Use, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Every tensor is applied as it was trained."""
+        return all(use.effect == "applied" for use in self.uses)
+
+
+def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None) -> Fit:
+    """Judge an adapter for another program by its config, its headers, the values of its B, and the base's config.
+
+    Args:
+        consumer: of `CONSUMERS`.
+        model: that the program loads; default: the base that the adapter names.
+
+    Raises:
+        CheckpointError: no adapter, or no model.
+        UsageError: the adapter names no base.
+    """
+    adapter, rules = read_adapter(directory), CONSUMERS[consumer]
+    source = adapter.base if model is None else model
+    if source is None:
+        expected, fix = "a model to place its tensors in", f"--for {consumer} MODEL"
+        raise UsageError.of("no base model", f"the adapter {directory}, which names none", expected, fix)
+    base = skeleton(
+        config_of(open_checkpoint(source, adapter.revision if model is None else None)), torch.float32
+    )
+    judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _zeros(adapter))
+    judged = [(starred(module_of(each.name)), judge.use(each)) for each in adapter.headers.tensors]
+    uses = tuple(
+        Use(module, len(same), effect, why, fix)
+        for (module, (effect, why, fix)), same in grouped(judged, lambda use: use).items()
+    )
+    rank = max((judge.rank(each) for each in adapter.headers.tensors), default=0)
+    flags = (f"rank {rank}: start vLLM with {rules.flag} {rank}",) if 0 < rules.rank < rank else ()
+    return Fit(str(directory), consumer, f"{source} ({type(base).__name__})", uses, flags)
+
+
+def module_of(name: str) -> str:
+    """Return the module that a tensor of an adapter's file belongs to, by the base's names."""
+    return _SUFFIX.sub("", name.removeprefix("base_model.model."))
+
+
+@dataclass(frozen=True)
+class _Judge:
+    adapter: Adapter
+    rules: Consumer
+    modules: Mapping[str, Any]
+    parts: Parts
+    zeros: frozenset[str]
+
+    def use(self, tensor: TensorHeader) -> tuple[Effect, str, str]:
+        """(effect, why, fix) of one tensor."""
+        config, rules, module = self.adapter.config, self.rules, module_of(tensor.name)
+        for option, why in rules.refuses.items():
+            if getattr(config, option, None):
+                return "refused", why, _MERGE
+        if not _SUFFIX.search(tensor.name):
+            return (
+                ("applied", "", "")
+                if rules.other is None
+                else (rules.other, "it is no matrix of LoRA", _MERGE)
+            )
+        stacked = _STACKED.search(module)
+        if stacked and rules.stacked is not None:
+            return *rules.stacked, _MERGE
+        place = self.modules.get(_STACKED.sub(".experts", module))
+        if place is None:
+            return (
+                rules.unplaced,
+                "the model has no module of this name",
+                "give the model that it was trained on",
+            )
+        if not stacked and not self._has_the_sides_of(tensor, place):
+            return (
+                "refused",
+                f"its shape {list(tensor.shape)} does not fit a {type(place).__name__}",
+                "give the model that it was trained on",
+            )
+        part = self.parts.of(module)
+        if not rules.towers and part != LANGUAGE:
+            return "ignored", f"only the language model takes adapters, and this is the {part}", _MERGE
+        return self._scaled(tensor, module)
+
+    def _scaled(self, tensor: TensorHeader, module: str) -> tuple[Effect, str, str]:
+        config = self.adapter.config
+        rank, alpha = self.rank(tensor), _of_pattern(config.alpha_pattern, module, config.lora_alpha)
+        trained = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        scale = self.rules.scale
+        applied = trained if scale is None else scale(config.lora_alpha, config.r, rank, config.use_rslora)
+        if not applied or module in self.zeros:
+            return "ignored", "its scale is 0" if not applied else "its B is zero", "train it"
+        if not math.isclose(trained, applied):
+            return "changed", f"it is scaled by {applied:.3g}, and was trained with {trained:.3g}", _MERGE
+        return "applied", "", ""
+
+    def rank(self, tensor: TensorHeader) -> int:
+        """Return the rank of a tensor's layer; of one that is no matrix of LoRA, 0."""
+        config, module = self.adapter.config, module_of(tensor.name)
+        return int(_of_pattern(config.rank_pattern, module, config.r)) if _SUFFIX.search(tensor.name) else 0
+
+    @staticmethod
+    def _has_the_sides_of(tensor: TensorHeader, place: Any) -> bool:
+        weight = getattr(place, "weight", None)
+        sides = tuple(weight.shape) if isinstance(weight, torch.Tensor) else ()
+        return bool(sides) and any(side in sides for side in tensor.shape)
+
+
+def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """Return the value of a layer by PEFT's patterns (`get_pattern_key` in peft/utils/other.py)."""
+    return (pattern or {}).get(get_pattern_key((pattern or {}).keys(), module), default)
+
+
+def _zeros(adapter: Adapter) -> frozenset[str]:
+    """Return the modules whose B is zero to the last bit, of a safetensors file."""
+    found = set()
+    for tensor in adapter.headers.tensors:
+        if (
+            tensor.name.endswith(("lora_B.weight", "lora_embedding_B"))
+            and tensor.file.suffix == ".safetensors"
+        ):
+            with safe_open(tensor.file, "pt") as file:
+                if not bool(file.get_tensor(tensor.name).any()):
+                    found.add(module_of(tensor.name))
+    return frozenset(found)
