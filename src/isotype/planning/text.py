@@ -332,29 +332,13 @@ def _work(row: Row, work: Workload) -> str:
 _GIB = 2**30
 _MARGIN = 1.08
 
-_STYLE = """
-.scatter svg { width: 100%; height: 320px; overflow: visible; padding: 18px 20px 34px 64px; }
-.scatter .point { fill: var(--soft); }
-.scatter .point.best { fill: var(--main); }
-.scatter .point.chosen { fill: var(--accent); }
-.scatter .front { fill: none; stroke: var(--main); stroke-width: 1.5; vector-effect: non-scaling-stroke; }
-.scatter text { fill: var(--muted); font-size: 11px; }
-.scatter .grid { stroke: var(--grid); }
-.scatter .capacity { stroke: var(--broken); stroke-dasharray: 4 3; }
-table.rows { border-collapse: collapse; font-size: 12.5px; }
-table.rows th, table.rows td { padding: 3px 12px 3px 0; text-align: left; white-space: nowrap; }
-table.rows .short { color: var(--muted); }
-table.rows .chosen { font-weight: 650; color: var(--accent); }
-pre.command { margin-top: 12px; padding: 12px 16px; white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); }
-"""
-
 
 def to_html(plan: Record) -> str:
     """Return one page that needs no other file."""
     return html.render(
         "plan.html.j2",
         title=f"isotype plan: {plan.model}",
-        style=package_file("style.css") + _STYLE,
+        style=package_file("style.css") + package_file("plan.css"),
         script="",
         model=plan.model,
         method=plan.method,
