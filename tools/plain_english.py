@@ -27,22 +27,22 @@ PHRASES = {
 NAMES = ("each", "own", "found", "given", "made", "told")
 
 CEILINGS = {
-    ("docstrings", "None where"): 9,
-    ("docstrings", "What, Whether, One, How first"): 149,
-    ("docstrings", "lie for be"): 16,
-    ("docstrings", "nobody"): 5,
-    ("docstrings", "of which"): 14,
-    ("messages", "lie for be"): 5,
+    ("docstrings", "None where"): 0,
+    ("docstrings", "What, Whether, One, How first"): 27,
+    ("docstrings", "lie for be"): 0,
+    ("docstrings", "nobody"): 0,
+    ("docstrings", "of which"): 8,
+    ("messages", "lie for be"): 2,
     ("messages", "nobody"): 3,
     ("messages", "of which"): 5,
-    ("names", "each"): 554,
+    ("names", "each"): 552,
     ("names", "found"): 27,
     ("names", "given"): 36,
     ("names", "made"): 18,
     ("names", "own"): 121,
     ("names", "told"): 8,
-    ("pages", "lie for be"): 18,
-    ("pages", "nobody"): 9,
+    ("pages", "lie for be"): 13,
+    ("pages", "nobody"): 8,
     ("pages", "of which"): 3,
 }
 """Most idioms of a kind that a place may have; lowered whenever some have gone, never raised."""

@@ -231,7 +231,7 @@ def test_models_that_are_left_are_told(name: str, reason: str) -> None:
     before = model.config._attn_implementation
     report = use_fast_attention(model)
     assert not report.taken
-    assert str(report) == f"attention: as transformers has it: {reason}"
+    assert str(report) == f"attention: unchanged: {reason}"
     assert model.config._attn_implementation == before
     assert use_fast_attention(torch.nn.Linear(2, 2)).reason == "it is no model of transformers"
 

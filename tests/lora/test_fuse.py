@@ -155,7 +155,7 @@ def test_layers_that_read_the_same_input_run_as_one() -> None:
         "norms: 5 RMSNorms in one function each\n"
         f"{rotary if elementwise.compiled() else ''}"
         "attention: the faster kernel for each class of shapes, measured when it is first called\n"
-        "padding: left out of the batches of TRL's trainers where it lies left or right of the tokens"
+        "padding: removed from batches of TRL's trainers if it is left or right of the tokens"
     )
     assert report.summary == (
         "fused: 14 of 14 LoRA layers, 4 groups on the same input, 2 gated MLPs, 5 norms, "
@@ -549,7 +549,7 @@ def test_what_is_left_and_why() -> None:
     }
     assert str(report) == (
         "fused: 1 LoRA layer\n"
-        "attention: as transformers has it: it is no model of transformers\n"
+        "attention: unchanged: it is no model of transformers\n"
         "left to PEFT: base_model.model.conv (1 layer): its base is Conv1d, not a linear layer\n"
         "left to PEFT: base_model.model.embed (1 layer): its base is Embedding, not a linear layer\n"
         "left to PEFT: base_model.model.trained (1 layer): its base weight is trained"

@@ -254,7 +254,7 @@ def test_a_kernel_that_is_wrong_is_not_taken(calls: list[Any], monkeypatch: pyte
     monkeypatch.setattr(registered, "by_lengths", lambda inputs, mask, **_: inputs[0].transpose(1, 2))
     report = on_gpu(model)
     assert (report.taken, model.config._attn_implementation) == (False, "sdpa")
-    assert report.padded == "it computes otherwise where rows lie behind one another"
+    assert report.padded == "its results change when rows are concatenated"
 
 
 def test_a_kernel_that_fails_is_not_taken_and_says_why(
@@ -274,7 +274,7 @@ def test_the_report_says_one_line(calls: list[Any], monkeypatch: pytest.MonkeyPa
     taken = dataclasses.replace(report, attention=on_gpu(model))
     assert "no padding" in taken.summary
     assert "attention by the faster kernel" not in taken.summary
-    assert "padding: left out of the batches of TRL's trainers where it lies left or right" in str(taken)
+    assert "padding: removed from batches of TRL's trainers if it is left or right" in str(taken)
     assert not taken.fallbacks
     left = dataclasses.replace(
         report, attention=AttentionReport(False, "it is on cuda", padded="of the card")

@@ -222,7 +222,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which a tensor is a view; a tensor that is no view itself."""
+    """Return the base of a view; a tensor that is no view itself."""
     return tensor if tensor._base is None else tensor._base
 
 

@@ -170,7 +170,7 @@ class FusionReport:
 
     @property
     def summary(self) -> str:
-        """One-line summary."""
+        """Single-line summary."""
         parts = [f"{len(self.fused)} of {plural(len(self.fused) + len(self.left), 'LoRA layer')}"]
         if self.together:
             parts.append(f"{plural(len(self.together), 'group')} on the same input")
@@ -228,9 +228,7 @@ class FusionReport:
         lines.append(str(self.attention))
         if self.attention.sides:
             sides = " or ".join(sorted(self.attention.sides))
-            lines.append(
-                f"padding: left out of the batches of TRL's trainers where it lies {sides} of the tokens"
-            )
+            lines.append(f"padding: removed from batches of TRL's trainers if it is {sides} of the tokens")
         reasons = Counter((starred(name), reason) for name, reason in self.left.items())
         for (name, reason), count in reasons.items():
             lines.append(f"left to PEFT: {name} ({plural(count, 'layer')}): {reason}")

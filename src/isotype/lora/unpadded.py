@@ -1,4 +1,4 @@
-"""Batches without padding: concatenated rows, each of which attends only to itself.
+"""Batches without padding: concatenated rows that attend only to themselves.
 
 Removed padding costs nothing in linear layers, norms and attention. Valid for a model in which tokens
 interact only in attention that separates sequences by positions (transformers' packed sequences), which is
@@ -300,7 +300,7 @@ def tried(model: Any) -> Trial:
         return Trial(
             reason=f"a trial without padding failed ({type(error).__name__}: {first_line(error)[:200]})"
         )
-    return Trial(sides, "" if sides else "it computes otherwise where rows lie behind one another")
+    return Trial(sides, "" if sides else "its results change when rows are concatenated")
 
 
 def mixes_documents(model: Any) -> str:

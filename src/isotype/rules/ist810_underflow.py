@@ -44,7 +44,7 @@ _MOST = 0.5
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield measured gradients of which float16 keeps less than half at the current loss scale."""
+    """Yield measured gradients that lose more than half of their values in float16 at the current loss scale."""
     setup = trace.setup
     shares = flushed(trace) if setup.scaler else None
     if shares is None or shares.scaled <= _MOST:

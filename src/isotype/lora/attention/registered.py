@@ -122,13 +122,13 @@ class AttentionReport:
 
     def __str__(self) -> str:
         if not self.taken:
-            return f"attention: as transformers has it: {self.reason}"
+            return f"attention: unchanged: {self.reason}"
         if self.repeated:
             return f"attention: keys and values are repeated for each head of the queries: {self.repeated} has no fused kernel for grouped heads"
         if self.by_lengths:
             return "\n".join(
                 [
-                    "attention: torch's kernels, and by lengths where rows lie behind one another",
+                    "attention: torch's kernels; variable-length kernels for concatenated rows",
                     *self._left(),
                 ]
             )

@@ -1,7 +1,7 @@
 """Gated products, RMSNorms and rotations by compiled loops (elementwise.cpp): one read, float32, one
 rounding.
 
-torch has one operator per factor, each of which reads and writes all values.
+Each of torch's operators, one per factor, reads and writes all values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sums of matrix products on a CPU by compiled loops (products.cpp): summed in float32, rounded once.
 
-A LoRA layer consists of them: X Wᵀ + (X Aᵀ) Bᵀ is one, and so is the gradient of a shared input. torch has
-one operator per product, each of which reads and writes the whole sum.
+A LoRA layer consists of them: X Wᵀ + (X Aᵀ) Bᵀ is one, and so is the gradient of a shared input. Each of
+torch's operators, one per product, reads and writes the whole sum.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _projects(model: Any) -> bool:
     """Return whether the logits are a projection of the backbone's output, except for scale and soft cap.
 
     Then the model consists of a backbone and output embeddings. BERT-like models have heads with more layers,
-    of which TRL uses only the last; some models (Llama 4's text model) have no backbone under transformers'
+    but TRL uses only the last; some models (Llama 4's text model) have no backbone under transformers'
     name.
     """
     if model.config.model_type in _MORE:

@@ -1,4 +1,4 @@
-"""One training step on fake tensors: forward, backward, unscale, optimizer, and generation on request."""
+"""A training step on fake tensors: forward, backward, unscale, optimizer, and generation on request."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
-    tensors = [each for each in inputs.values() if isinstance(each, torch.Tensor)]
-    if any(each.is_meta or isinstance(each, FakeTensor) for each in tensors) or ids.numel() < 2:
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors) or ids.numel() < 2:
         return None
     plain = {name: _plain(value) for name, value in inputs.items()}
     labelled = isinstance(plain.get("labels"), torch.Tensor)
@@ -213,5 +213,5 @@ def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
 
 
 def _mapped(ids: torch.Tensor, tokens: Mapping[int, int]) -> torch.Tensor:
-    flat = [tokens.get(each, each) for each in ids.flatten().tolist()]
+    flat = [tokens.get(token, token) for token in ids.flatten().tolist()]
     return torch.tensor(flat, dtype=ids.dtype).view(ids.shape)
