@@ -1,4 +1,4 @@
-"""The short help, completion, and how much is said."""
+"""The short help, and how much is said."""
 
 from __future__ import annotations
 
@@ -45,14 +45,6 @@ def test_help_all_is_the_whole_list(capsys):
     text = capsys.readouterr().out
     assert "--adam_beta1" in text
     assert "--eval_split" in text
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_knows_commands_arguments_and_values(shell, capsys):
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for word in ("doctor", "learning_rate", "quantization", "nf4"):
-        assert word in script
 
 
 POLICY = PrecisionPolicy(compute=torch.bfloat16, storage="nf4")

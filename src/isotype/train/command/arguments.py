@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from isotype.core.arguments import wrong_choice
@@ -19,139 +20,102 @@ Read = Callable[[str], Any]
 """Returns the value of an argument by its name; None if not given or unknown to the method."""
 
 
+def _argument(default: Any, text: str, **metadata: list[str]) -> Any:
+    return field(default=default, metadata={"help": text, **metadata})
+
+
 @dataclass
 class IsotypeArguments:
     """Arguments that isotype adds to TRL's."""
 
-    quantization: str | None = field(
-        default=None,
-        metadata={
-            "help": "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
-            "--bnb_4bit_quant_type. mxfp4: experts that the checkpoint stores so (gpt-oss) stay packed. mixed: each linear layer in nf4, int8 or unquantized, by what that does to the model's output "
-            "(measured once, see isotype quality).",
-            "choices": [*ASKED, MIXED],
-        },
+    quantization: str | None = _argument(
+        None,
+        "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
+        "--bnb_4bit_quant_type. mxfp4: experts that the checkpoint stores so (gpt-oss) stay packed. mixed: each linear layer in nf4, int8 or unquantized, by what that does to the model's output "
+        "(measured once, see isotype quality).",
+        choices=[*ASKED, MIXED],
     )
-    base_memory: str | None = field(
-        default=None,
-        metadata={
-            "help": "With --quantization mixed: what the base's weights take at most, such as 6GiB; by default a tenth more for "
-            "the linear layers than nf4 takes."
-        },
+    base_memory: str | None = _argument(
+        None,
+        "With --quantization mixed: what the base's weights take at most, such as 6GiB; by default a tenth more for "
+        "the linear layers than nf4 takes.",
     )
-    adapt: str | None = field(
-        default=None,
-        metadata={
-            "help": "Parts that get adapters, of a model that takes pictures: language, projector, vision, or several of them "
-            "(language,projector); all is the default, and of rows without pictures the language model alone."
-        },
+    adapt: str | None = _argument(
+        None,
+        "Parts that get adapters, of a model that takes pictures: language, projector, vision, or several of them "
+        "(language,projector); all is the default, and of rows without pictures the language model alone.",
     )
-    quantized_parts: str = field(
-        default="language",
-        metadata={
-            "help": "What --quantization stores in fewer bits of a model that takes pictures or sound: language, or all: its towers and "
-            "projectors, too.",
-            "choices": ["language", "all"],
-        },
+    quantized_parts: str = _argument(
+        "language",
+        "What --quantization stores in fewer bits of a model that takes pictures or sound: language, or all: its towers and "
+        "projectors, too.",
+        choices=["language", "all"],
     )
-    device: str = field(default="auto", metadata={"help": "Device to train on: auto, cpu, cuda, mps, xpu."})
-    ranges: str = field(
-        default="measure",
-        metadata={
-            "help": "For float16: measure the checkpoint's value ranges where nobody has (measure), or decide by what is "
-            "known already (known).",
-            "choices": ["measure", "known"],
-        },
+    device: str = _argument("auto", "Device to train on: auto, cpu, cuda, mps, xpu.")
+    ranges: str = _argument(
+        "measure",
+        "For float16: measure the checkpoint's value ranges where nobody has (measure), or decide by what is "
+        "known already (known).",
+        choices=["measure", "known"],
     )
-    fuse: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute LoRA layers in one function each, those that read the same input together (isotype.fuse); "
-            "--no_fuse leaves them as PEFT has them."
-        },
+    fuse: bool = _argument(
+        True,
+        "Compute LoRA layers in one function each, those that read the same input together (isotype.fuse); "
+        "--no_fuse leaves them as PEFT has them.",
     )
-    ask: str | None = field(
-        default=None,
-        metadata={
-            "help": "A question the model answers before and after training. By default the first prompt of "
-            "the test split, where evaluation is on (--eval_strategy)."
-        },
+    ask: str | None = _argument(
+        None,
+        "A question the model answers before and after training. By default the first prompt of "
+        "the test split, where evaluation is on (--eval_strategy).",
     )
-    columns: str | None = field(
-        default=None,
-        metadata={
-            "help": "The trainer's names for the data set's columns: prompt=question,completion=answer; or alpaca, "
-            "for instruction, input and output."
-        },
+    columns: str | None = _argument(
+        None,
+        "The trainer's names for the data set's columns: prompt=question,completion=answer; or alpaca, "
+        "for instruction, input and output.",
     )
-    apply_chat_template: bool = field(
-        default=False,
-        metadata={
-            "help": "Write prompts and answers that are plain text as messages of user and assistant, by the model's chat "
-            "template."
-        },
+    apply_chat_template: bool = _argument(
+        False,
+        "Write prompts and answers that are plain text as messages of user and assistant, by the model's chat "
+        "template.",
     )
-    text_lines: bool = field(
-        default=False,
-        metadata={"help": "Make an example of each line of a .txt file; by default the whole file is one."},
+    text_lines: bool = _argument(
+        False, "Make an example of each line of a .txt file; by default the whole file is one."
     )
-    excess_length_strategy: str = field(
-        default="raise",
-        metadata={
-            "help": "What is done with rows with pictures that are longer than a --max_length, which are never cut: they are refused "
-            "(raise), or left out (drop). Without --max_length they have their whole length.",
-            "choices": ["raise", "drop"],
-        },
+    excess_length_strategy: str = _argument(
+        "raise",
+        "What is done with rows with pictures that are longer than a --max_length, which are never cut: they are refused "
+        "(raise), or left out (drop). Without --max_length they have their whole length.",
+        choices=["raise", "drop"],
     )
-    tokens_per_step: int | None = field(
-        default=None,
-        metadata={
-            "help": "With --per_device_train_batch_size auto: tokens of an optimizer step, instead of 8 rows per micro-batch."
-        },
+    tokens_per_step: int | None = _argument(
+        None,
+        "With --per_device_train_batch_size auto: tokens of an optimizer step, instead of 8 rows per micro-batch.",
     )
-    eval_split: float | None = field(
-        default=None,
-        metadata={
-            "help": "Hold back this share of the training rows (or this many of them) and measure the loss on them, "
-            "by default five times in the run (--eval_strategy, --eval_steps)."
-        },
+    eval_split: float | None = _argument(
+        None,
+        "Hold back this share of the training rows (or this many of them) and measure the loss on them, "
+        "by default five times in the run (--eval_strategy, --eval_steps).",
     )
-    quiet: bool = field(
-        default=False,
-        metadata={"help": "Print less: the policy in three lines, no example.", "aliases": ["-q"]},
+    quiet: bool = _argument(False, "Print less: the policy in three lines, no example.", aliases=["-q"])
+    verbose: bool = _argument(
+        False, "Print more: every reason in full, restored weights, libraries' warnings.", aliases=["-v"]
     )
-    verbose: bool = field(
-        default=False,
-        metadata={
-            "help": "Print more: every reason in full, restored weights, libraries' warnings.",
-            "aliases": ["-v"],
-        },
+    lora_bias: str = _argument(
+        "none",
+        "Which biases are trained beside the adapters: none, all, or those of the adapted layers.",
+        choices=["none", "all", "lora_only"],
     )
-    lora_bias: str = field(
-        default="none",
-        metadata={
-            "help": "Which biases are trained beside the adapters: none, all, or those of the adapted layers.",
-            "choices": ["none", "all", "lora_only"],
-        },
+    init_lora_weights: str | None = _argument(
+        None,
+        "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq; by default A is drawn "
+        "(Kaiming) and B is zero. loftq compensates a part of the 4-bit errors. olora and pissa take a part out of "
+        "the base's weights, which may not be quantized then.",
     )
-    init_lora_weights: str | None = field(
-        default=None,
-        metadata={
-            "help": "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq; by default A is drawn "
-            "(Kaiming) and B is zero. loftq compensates a part of the 4-bit errors. olora and pissa take a part out of "
-            "the base's weights, which may not be quantized then."
-        },
+    early_stopping_patience: int | None = _argument(
+        None,
+        "Stop after so many evaluations in a row without a better held-back loss (or --metric_for_best_model).",
     )
-    early_stopping_patience: int | None = field(
-        default=None,
-        metadata={
-            "help": "Stop after so many evaluations in a row without a better held-back loss (or --metric_for_best_model)."
-        },
-    )
-    early_stopping_threshold: float = field(
-        default=0.0,
-        metadata={"help": "Minimum improvement of a held-back loss."},
-    )
+    early_stopping_threshold: float = _argument(0.0, "Minimum improvement of a held-back loss.")
 
 
 @dataclass(frozen=True)
@@ -187,28 +151,9 @@ _EVERY = Limit(0, above=True, fix="a number of steps, or a share of them below 1
 _SHARE = Limit(0, 1, below=True, fix="give a share of 1")
 
 
-def _reporters() -> list[str]:
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    return ["none", "all", *INTEGRATION_TO_CALLBACK]
-
-
-def _attentions() -> list[str]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-
-
-def _task_types() -> list[str]:
-    from peft import TaskType
-
-    return [each.value for each in TaskType]
-
-
-def _compilers() -> list[str]:
-    from accelerate.utils import DynamoBackend
-
-    return [each.value.lower() for each in DynamoBackend]
+def _names(module: str, name: str, what: Callable[[Any], list[str]] = list) -> Callable[[], list[str]]:
+    """Return a function that imports a library's object and returns the names in it."""
+    return lambda: what(getattr(import_module(module), name))
 
 
 @dataclass(frozen=True)
@@ -273,16 +218,11 @@ ARGUMENTS: tuple[Argument, ...] = (
         Limit(2, fix="give at least 2: a completion is compared with others of its prompt"),
     ),
     Argument("max_completion_length", "training", "256", "tokens", ("policy",), _COUNT),
-    *(
-        _number_of(name, _COUNT)
-        for name in (
-            "steps_per_generation",
-            "generation_batch_size",
-            "num_iterations",
-            "dataset_num_proc",
-            "tokens_per_step",
-        )
-    ),
+    _number_of("steps_per_generation", _COUNT),
+    _number_of("generation_batch_size", _COUNT),
+    _number_of("num_iterations", _COUNT),
+    _number_of("dataset_num_proc", _COUNT),
+    _number_of("tokens_per_step", _COUNT),
     Argument("lora_r", "adapter", "16", "rank", limit=_COUNT),
     Argument(
         "lora_alpha",
@@ -294,7 +234,9 @@ ARGUMENTS: tuple[Argument, ...] = (
         "lora_dropout", Limit(0, 1, below=True, fix="0 to 0.1 is common; at 1 nothing reaches the adapter")
     ),
     Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
-    Argument("lora_task_type", choices=_task_types),
+    Argument(
+        "lora_task_type", choices=_names("peft", "TaskType", lambda each: [kind.value for kind in each])
+    ),
     Argument("adapt", "adapter", "language", "or projector, vision, all"),
     Argument("use_dora", "adapter", "True"),
     Argument("init_lora_weights", "adapter", "loftq", "or pissa, olora, gaussian, orthogonal"),
@@ -312,30 +254,45 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("logging_steps", "along the way", "10", "a line every so many steps", limit=_EVERY),
     _number_of("eval_steps", _EVERY),
     Argument(
-        "report_to", "along the way", "wandb", "tensorboard, wandb, trackio, mlflow", choices=_reporters
+        "report_to",
+        "along the way",
+        "wandb",
+        "tensorboard, wandb, trackio, mlflow",
+        choices=_names(
+            "transformers.integrations.integration_utils",
+            "INTEGRATION_TO_CALLBACK",
+            lambda each: ["none", "all", *each],
+        ),
     ),
     Argument("push_to_hub", "along the way", "True", "upload the result"),
     Argument("config", "along the way", "FILE.yaml", "any of these as name: value lines"),
-    *(
-        _number_of(name, _NOT_NEGATIVE)
-        for name in (
-            "warmup_steps",
-            "weight_decay",
-            "adam_epsilon",
-            "dataloader_num_workers",
-            "neftune_noise_alpha",
-            "epsilon",
-            "eval_delay",
-        )
-    ),
+    _number_of("warmup_steps", _NOT_NEGATIVE),
+    _number_of("weight_decay", _NOT_NEGATIVE),
+    _number_of("adam_epsilon", _NOT_NEGATIVE),
+    _number_of("dataloader_num_workers", _NOT_NEGATIVE),
+    _number_of("neftune_noise_alpha", _NOT_NEGATIVE),
+    _number_of("epsilon", _NOT_NEGATIVE),
+    _number_of("eval_delay", _NOT_NEGATIVE),
     _number_of("seed", _SEED),
     _number_of("data_seed", _SEED),
     *(_number_of(name, _SHARE) for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor")),
     _number_of("label_smoothing", Limit(0, 0.5, fix="the share of pairs whose order is wrong")),
     _number_of("temperature", Limit(0, above=True, fix="1 is the method's own")),
     _number_of("top_p", Limit(0, 1, above=True, fix="1 keeps every token")),
-    Argument("attn_implementation", choices=_attentions),
-    Argument("torch_compile_backend", choices=_compilers),
+    Argument(
+        "attn_implementation",
+        choices=_names(
+            "transformers.modeling_utils",
+            "ALL_ATTENTION_FUNCTIONS",
+            lambda each: ["eager", *each.valid_keys()],
+        ),
+    ),
+    Argument(
+        "torch_compile_backend",
+        choices=_names(
+            "accelerate.utils", "DynamoBackend", lambda each: [kind.value.lower() for kind in each]
+        ),
+    ),
     _json("model_init_kwargs", '{"attn_implementation": "eager"}'),
     _json("lr_scheduler_kwargs", '{"num_cycles": 2}'),
     _json("gradient_checkpointing_kwargs", '{"use_reentrant": false}'),
