@@ -54,7 +54,7 @@ class IsotypeArguments:
     device: str = _argument("auto", "Device to train on: auto, cpu, cuda, mps, xpu.")
     ranges: str = _argument(
         "measure",
-        "For float16: measure the checkpoint's value ranges where nobody has (measure), or decide by what is "
+        "For float16: measure the checkpoint's value ranges unless cached (measure), or decide by what is "
         "known already (known).",
         choices=["measure", "known"],
     )
@@ -83,8 +83,8 @@ class IsotypeArguments:
     )
     excess_length_strategy: str = _argument(
         "raise",
-        "What is done with rows with pictures that are longer than a --max_length, which are never cut: they are refused "
-        "(raise), or left out (drop). Without --max_length they have their whole length.",
+        "Rows with pictures longer than --max_length, which are never cut: refuse them (raise), or leave them out (drop). "
+        "Without --max_length they have their whole length.",
         choices=["raise", "drop"],
     )
     tokens_per_step: int | None = _argument(
