@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import isotype
 from tests.reality import real_step
-from tests.rules.traces import BF16, FP16, batch, found, llama, traced, verified
+from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, traced, verified
+from tests.zoo import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 
@@ -61,6 +62,27 @@ def test_adapters_inside_of_a_reentrant_checkpoint_stand_still(autocast: torch.d
         ("let the outputs of embed require gradients", True),
         ("checkpoint with use_reentrant=False, or call model.enable_input_require_grads()", False),
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_a_tower_inside_of_a_reentrant_checkpoint_whose_language_model_alone_requires_gradients() -> None:
+    """unslothai/unsloth #5039: the hook that makes inputs require gradients is on the text's embeddings alone."""
+    sees = ARCHITECTURES["gemma3-vl"]
+    model: Any = peft.get_peft_model(sees.build(FP32), peft.LoraConfig(r=4, target_modules="all-linear"))  # type: ignore[arg-type]
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.disable_input_require_grads()  # PEFT's and transformers' own, which know towers
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_())
+    model(**sees.batch()).loss.backward()
+    idle = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
+    assert idle
+    assert all("vision_tower" in name for name in idle)
+    (finding,) = (
+        each for each in isotype.check(model, sees.batch(), device="a100").findings if each.code == "IST307"
+    )
+    assert finding.message == f"no gradient reaches {len(idle)} of 52 trainable parameters"
+    assert finding.fixes[0].description.endswith("vision_tower.embeddings require gradients")
+    assert finding.fixes[0].verified
 
 
 @pytest.mark.real_cpu

@@ -30,7 +30,7 @@ head of a vision tower) are a note.
 **How safe is the fix?** Safe: requiring gradients of hidden states changes no number.
 
 **Seen in** lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
-locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242.
+locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039.
 """
 
 from __future__ import annotations
