@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -48,9 +49,11 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
             _with_count(trainer, batch) if isinstance(batch, Mapping) else _prompts_and_completions(trainer)
         )
     request = _request(trainer.model, _loss_of_trainer(trainer, batch) if own_loss else inputs, trainer.args)
+    compared = inputs is None and request.fsdp and isinstance(batch, Mapping)
     return replace(
         request,
         wiring=told,
+        others=_batches(trainer, _PROCESSES)[1:] if compared else (),
         scaler=_has_scaler(trainer),
         gradient_checkpointing=checkpointing(trainer.args),
         evaluation=_evaluation(trainer) if inputs is None else None,
@@ -204,14 +207,22 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 
 
-def _first_batch(trainer: Any) -> Any:
+_PROCESSES = 8
+"""Batches that are compared: those of as many processes, or steps, of a sharded training."""
+
+
+def _batches(trainer: Any, most: int) -> list[Any]:
     with random_states_kept():  # the data loader must not change the order of training
         try:
-            batch = next(iter(trainer.get_train_dataloader()), None)
+            return list(islice(trainer.get_train_dataloader(), most))
         except ValueError as error:
             if not any(message in str(error) for message in _NO_DATA):
                 raise
-            batch = None
+            return []
+
+
+def _first_batch(trainer: Any) -> Any:
+    batch = next(iter(_batches(trainer, 1)), None)
     if batch is None:
         raise UsageError.of(
             "nothing to check", "an empty train_dataset", "at least one batch", "give the trainer data"

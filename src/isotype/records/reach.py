@@ -109,6 +109,7 @@ class Reach:
         unused: inputs and parameters that change no prediction.
         undecided: unmeasured dependences, with the reason, a clause each.
         matrix: the tokens that reach some predictions of one row; None if that was not measured.
+        skipped: modules with weights that some batches of the processes run and others do not.
     """
 
     copy: str
@@ -119,6 +120,7 @@ class Reach:
     unused: tuple[NoReach, ...] = ()
     undecided: tuple[str, ...] = ()
     matrix: Matrix | None = None
+    skipped: tuple[str, ...] = ()
 
     def leak(self, *sources: Source) -> Leak | None:
         """Return the first leak from one of `sources`."""

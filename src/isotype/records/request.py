@@ -58,6 +58,7 @@ class StepRequest:
         room: device memory available to the step; None: its share of all of it.
         wiring: whether to measure on a small copy which inputs reach which predictions; or the inputs to
             measure with, if a wrapped forward passes on other inputs than it gets.
+        others: batches that other processes get at the same time.
         ranges: measured value ranges; None: `run` measures them for a float16 step with available
             weights, if that takes little time.
     """
@@ -86,6 +87,7 @@ class StepRequest:
     room: Room | None = None
     ranges: Ranges | None = None
     wiring: bool | Mapping[str, Any] = True
+    others: Sequence[Mapping[str, Any]] = ()
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from isotype.trace.reach.batch import IGNORED, Batch, batch_of, renumbered
 from isotype.trace.reach.leaks import leaks
 from isotype.trace.reach.place import logits_of
 from isotype.trace.reach.probe import SEEN, Probe, UndecidedError, spread
+from isotype.trace.reach.processes import skipped_modules
 from isotype.trace.reach.small import NoCopyError, small_copy
 from isotype.trace.reach.unused import unused_count, unused_inputs, unused_weights
 
@@ -24,7 +25,11 @@ _MATRIX_ROWS = 24
 
 
 def measure_reach(
-    model: nn.Module, inputs: Mapping[str, Any], seconds: float = 6.0, most_bytes: int | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    seconds: float = 6.0,
+    most_bytes: int | None = None,
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> Reach | None:
     """Measure which inputs of the batch reach which predictions, on a small copy of the model.
 
@@ -34,6 +39,7 @@ def measure_reach(
         seconds: limit for the probes in CPU time of this thread; the rest become `undecided`.
         most_bytes: memory limit for a copy of the model's own layers, if a smaller model of its class is
             possible; None for no limit.
+        others: batches that other processes get at the same time.
 
     Returns:
         The measurement; None if the batch has no token ids with values.
@@ -42,15 +48,20 @@ def measure_reach(
     if batch is None:
         return None
     rows, tokens = batch.ids.shape
+    more = [other for each in others if (other := batch_of(each)) is not None]
     try:
-        copy = small_copy(model, _all_tokens(batch), most_bytes)
+        copy = small_copy(model, torch.cat([*map(_all_tokens, (batch, *more))]), most_bytes)
     except NoCopyError as problem:
         return Reach("", rows, tokens, undecided=(str(problem),))
     batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""
+    more = [renumbered(each, copy.tokens) for each in more]
     with random_states_kept():
         for dtype in SEEN:
             try:
-                return _measured(Probe(copy, batch.to(dtype), deadline, dtype))
+                reach = _measured(Probe(copy, batch.to(dtype), deadline, dtype))
+                return replace(
+                    reach, skipped=skipped_modules(copy.model, [each.to(dtype) for each in (batch, *more)])
+                )
             except UndecidedError as problem:
                 why = str(problem)
             except Exception as error:  # noqa: BLE001 - any code may fail on changed inputs; the reason is reported
