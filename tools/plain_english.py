@@ -27,23 +27,17 @@ PHRASES = {
 NAMES = ("each", "own", "found", "given", "made", "told")
 
 CEILINGS = {
-    ("docstrings", "None where"): 0,
-    ("docstrings", "What, Whether, One, How first"): 27,
-    ("docstrings", "lie for be"): 0,
-    ("docstrings", "nobody"): 0,
-    ("docstrings", "of which"): 8,
-    ("messages", "lie for be"): 2,
-    ("messages", "nobody"): 3,
-    ("messages", "of which"): 5,
-    ("names", "each"): 552,
-    ("names", "found"): 27,
-    ("names", "given"): 36,
+    ("docstrings", "of which"): 5,
+    ("messages", "of which"): 1,
+    ("names", "each"): 505,
+    ("names", "found"): 19,
+    ("names", "given"): 34,
     ("names", "made"): 18,
     ("names", "own"): 121,
     ("names", "told"): 8,
     ("pages", "lie for be"): 13,
     ("pages", "nobody"): 8,
-    ("pages", "of which"): 3,
+    ("pages", "of which"): 1,
 }
 """Most idioms of a kind that a place may have; lowered whenever some have gone, never raised."""
 

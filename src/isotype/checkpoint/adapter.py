@@ -228,7 +228,7 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
     indices = getattr(adapter.config, "trainable_token_indices", None) or []
-    trained = [index for each in indices.values() for index in each] if isinstance(indices, dict) else indices
+    trained = [index for part in indices.values() for index in part] if isinstance(indices, dict) else indices
     return max([*rows, *(int(index) + 1 for index in trained)], default=0)
 
 
@@ -399,7 +399,7 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
 
 def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[Problem]:
     hints = get_type_hints(kind)
-    known = {each.name: content[each.name] for each in dataclasses.fields(kind) if each.name in content}
+    known = {field.name: content[field.name] for field in dataclasses.fields(kind) if field.name in content}
     yield from entry_problems(known, _ENTRIES, path, _AGAIN, hints)
     for name in ("base_model_name_or_path", "revision"):
         value = known.get(name) or ""

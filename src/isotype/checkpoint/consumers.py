@@ -1,4 +1,4 @@
-"""What another program does with an adapter: which tensors it applies, ignores or refuses.
+"""Use of an adapter by another program: the tensors that it applies, ignores or refuses.
 
 The rules are those of the programs' own loaders, read on 2026-11-27:
 
@@ -85,7 +85,7 @@ CONSUMERS: Mapping[str, Consumer] = {
 
 @dataclass(frozen=True)
 class Use:
-    """What a program does with the tensors of one kind of module.
+    """A program's use of the tensors of one kind of module.
 
     Attributes:
         module: name with `*` for the numbers of layers.
@@ -102,7 +102,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """How an adapter fits a program.
+    """The fit of an adapter to a program.
 
     Attributes:
         model: the model that its tensors were placed in.
@@ -141,12 +141,12 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
         config_of(open_checkpoint(source, adapter.revision if model is None else None)), torch.float32
     )
     judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _zeros(adapter))
-    judged = [(starred(module_of(each.name)), judge.use(each)) for each in adapter.headers.tensors]
+    judged = [(starred(module_of(tensor.name)), judge.use(tensor)) for tensor in adapter.headers.tensors]
     uses = tuple(
         Use(module, len(same), effect, why, fix)
         for (module, (effect, why, fix)), same in grouped(judged, lambda use: use).items()
     )
-    rank = max((judge.rank(each) for each in adapter.headers.tensors), default=0)
+    rank = max((judge.rank(tensor) for tensor in adapter.headers.tensors), default=0)
     flags = (f"rank {rank}: start vLLM with {rules.flag} {rank}",) if 0 < rules.rank < rank else ()
     return Fit(str(directory), consumer, f"{source} ({type(base).__name__})", uses, flags)
 

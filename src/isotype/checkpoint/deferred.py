@@ -29,7 +29,7 @@ from isotype.model.walk import Place, blocks_in, kind_of
 
 @dataclass
 class Block:
-    """One block of a model.
+    """A block of a model.
 
     Attributes:
         sources: of its deferred weights, by their names in the model.

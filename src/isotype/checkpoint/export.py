@@ -26,7 +26,7 @@ Change = Callable[[str, torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How models of one `model_type` are written.
+    """Rules for writing models of one `model_type`.
 
     Attributes:
         change: (name in the file, values, config) -> llama.cpp's values.
@@ -426,15 +426,15 @@ def _token_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, A
 def _prefixes_space(content: Mapping[str, Any]) -> bool:
     normalizer = content.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer])
-    schemes = [each.get("prepend_scheme") for each in _token_parts(content["pre_tokenizer"])]
-    return any(each.get("type") == "Prepend" for each in steps) or any(
+    schemes = [part.get("prepend_scheme") for part in _token_parts(content["pre_tokenizer"])]
+    return any(step.get("type") == "Prepend" for step in steps) or any(
         s in ("always", "first") for s in schemes
     )
 
 
 def _split_name(pre_tokenizer: Mapping[str, Any] | None) -> str:
     parts = _token_parts(pre_tokenizer)
-    kinds = [each["type"] for each in parts]
+    kinds = [part["type"] for part in parts]
     if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits"):

@@ -102,7 +102,7 @@ def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | N
 
 @dataclass(frozen=True)
 class _Stored:
-    """One stored tensor: its dtype or quantization format, and its elements as stored, or as if dense."""
+    """A stored tensor: its dtype or quantization format, and its elements as stored, or as if dense."""
 
     name: str
     dtype: torch.dtype | str | None

@@ -145,7 +145,7 @@ def _staged(
 
 
 def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
-    return any(torch.device(placement.device(each.target)).type in ("cuda", "xpu") for each in sources)
+    return any(torch.device(placement.device(source.target)).type in ("cuda", "xpu") for source in sources)
 
 
 def _is_saved(source: Source, placement: Placement) -> bool:
@@ -341,7 +341,9 @@ def rows_of(
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda each: each[1]).values()
     if source.conversion not in (None, TURNED) and all(len(each) == shape[0] for each in by_pattern):
-        part = replace(source, tensors=tuple(each for tensors in by_pattern for each in tensors[start:stop]))
+        part = replace(
+            source, tensors=tuple(tensor for tensors in by_pattern for tensor in tensors[start:stop])
+        )
         if _makes(model, part, name, rows):
             return part, files
     # Rows of a matrix may be permuted; experts are not.

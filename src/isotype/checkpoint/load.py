@@ -190,9 +190,9 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
     what, mixed, fix = "quantized checkpoint", "saved quantized", "load it without these"
     if policy.layers:
         what, mixed, fix = "mixed base", "under a policy of mixed storage", f"{fix}, or with quantization nf4"
-    given = f"{source} with a device map to disk, mismatched sizes or weights in memory, {mixed}"
+    request = f"{source} with a device map to disk, mismatched sizes or weights in memory, {mixed}"
     expected = "weights that are read from files, each into its layer's format"
-    return PrecisionError.of(f"a {what} cannot be loaded so", given, expected, fix)
+    return PrecisionError.of(f"a {what} cannot be loaded so", request, expected, fix)
 
 
 # ------------------------------------------------------------------------------------------------------ streaming
@@ -262,7 +262,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
     from transformers.integrations.accelerate import get_device
 
     quantizer = settings.hf_quantizer
-    other = {f"{each.module}.weight" for each in policy.layers if each.storage in QUANTIZATIONS}
+    other = {f"{layer.module}.weight" for layer in policy.layers if layer.storage in QUANTIZATIONS}
     quantized = {
         name
         for name in model.state_dict()
@@ -316,7 +316,7 @@ def _info(missing: set[str], matched: Match) -> Any:
     from transformers.modeling_utils import LoadStateDictInfo
 
     empty = {"error_msgs": list, "conversion_errors": dict}
-    info = {each.name: empty.get(each.name, set)() for each in fields(LoadStateDictInfo)}
+    info = {field.name: empty.get(field.name, set)() for field in fields(LoadStateDictInfo)}
     info["missing_keys"] = missing
     info["unexpected_keys"] = {tensor.weight.name for tensor in matched.surplus}
     return LoadStateDictInfo(**info)

@@ -40,7 +40,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the model: its sources and its storage.
+    """A tensor of the model: its sources and its storage.
 
     Attributes:
         name: fully qualified name in the model.

@@ -235,7 +235,7 @@ def dequantize(
             float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
         later: (quantized layer, dense one) -> True if the dense weights are filled later.
     """
-    quantized = [each for each in stacked_weights(model) if quantized_stack(*each[1:]) is not None]
+    quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:
         dense = DenseStack(f"{path}.{name}", module, *take_stack(module, name), dtype)
         dense.drop()

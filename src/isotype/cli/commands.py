@@ -423,4 +423,4 @@ def _run_without_model(argv: Sequence[str], console: Console) -> int:
     with interrupts_kept():
         models = list(plans(argv))
     render_models(models, console, bool({"-v", "--verbose"} & set(argv)))
-    return 0 if any(each.chosen is not None for each in models) else 1
+    return 0 if any(model.chosen is not None for model in models) else 1

@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One checked split: its problems, or how to build it.
+    """A checked split: its problems, or how to build it.
 
     Attributes:
         dataset: the split unless it is made of text files.
@@ -196,7 +196,9 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
         return None
     if reading.sees and captioned(files[0]):
         folders = {path.parent for path in files}
-        pictures = sorted(at for each in folders for at in each.iterdir() if at.suffix.lower() in SUFFIXES)
+        pictures = sorted(
+            at for folder in folders for at in folder.iterdir() if at.suffix.lower() in SUFFIXES
+        )
         bare = [at.name for at in pictures if not at.with_suffix(".txt").is_file()]
         return f"{plural(len(bare), 'picture')} without a caption left out: {listed(bare)}" if bare else None
     if reading.lines:

@@ -22,12 +22,12 @@ Reference = Literal[
     "always",
     "beta",  # where the argument of that name, the weight of the divergence from it, is not zero
 ]
-"""Whether the loss compares with a frozen reference model."""
+"""Use of a frozen reference model by the loss."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One set of columns that a trainer accepts.
+    """A set of columns that a trainer accepts.
 
     Attributes:
         excludes: columns by which TRL reads the row as another format, and then fails.
@@ -46,7 +46,7 @@ _LONG_PROMPT = "the prompt alone fills"
 
 @dataclass(frozen=True)
 class Method:
-    """One of TRL's stable trainers.
+    """A stable trainer of TRL.
 
     Attributes:
         name: the command, and TRL's script module.

@@ -26,7 +26,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class _Part:
-    """One data set of a mixture.
+    """A data set of a mixture.
 
     Attributes:
         splits: the checked splits that its `split` names.

@@ -166,7 +166,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
             )
         )
     refused = dict.fromkeys(each for search in searches for each in search.refused)
-    notes = dict.fromkeys(each for search in searches for each in search.notes)
+    notes = dict.fromkeys(note for search in searches for note in search.notes)
     return Plan(
         source,
         request.step.method,

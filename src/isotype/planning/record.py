@@ -81,7 +81,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Row:
-    """One set of settings on one device, traced.
+    """A set of settings on one device, traced.
 
     Attributes:
         device: name of the profile.

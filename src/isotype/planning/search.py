@@ -365,7 +365,9 @@ class Search:
         layers = self.request.layers
         if not policy.layers or layers is None:
             return None if policy.layers else self.request.damages.get(policy.storage)
-        return layers.estimate({each.module: policy.storage_of(each.module) for each in layers.layers}, "nf4")
+        return layers.estimate(
+            {layer.module: policy.storage_of(layer.module) for layer in layers.layers}, "nf4"
+        )
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
         """Return rows and whether they fit: the fewest micro-batches that fit and together have the rows of a step."""

@@ -67,7 +67,8 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...]) -> Traced:
     phase = memory.peak_phase or "load"
     kinds: dict[str, int] = {kind: size for kind, size in memory.phases.get(phase, {}).items() if size}
     times = {
-        each.name: step_time(replace(trace, setup=replace(trace.setup, profile=each))) for each in profiles
+        profile.name: step_time(replace(trace, setup=replace(trace.setup, profile=profile)))
+        for profile in profiles
     }
     return Traced(memory.peak, phase, kinds, times, trace.notes)
 

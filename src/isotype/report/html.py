@@ -212,7 +212,7 @@ def _minus(text: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a whole: its name, its amount (not negative) and its CSS class."""
+    """A part of a whole: its name, its amount (not negative) and its CSS class."""
 
     label: str
     amount: float
@@ -242,7 +242,7 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Area:
-    """One layer of a stack of areas: its name, its amount at each point (not negative) and its CSS class."""
+    """A layer of a stack of areas: its name, its amount at each point (not negative) and its CSS class."""
 
     label: str
     amounts: tuple[float, ...]

@@ -190,8 +190,8 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
     """Return bytes of the weights by storage dtype, most first; quantization constants count with their weights."""
     sizes: Counter[str] = Counter()
-    for each in stored_parameters(model):
-        sizes[_form(each.dtype)] += each.bytes
+    for parameter in stored_parameters(model):
+        sizes[_form(parameter.dtype)] += parameter.bytes
     return tuple(sizes.most_common())
 
 

@@ -146,27 +146,27 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     name, extra = settings.extra.init_lora_weights, settings.extra
     if name is None:
         return
-    given, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE, LOFTQ)
+    flag, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE, LOFTQ)
     expected = f"one of {', '.join(choices)}"
     if name.startswith("pissa_niter_"):
         fix = "--init_lora_weights pissa: these iterations begin at random, and leave another base at every load"
-        yield Problem(given, expected, fix)
+        yield Problem(flag, expected, fix)
     elif name in _REFUSED:
-        yield Problem(given, expected, _REFUSED[name])
+        yield Problem(flag, expected, _REFUSED[name])
     elif name not in choices:
-        yield wrong_choice(given, name, choices)
+        yield wrong_choice(flag, name, choices)
     if name == "orthogonal" and settings.model.lora_r % 2:
         fix = f"--lora_r {settings.model.lora_r + 1}"
-        yield Problem(f"{given} --lora_r {settings.model.lora_r}", "an even rank", fix)
+        yield Problem(f"{flag} --lora_r {settings.model.lora_r}", "an even rank", fix)
     if name in OF_FLOATS and settings.precision.quantization is not None:
         yield _quantized(name, settings.precision.quantization)
     if name == LOFTQ:
-        yield from _loftq_problems(settings, given)
+        yield from _loftq_problems(settings, flag)
     if name not in (*PART_OF_BASE, LOFTQ):
         return
     if settings.sharding is not None:
         fix = f"leave --init_lora_weights out, or --fsdp with it (--device {extra.device})"
-        yield Problem(f"{given} --fsdp", "weights in one piece, which it decomposes", fix)
+        yield Problem(f"{flag} --fsdp", "weights in one piece, which it decomposes", fix)
     yield from part_of_base_problems(settings, name)
 
 

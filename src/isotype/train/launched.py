@@ -53,9 +53,9 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if asked is None:
         return None
-    found = _problems(asked, training, arguments)
-    if found:
-        raise UsageError("the model cannot be sharded as asked", found)
+    problems = _problems(asked, training, arguments)
+    if problems:
+        raise UsageError("the model cannot be sharded as asked", problems)
     return asked
 
 
@@ -102,12 +102,12 @@ def _of_arguments(training: Any) -> Sharding:
 
 def _of_launcher() -> Sharding:
     """Return the sharding of `accelerate launch` (`prepare_multi_gpu_env` in accelerate/utils/launch.py)."""
-    given = os.environ.get
+    variable = os.environ.get
     return Sharding(
-        reshard=_true(given("FSDP_RESHARD_AFTER_FORWARD", "true")),
-        checkpointing=_true(given("FSDP_ACTIVATION_CHECKPOINTING", "false")),
-        version=int(given("FSDP_VERSION", "1")),
-        offload=_true(given("FSDP_OFFLOAD_PARAMS", "false")),
+        reshard=_true(variable("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        checkpointing=_true(variable("FSDP_ACTIVATION_CHECKPOINTING", "false")),
+        version=int(variable("FSDP_VERSION", "1")),
+        offload=_true(variable("FSDP_OFFLOAD_PARAMS", "false")),
         source="fsdp_version",
     )
 

@@ -261,7 +261,7 @@ def _is_target(name: str, targets: Any) -> bool:
         return not name.endswith("lm_head")
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
-    return any(name == each or name.endswith(f".{each}") for each in targets or ())
+    return any(name == target or name.endswith(f".{target}") for target in targets or ())
 
 
 def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str, Any]:

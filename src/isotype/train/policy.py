@@ -54,8 +54,10 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
     """
     if policy.compute != torch.float16 or ranges is None:
         return
-    wide = {each.module for each in policy.exceptions if each.how == "float32"}
-    beyond = [each for each in ranges.modules if each.weight > FLOAT16_LARGEST and each.name not in wide]
+    wide = {exception.module for exception in policy.exceptions if exception.how == "float32"}
+    beyond = [
+        module for module in ranges.modules if module.weight > FLOAT16_LARGEST and module.name not in wide
+    ]
     if problems := [
         Problem(
             f"{each.name}: values up to {each.weight:,.0f}",

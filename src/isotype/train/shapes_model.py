@@ -115,7 +115,7 @@ def _processor(tokenizer: Any) -> Any:
 def _teach(model: Any, tokenizer: Any) -> None:
     """Train tower and projector: thirds of a picture's tokens match the embeddings of number, colour and form."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
-    parameters = [each for part in trained for each in part.parameters()]
+    parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]
     targets = [model.get_input_embeddings().weight[torch.tensor(ids)].detach() for ids in words]
     scale = torch.cat(targets).std()

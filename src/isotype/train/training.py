@@ -389,7 +389,7 @@ def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
     """Return a hub id that the trainer reads: of a chat template, a reward model or a reference model; or None."""
     names = [getattr(settings.training, "chat_template_path", None)]
     names += [getattr(settings.script, "reward_model_name_or_path", None), source]
-    return next((each for each in names if isinstance(each, str) and not Path(each).exists()), None)
+    return next((name for name in names if isinstance(name, str) and not Path(name).exists()), None)
 
 
 def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:

@@ -156,7 +156,7 @@ def names_in_other_classes(model: Any) -> frozenset[str]:
     }
     names: set[str] = set()
     cls: Any
-    for cls in {each for home in homes for each in vars(home).values() if isinstance(each, type)}:
+    for cls in {kind for home in homes for kind in vars(home).values() if isinstance(kind, type)}:
         if not issubclass(cls, PreTrainedModel) or cls.config_class is not type(model.config):
             continue
         try:

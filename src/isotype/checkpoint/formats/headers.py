@@ -90,7 +90,7 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
     file = directory / "config.json"
     config = read_json(file) if file.is_file() else {}
     holders = [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
-    for options in filter(None, (each.get("quantization_config") for each in holders)):
+    for options in filter(None, (holder.get("quantization_config") for holder in holders)):
         if isinstance(options, dict):
             return options
         what = f"{file}: quantization_config is {options!r:.80}"
@@ -100,7 +100,7 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
     options = read_json(file).get("quantization") if file.is_file() else None
     if isinstance(options, dict):
         return {"quant_method": "modelopt", **options}
-    dtypes = [str(each.get("dtype") or each.get("torch_dtype")) for each in holders]
+    dtypes = [str(holder.get("dtype") or holder.get("torch_dtype")) for holder in holders]
     return {"quant_method": "cast"} if any("float8" in dtype for dtype in dtypes) else {}
 
 
@@ -227,7 +227,8 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
             held = read_file_headers(file)
         except CheckpointError as error:
             problems += [
-                Problem(f"{shard}: {each.given}", each.expected, each.fix) for each in error.problems
+                Problem(f"{shard}: {problem.given}", problem.expected, problem.fix)
+                for problem in error.problems
             ]
             continue
         tensors += held

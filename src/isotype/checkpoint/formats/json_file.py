@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """Return the content of JSON, and the duplicate names of its objects, of which `json` keeps the last."""
+    """Return the content of JSON, and the duplicate names of its objects (`json` keeps the last)."""
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint as its file describes it, and the errors of damaged files."""
+"""A tensor of a checkpoint as its file describes it, and the errors of damaged files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAMAGED = "the file is damaged: download, copy or save it again"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor as its file describes it.
+    """A tensor as its file describes it.
 
     Attributes:
         dtype_name: the file's name of the dtype (`"BF16"`; for GGUF also block types such as `"Q4_1"`).

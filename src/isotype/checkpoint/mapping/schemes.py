@@ -182,7 +182,7 @@ def _require_complete(
     _require(form == said, f"{form} with {_names(constants)}, where config.json says {said}")
     names = (part.name.removeprefix(f"{weight.name}.").partition("__")[0] for part in constants)
     ends = {name.rpartition("weight.")[2] for name in names}
-    ends = {each.rpartition(".")[2] if each.endswith(("SCB", "weight_format")) else each for each in ends}
+    ends = {end.rpartition(".")[2] if end.endswith(("SCB", "weight_format")) else end for end in ends}
     nested = {"nested_absmax", "nested_quant_map"}
     needed = {"SCB"} if form == "int8" else {"absmax", "quant_map", "quant_state.bitsandbytes"}
     needed |= nested if ends & nested else set()

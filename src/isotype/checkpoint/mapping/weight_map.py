@@ -121,7 +121,7 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
         return lookup, loading.dot_natural_key
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
 
     def rename(name: str) -> tuple[str, str, Any]:

@@ -136,10 +136,7 @@ def learned(
     revision: str | None,
     tokens: int = TOKENS,
 ) -> Learned:
-    """Run an adapter on the base that it was trained on, unmerged, under its training `policy`.
-
-    `rows`: of the training's data, of which about `tokens` tokens are used; None for the package's texts.
-    """
+    """Run an adapter unmerged on its own base under the training `policy`, on about `tokens` tokens of `rows`."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     _in_float32(model, policy, deferred)

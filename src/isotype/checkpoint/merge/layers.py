@@ -117,7 +117,7 @@ class Merging:
         adapter = without_part(self.model, adapter, here)
         self._deferred.dequantize(self.model, dense.plain)
         tied = _untie(self.model)
-        self._blocks = self._deferred.blocks or tuple(Block(*each) for each in outermost_blocks(self.model))
+        self._blocks = self._deferred.blocks or tuple(Block(*block) for block in outermost_blocks(self.model))
         self._names = _stored_names(self.model)
         self._tied = _embedding_names(self.model, self._names) if tied else None
         self._peft = inject(self.model, adapter, dense)
@@ -130,7 +130,9 @@ class Merging:
         self._rounding = Rounding(
             target, dense.pinned, {} if one_dtype else self._deferred.stored_otherwise(), written, instead
         )
-        self._untouched = set(self._rounding.own) - {base_name(each.name) for each in adapter.headers.tensors}
+        self._untouched = set(self._rounding.own) - {
+            base_name(tensor.name) for tensor in adapter.headers.tensors
+        }
         self.weights: tuple[WeightLoss, ...] = ()
         self.notes: list[str] = []
         replaced = _replaced(self._peft, own)

@@ -37,7 +37,7 @@ def setup_words(setup: Setup, whole: bool = True) -> str:
             batch,
             f"autocast {dtype_name(setup.autocast)}" if setup.autocast else "",
             "GradScaler" if setup.scaler else "",
-            *(each.partition(" on ")[0] for each in setup.details),
+            *(detail.partition(" on ")[0] for detail in setup.details),
             sharding_words(setup),
         ]
         return ", ".join(word for word in words if word)

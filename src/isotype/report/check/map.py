@@ -23,7 +23,7 @@ _LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<part>.+)")
 
 @dataclass(frozen=True)
 class Row:
-    """One part of the model, or the same part of several equal layers.
+    """A part of the model, or the same part of several equal layers.
 
     Attributes:
         part: its name, relative to a layer or to the model; `*` for numbers.

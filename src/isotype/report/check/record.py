@@ -107,7 +107,7 @@ class Record:
         if not towers:
             return ()
         modules = {plain_name(call.module) for call in self.trace.calls}
-        return tuple(t for t in towers if not any(f"{each}.".startswith(f"{t}.") for each in modules))
+        return tuple(t for t in towers if not any(f"{module}.".startswith(f"{t}.") for module in modules))
 
     @property
     def miswired(self) -> bool:

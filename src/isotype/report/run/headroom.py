@@ -49,7 +49,7 @@ class Headroom:
 
 @dataclass(frozen=True)
 class BlockHeadroom:
-    """One block over the run.
+    """A block over the run.
 
     Attributes:
         median: median over the samples of the largest magnitude.

@@ -189,7 +189,7 @@ def _share(part: int, whole: int) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """A chart.
 
     Attributes:
         id: of its element in the page.

@@ -1,4 +1,4 @@
-"""One training run as data: records, their JSON form, and the two files of a run report."""
+"""A training run as data: records, their JSON form, and the two files of a run report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JSON_NAME = "run_report.json"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
+    """An optimizer step.
 
     Attributes:
         step: global step, counted from 1.
@@ -119,7 +119,7 @@ class DataSummary:
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """One line of the precision policy: a role, its dtype and the reason."""
+    """A line of the precision policy: a role, its dtype and the reason."""
 
     role: str
     dtype: str
@@ -128,7 +128,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One training run, as `run_report.json` in its output directory.
+    """A training run, as `run_report.json` in its output directory.
 
     Attributes:
         method: the recipe: "sft", "dpo", "grpo", …

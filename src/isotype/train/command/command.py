@@ -163,7 +163,7 @@ class Value:
         if self.texts is not None:
             return self.texts
         values = self.value if isinstance(self.value, (list, tuple)) else [self.value]
-        return tuple(_word(each) for each in values)
+        return tuple(_word(value) for value in values)
 
 
 def _word(value: Any) -> str:
@@ -189,7 +189,7 @@ class ConfigFile:
 
 @dataclass(frozen=True)
 class Command:
-    """One training command.
+    """A training command.
 
     Attributes:
         values: given values by name, in order; others have the default of their `Spec`.

@@ -31,7 +31,7 @@ from isotype.train.libraries import require_names
 
 @dataclass(frozen=True)
 class Settings:
-    """One command and the dataclasses of its trainer; immutable, `but` returns a changed copy.
+    """A command and the dataclasses of its trainer; immutable, `but` returns a changed copy.
 
     Attributes:
         refused: dtypes excluded by `--bf16 False` and `--fp16 False`.

@@ -84,10 +84,10 @@ def _rows(reader: Reader) -> None:
             reader.absorb(inner, f"{key}[{at}].")
     use_rows(reader, "datasets pretraining_dataset", rows, "train_on_inputs")
     drops = reader.get("excess_length_strategy", "drop") != "truncate"
-    if drops and "sequence_len" in reader.given and any(each.kind != "text" for each in rows):
+    if drops and "sequence_len" in reader.given and any(row.kind != "text" for row in rows):
         reader.notes[_CUT] = ["sequence_len"]
     packs, endless = reader.get("sample_packing"), reader.get("pretraining_dataset")
-    if {each.kind for each in rows} == {"text"} and (packs or endless):
+    if {row.kind for row in rows} == {"text"} and (packs or endless):
         reader.use("sample_packing", packing=True, packing_strategy="bfd_split" if packs else "wrapped")
     if endless or reader.get("streaming"):
         reader.use("streaming", **{"streaming" if "datasets" in reader.values else "dataset_streaming": True})

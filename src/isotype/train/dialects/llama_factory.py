@@ -56,7 +56,9 @@ def _rows(reader: Reader) -> None:
     names = [str(each).strip() for each in names]
     info, root = _info(reader, names) if names else (None, Path())
     rows = (
-        [found for name in names for found in _data_set(reader, name, info.get(name), root)] if info else []
+        [data_set for name in names for data_set in _data_set(reader, name, info.get(name), root)]
+        if info
+        else []
     )
     use_rows(reader, "dataset dataset_dir max_samples", rows, "train_on_prompt")
     if reader.get("streaming"):
@@ -65,7 +67,7 @@ def _rows(reader: Reader) -> None:
         part: reader.given.get(f"freeze_{part}", True) for part in ("vision_tower", "multi_modal_projector")
     }
     language = reader.given.get("freeze_language_model", False)
-    seen = reader.get("image_max_pixels") or any("images" in each.columns for each in rows)
+    seen = reader.get("image_max_pixels") or any("images" in row.columns for row in rows)
     if seen and (any(parts.values()) or language):
         whole = reader.get("finetuning_type") == "full"
         fix = "freeze_vision_tower: false and freeze_multi_modal_projector: false, or finetuning_type: lora"
@@ -114,7 +116,7 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
         about.get("formatting", "alpaca") != "alpaca",
         about.get("tags", {}),
     )
-    found = _columns(reader, columns, shared, bool(about.get("ranking")))
+    mapped = _columns(reader, columns, shared, bool(about.get("ranking")))
     unread = [
         each for each in ("videos", "audios", *(() if shared else ("system", "history"))) if columns.get(each)
     ]
@@ -123,7 +125,7 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
         reader.refuse(
             where, f"hf_hub_url or file_name in {info}, without a folder", "download it, and give file_name"
         )
-    elif found is None or unread:
+    elif mapped is None or unread:
         held = (
             f"columns {', '.join(unread)}" if unread else "conversations" if shared else "prompts and answers"
         )
@@ -142,10 +144,10 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
             if count
         ]
         split = about.get("split", "train") + (f"[:{min(most)}]" if most else "")
-        kind = "text" if "text" in found else "chat" if shared else "turns"
-        if len(found.get("prompt", ())) > 1:
+        kind = "text" if "text" in mapped else "chat" if shared else "turns"
+        if len(mapped.get("prompt", ())) > 1:
             reader.notes[_JOINED] = ["dataset"]
-        return [Rows(path, kind, found, about.get("subset"), split)]
+        return [Rows(path, kind, mapped, about.get("subset"), split)]
     return []
 
 
@@ -160,13 +162,13 @@ def _columns(
     loss, asked = METHODS[reader.method].loss, of("messages") if shared else of("prompt", "query")
     if reader.get("stage") == "pt":
         return {"text": of("prompt")} if of("prompt") else None
-    found = {"prompt": asked}
+    result = {"prompt": asked}
     if loss in ("preference", "reward"):
-        found |= {"chosen": of("chosen"), "rejected": of("rejected")}
+        result |= {"chosen": of("chosen"), "rejected": of("rejected")}
     elif loss == "unpaired":
-        found = {"messages": asked} if shared else found | {"completion": of("response")}
-        found |= {"label": of("kto_tag")}
+        result = {"messages": asked} if shared else result | {"completion": of("response")}
+        result |= {"label": of("kto_tag")}
     else:
-        found = {"messages": asked} if shared else found | {"completion": of("response")}
-    found |= {name: of(name) for name in ("tools", "images", "system") if of(name)}
-    return found if all(found.values()) and ranking == (loss in ("preference", "reward")) else None
+        result = {"messages": asked} if shared else result | {"completion": of("response")}
+    result |= {name: of(name) for name in ("tools", "images", "system") if of(name)}
+    return result if all(result.values()) and ranking == (loss in ("preference", "reward")) else None

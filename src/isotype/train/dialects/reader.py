@@ -121,7 +121,7 @@ class Reader:
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
         self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
         self.problems += [
-            Problem(f"{prefix}{each.given}", each.expected, each.fix) for each in inner.problems
+            Problem(f"{prefix}{problem.given}", problem.expected, problem.fix) for problem in inner.problems
         ]
 
     def apply_rules(self) -> None:
@@ -199,8 +199,8 @@ class Reader:
             return value is not None and value is not False
         options = wanted if isinstance(wanted, list) else [wanted]
         return any(
-            value is each if each is None or isinstance(each, bool) else value == self._filled(each)
-            for each in options
+            value is option if option is None or isinstance(option, bool) else value == self._filled(option)
+            for option in options
         )
 
     def _filled(self, value: Any) -> Any:
@@ -250,7 +250,7 @@ _ALPACA = {name: list(sources) for name, sources in PRESETS["alpaca"].items()}
 
 @dataclass
 class Rows:
-    """One data set.
+    """A data set.
 
     Attributes:
         kind: what a row holds: chat, turns (a prompt and what follows, as text), text.
@@ -293,12 +293,12 @@ def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> No
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))
     ):
-        reader.use(names, datasets=[each.entry() for each in rows])
+        reader.use(names, datasets=[row.entry() for row in rows])
     elif rows:
         split = None if rows[0].split == "train" else rows[0].split
         more = {"dataset_config": rows[0].name, "dataset_train_split": split, "columns": columns}
         reader.use(names, dataset_name=rows[0].path, **{key: value for key, value in more.items() if value})
-    kinds, prompts = {each.kind for each in rows}, bool(reader.get(whole))
+    kinds, prompts = {row.kind for row in rows}, bool(reader.get(whole))
     if "turns" in kinds and "chat" not in kinds:
         reader.values["apply_chat_template"] = True
     if "chat" in kinds and reader.method == "sft" and not prompts:

@@ -64,7 +64,7 @@ def translated(values: Mapping[str, Any], method: str, folder: Path) -> Translat
     reader = Reader.of(dialect, values, method, folder)
     own = None if _newer_form(reader) else room.method_of(reader)
     if own is None:
-        refused = {each.given.partition(":")[0] for each in reader.problems}
+        refused = {problem.given.partition(":")[0] for problem in reader.problems}
         reader.notes["not read, for what is refused"] = [name for name in reader.given if name not in refused]
     else:
         reader.method = own

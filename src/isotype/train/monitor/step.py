@@ -1,4 +1,4 @@
-"""One optimizer step of a trainer: its inputs and measurements, collected on the device and read by the host once.
+"""An optimizer step of a trainer: its inputs and measurements, collected on the device and read by the host once.
 
 A step whose loss or gradient is not finite must not change the weights. torch's fused Adam and AdamW on CUDA skip the
 update on the device (`found_inf`, which the GradScaler uses), so the host launches the update and reads the values
@@ -38,7 +38,7 @@ class MicroBatch:
 
 @dataclass
 class Step:
-    """One optimizer step. Loss, norm and scale are scalars on the device until `read`, then Python numbers.
+    """An optimizer step. Loss, norm and scale are scalars on the device until `read`, then Python numbers.
 
     Attributes:
         number: counted from 1.

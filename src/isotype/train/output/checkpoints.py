@@ -116,7 +116,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
             state.num_train_epochs,
             state.train_batch_size,
         )
-        if not all(type(each) is int for each in counts) or state.global_step < 0:
+        if not all(type(count) is int for count in counts) or state.global_step < 0:
             return f"{_STATE} lacks a number of steps, epochs or rows"
         if not isinstance(state.log_history, list):
             return f"{_STATE} has no log_history"

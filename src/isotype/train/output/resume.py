@@ -179,8 +179,8 @@ def identity_of(
     from transformers import TrainingArguments
 
     training, model, script = settings.training, settings.model, settings.script
-    names = {each.name for each in dataclasses.fields(training)}
-    fields = names - {each.name for each in dataclasses.fields(TrainingArguments)} - _INDECISIVE
+    names = {field.name for field in dataclasses.fields(training)}
+    fields = names - {field.name for field in dataclasses.fields(TrainingArguments)} - _INDECISIVE
     fields = {name for name in fields if not name.startswith(("vllm_", "use_vllm"))}
     steps = training.gradient_accumulation_steps
     settings_by_name = {

@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step to be checked.
+    """A step to be checked.
 
     Attributes:
         device: name of a device or of a profile.
@@ -161,7 +161,7 @@ def with_commands(
         check = (*fixed.environment(), "isotype", "check", fixed.method, *_one_row(fixed).arguments())
         return replace(fix, command=check if bare else here(fixed, present).tokens())
 
-    return tuple(replace(each, fixes=tuple(map(commanded, each.fixes))) for each in findings)
+    return tuple(replace(finding, fixes=tuple(map(commanded, finding.fixes))) for finding in findings)
 
 
 def _one_row(command: Command) -> Command:

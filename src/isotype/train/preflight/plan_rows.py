@@ -84,7 +84,7 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
     by_pixels = sorted(sizes, key=lambda row: -sum(width * height for width, height in row))  # type: ignore[misc]
     tried = {*by_pixels[: _TRIED // 2], *sorted(sizes, key=len)[-_TRIED // 2 :]}
     pictures = [pictures_of(None, processor, each) for each in tried]  # type: ignore[arg-type]
-    return max(filter(None, pictures), key=lambda each: (each.values, each.tokens), default=NONE)
+    return max(filter(None, pictures), key=lambda picture: (picture.values, picture.tokens), default=NONE)
 
 
 def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:

@@ -84,7 +84,9 @@ def _text(content: Any) -> Any:
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
     """Raise DataError if the model takes no pictures, or its processor refuses some of up to 64 rows of a split."""
-    problems = [each for name, rows in data.items() for each in _problems(settings, tokenizer, name, rows)]
+    problems = [
+        problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
+    ]
     if problems:
         raise data_error(settings.script.dataset_name or "datasets", problems)
 

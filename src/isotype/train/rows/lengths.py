@@ -140,7 +140,7 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
         return None
     room: list[tuple[int, int]] = []  # (tokens that a row has room for, its number), ascending
     rows: list[list[int]] = []
-    for length in sorted((min(each, limit) for each in lengths.tokens), reverse=True):
+    for length in sorted((min(token, limit) for token in lengths.tokens), reverse=True):
         at = bisect_left(room, (length, 0))
         if at == len(room):
             room.append((limit, len(rows)))

@@ -32,7 +32,9 @@ class Rows:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch: ids, labels and mask `[rows, tokens]`, and positions if documents share rows."""
         if not self.packed or "seq_lengths" not in examples[0]:
-            batch: dict[str, Any] = self.padded([each for row in examples for each in _documents(row)])
+            batch: dict[str, Any] = self.padded(
+                [document for row in examples for document in _documents(row)]
+            )
             return batch
         batch = replace(self.padded, return_position_ids=True)(examples)
         # Of a document, which nothing before it predicts; and padding.
