@@ -295,6 +295,7 @@ def foreseen(command: Sequence[str]) -> dict[str, Any]:
         "status": status,
         "foreseen": memory["peak_bytes"],
         "phase": memory["peak_phase"],
+        "batch": report["setup"]["batch"],
         "kinds": memory["phases"],
         "not_traced": report["not_traced"],
         "complete": report["complete"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,12 @@ def test_the_command_trains_merges_and_what_it_saves_loads_in_plain_libraries(
     adapter = PeftModel.from_pretrained(plain_model(root), "out")
     after = float(adapter(**batch).loss)
     assert after < before
+    capsys.readouterr()
     assert not main(["merge", "out", "-o", "merged"]), capsys.readouterr()
+    kept = re.search(r"kept +(\S+) %.*, 63 behind a picture\)", " ".join(capsys.readouterr().out.split()))
+    assert kept is not None
+    assert float(kept[1]) == 100
+    assert main(["merge", "out", "-o", "merged.gguf", "--gguf", "f16"]) == 2
+    assert "mmproj" in capsys.readouterr().err
     assert abs(float(plain_model(Path("merged"))(**batch).loss) - after) < 1e-5
     assert transformers.AutoProcessor.from_pretrained("merged").image_processor is not None

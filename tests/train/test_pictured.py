@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, Features, Json, List
 from datasets import Image as Pictures
 
 from isotype.cli.main import main
-from isotype.core.errors import DataError
+from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
 from isotype.train.command.settings import parse_settings
 from isotype.train.rows.contents import fitting
@@ -201,6 +201,19 @@ def test_a_row_with_a_picture_is_not_cut_by_default():
     assert settings.training.max_length is None
     assert kept["train"].num_rows == 2
     assert not lines
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_rows_with_pictures_are_not_joined(name):
+    message = refused(
+        UsageError, fitting, arguments(f"--{name}", "True"), tiny_processor("llava"), data(5), print
+    )
+    assert message == (
+        "rows with pictures are not joined\n"
+        f"  - --{name} True, and pictures in the column 'images'\n"
+        "    expected  a row of the batch for each example\n"
+        f"    fix       leave --{name} out"
+    )
 
 
 def test_a_row_that_is_too_long_is_refused_or_left_out():

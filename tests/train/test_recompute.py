@@ -128,8 +128,8 @@ def test_the_longest_row_that_can_occur(
 
 def test_a_sample_bounds_rows_that_are_never_cut() -> None:
     sample = Lengths((5, 9), 20)
-    assert longest_possible(sample, None, packed=False, completion=0, sampled=True) == (10, "")
-    assert longest_possible(sample, 100, packed=False, completion=0, sampled=True) == (100, "")
+    assert longest_possible(sample, None, packed=False, completion=0, pictured=True) == (9, "")
+    assert longest_possible(sample, 100, packed=False, completion=0, pictured=True) == (100, "")
 
 
 # ------------------------------------------------------------------------------------------------ the command line

@@ -93,6 +93,9 @@ def check_exportable(config: Any) -> Architecture:
     """Return how a model of this config is written; raise UsageError if it or its positions are unsupported."""
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None and getattr(config, "vision_config", None) is not None:
+        expected = "a model of text alone: llama.cpp reads towers and projectors from a second file (mmproj), which is not written here"
+        raise _refused(f"a model of the type {config.model_type}, which takes pictures", expected)
     if architecture is None:
         raise _refused(f"a model of the type {config.model_type}", f"one of {', '.join(ARCHITECTURES)}")
     kind = _rope(text).get("rope_type", "default")

@@ -352,7 +352,8 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
 
 
 def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
-    texts = f"{logits.source or 'texts of isotype'} ({logits.tokens:,} tokens)"
+    behind = f", {logits.pictured} behind a picture" if logits.pictured else ""
+    texts = f"{logits.source or 'texts of isotype'} ({logits.tokens:,} tokens{behind})"
     if logits.kept is not None:
         yield (
             "kept",

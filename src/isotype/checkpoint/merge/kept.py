@@ -12,6 +12,7 @@ merged) / (loss of the base - loss of the trained).
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from isotype.checkpoint.merge.report import ENOUGH, Form, LogitsDifference, comp
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
-from isotype.ranges.measure import Rows, positions, token_rows
+from isotype.ranges.measure import LENGTH, Rows, made_batches, positions, token_rows
 
 TOKENS, _LENGTH = 512, 256  # tokens that are compared, about, and those of a row, at most
 _HELD = 1 << 28  # bytes of logits that are held: of a large vocabulary every n-th token's
@@ -65,6 +66,7 @@ class Learned:
 
     Attributes:
         step: n, if the logits of every n-th token are stored.
+        pictured: a text behind a picture, as arguments of the model; None if it takes no pictures.
         logits: of each text, `[tokens, vocabulary]`.
         base: KL(trained || base), in nats.
         losses: of the base and of the trained model; None unless the texts are of its training's data.
@@ -72,6 +74,7 @@ class Learned:
 
     rows: Rows
     step: int
+    pictured: dict[str, Any] | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
     base: float = 0.0
     losses: tuple[float, float] | None = None
@@ -90,6 +93,8 @@ class Learned:
                 losses.append(
                     nn.functional.cross_entropy(logits[:-1], wanted, reduction="none")[wanted != _IGNORED]
                 )
+        if self.pictured is not None:
+            held.append(model(**self.pictured).logits[0].float()[:: self.step].clone())
         every = torch.cat(losses) if losses else torch.zeros(0)
         return held, float(every.double().mean()) if len(every) else None
 
@@ -115,7 +120,8 @@ class Learned:
         logits, loss = self.run(model)
         largest, nats, tokens = self.difference(logits)
         losses = None if self.losses is None or loss is None else (*self.losses, loss)
-        return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source)
+        pictured = len(self.logits[-1]) if self.pictured is not None else 0
+        return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source, pictured)
 
     def difference(self, logits: Sequence[torch.Tensor]) -> tuple[float, float, int]:
         """Return the largest difference of logits, KL(trained || other) in nats per token, and tokens."""
@@ -142,7 +148,7 @@ def learned(
     _in_float32(model, policy, deferred)
     rows = fitting(rows, tokenizer, model, tokens)
     size = sum(len(ids) for ids, _ in rows.texts) * _vocabulary(model) * 4
-    result = Learned(rows, max(1, -(-size // _HELD)))
+    result = Learned(rows, max(1, -(-size // _HELD)), _pictured(model, tokenizer))
     base, before = result.run(model)
     result.logits, after = result.run(trained(adapter, policy, revision))
     result.base = result.difference(base)[1]
@@ -150,6 +156,15 @@ def learned(
         result.losses = (before, after)
     gc.collect()  # a PEFT model refers to itself
     return result
+
+
+def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
+    """Return a text behind a picture, of whose tokens those of the text have logits; None if none can be made."""
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return None
+    (batch,) = made_batches(model, tokenizer, LENGTH).batches
+    asked = {name: value for name, value in batch.items() if name != "labels"}
+    return {**asked, "logits_to_keep": LENGTH - 1} if "pixel_values" in batch else None
 
 
 def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:

@@ -50,6 +50,7 @@ class LogitsDifference:
         base_kl: that of KL(trained || base).
         losses: of the base, the trained and the merged model on rows of the training's data; None on other texts.
         source: name of the rows; None for the package's texts.
+        pictured: those of the tokens that follow a picture.
     """
 
     tokens: int
@@ -58,6 +59,7 @@ class LogitsDifference:
     base_kl: float = 0.0
     losses: tuple[float, float, float] | None = None
     source: str | None = None
+    pictured: int = 0
 
     @property
     def kept(self) -> float | None:

@@ -37,8 +37,10 @@ def with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any
     rows = data[split]
     lengths = lengths_in(settings, tokenizer, rows)
     packed = bool(getattr(training, "packing", False))
-    limit, sampled = getattr(training, "max_length", None), _has_pictures(rows)
-    longest, _ = longest_possible(lengths, limit, packed=packed, completion=plan.completion, sampled=sampled)
+    limit, pictured = getattr(training, "max_length", None), _has_pictures(rows)
+    longest, _ = longest_possible(
+        lengths, limit, packed=packed, completion=plan.completion, pictured=pictured
+    )
     return replace(plan, evaluation_lengths=lengths, evaluation_length=longest)
 
 
@@ -49,9 +51,9 @@ def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | No
         learned = getattr(training, "completion_only_loss", None) is False
         plan = replace(plan, prompt=0 if learned else lengths.prompt)
     limit = getattr(training, "max_length", None)
-    packed, sampled = bool(getattr(training, "packing", False)), _has_pictures(rows)
+    packed, pictured = bool(getattr(training, "packing", False)), _has_pictures(rows)
     longest, why = longest_possible(
-        lengths, limit, packed=packed, completion=plan.completion, sampled=sampled
+        lengths, limit, packed=packed, completion=plan.completion, pictured=pictured
     )
     if packed and (filled := packed_rows(lengths, limit)) is not None:
         longest = max(map(sum, filled))

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from isotype.compat.templates import ERRORS, render_chat
 from isotype.core.console import Bar
-from isotype.core.errors import Problem, one_line
+from isotype.core.errors import Problem, UsageError, one_line
 from isotype.core.names import listed, plural
 from isotype.data.build import undecoded
 from isotype.data.cells import CHATS
@@ -121,9 +121,18 @@ def _columns(settings: Settings, rows: Any) -> list[str]:
 def fitting(
     settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]
 ) -> tuple[Settings, Any]:
-    """Return settings and splits in which no row with pictures is cut: longer ones are dropped, or raise DataError."""
-    if not any(_columns(settings, rows) for rows in data.values()):
+    """Return settings and splits in which no row with pictures is cut: longer ones are dropped, or raise DataError.
+
+    UsageError if rows with pictures are to be packed.
+    """
+    columns = [name for rows in data.values() for name in _columns(settings, rows)]
+    if not columns:
         return settings, data
+    for name in ("packing", "padding_free"):
+        if getattr(settings.training, name, False):
+            given = f"--{name} True, and pictures in the column {columns[0]!r}"
+            expected, fix = "a row of the batch for each example", f"leave --{name} out"
+            raise UsageError.of("rows with pictures are not joined", given, expected, fix)
     limit = settings.command.given("max_length")
     kept = {}
     problems: list[Problem] = []

@@ -117,7 +117,7 @@ def refused_row(source: str, at: int, error: TemplateError) -> DataError:
 
 
 def longest_possible(
-    lengths: Lengths | None, limit: int | None, *, packed: bool, completion: int, sampled: bool = False
+    lengths: Lengths | None, limit: int | None, *, packed: bool, completion: int, pictured: bool = False
 ) -> tuple[int | None, str]:
     """Return the tokens of a training's longest possible row and "", or (None, why unbounded).
 
@@ -125,12 +125,12 @@ def longest_possible(
         limit: tokens that rows are cut to, None if they are not.
         packed: short rows are joined up to the limit.
         completion: tokens of a completion that follows each row.
-        sampled: if nothing else bounds the rows, the longest of a sample does: rows with pictures are never cut.
+        pictured: the rows have pictures: none is cut and nothing is added, so the longest of a sample bounds them.
     """
-    whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (sampled and limit is None))
+    whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
     if lengths is None or packed or not whole:
         return (None, UNBOUNDED) if limit is None else (limit, "")
-    longest = lengths.longest + completion + 1  # a trainer may add a token at the end
+    longest = lengths.longest + completion + (not pictured)  # a trainer may add a token at the end
     return (longest if limit is None else min(longest, limit)), ""
 
 
