@@ -420,8 +420,8 @@ def test_fake_tensors() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v: (q, k[:, :, :-1], v), "do not go together"),
-        (lambda q, k, v: (q[:, :3], k, v), "do not go together"),
+        (lambda q, k, v: (q, k[:, :, :-1], v), "do not match"),
+        (lambda q, k, v: (q[:, :3], k, v), "do not match"),
         (lambda q, k, v: (q, k, v.float()), "one floating-point dtype"),
         (lambda q, k, v: (q[:, :, 1:], k, v), "the plan is for 2 x 8 queries and 8 keys"),
     ],

@@ -24,7 +24,7 @@ def report() -> isotype.Report:
 def test_the_text_begins_with_what_is_wrong(report: isotype.Report) -> None:
     text = str(report)
     assert "This step trains something other than intended: 1 error" in text
-    assert "error[IST901]: the sequences of a packed row see each other" in text
+    assert "error[IST901]: the sequences of a packed row attend to each other" in text
     assert "leave attention_mask out of the batch" in text
     with pytest.raises(IsotypeError, match="IST901"):
         report.raise_for_errors()

@@ -284,8 +284,8 @@ def test_bitsandbytes_failures_are_reported_in_their_own_words() -> None:
     assert _try("raise ImportError('libcudart.so.13: cannot open')") == BitsandbytesStatus(
         "0.1", False, None, "ImportError: libcudart.so.13: cannot open"
     )
-    assert _try("import os; os._exit(3)").message == "the process ended with status 3 and said nothing"
-    assert _try("pass").message == "the process ended with status 0 and said nothing"
+    assert _try("import os; os._exit(3)").message == "the process ended with status 3 without output"
+    assert _try("pass").message == "the process ended with status 0 without output"
     assert _try("import time; time.sleep(30)", 0.2).message == "it did not answer within 0.2 s"
 
 

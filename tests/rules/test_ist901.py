@@ -7,7 +7,7 @@ from tests.rules.samples import leak, reached, trace
 def test_a_mask_of_ones_beside_positions_is_named_with_a_verified_fix() -> None:
     (finding,) = find(reached(leak("packed row", without="attention_mask")))
     assert (finding.code, finding.severity, finding.module) == ("IST901", "error", "model.layers.0.self_attn")
-    assert finding.message == "the sequences of a packed row see each other"
+    assert finding.message == "the sequences of a packed row attend to each other"
     assert (
         finding.cause == "attention_mask is given beside position_ids: LlamaAttention then sees the whole row"
     )
@@ -21,7 +21,7 @@ def test_a_mask_of_ones_beside_positions_is_named_with_a_verified_fix() -> None:
 
 def test_a_model_that_reads_no_sequences_is_named() -> None:
     (finding,) = find(reached(leak("packed row", module="backbone.layers.0.mixer", kind="MambaMixer")))
-    assert finding.cause == "MambaMixer does not tell the sequences of a row apart"
+    assert finding.cause == "MambaMixer does not separate the sequences of a row"
     assert not finding.fixes[0].verified
 
 

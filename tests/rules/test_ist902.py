@@ -15,7 +15,7 @@ def test_padding_without_a_mask() -> None:
 def test_padding_behind_a_mask_that_a_module_does_not_heed() -> None:
     given = leak("padding", module="model.conv", kind="Conv1d")
     (finding,) = find(reached(given, input_ids=(2, 16), attention_mask=(2, 16)))
-    assert (finding.module, finding.cause) == ("model.conv", "Conv1d does not heed the attention mask")
+    assert (finding.module, finding.cause) == ("model.conv", "Conv1d ignores the attention mask")
 
 
 def test_padding_that_moves_the_positions_is_a_warning() -> None:

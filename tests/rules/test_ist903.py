@@ -11,13 +11,13 @@ def test_a_missing_causal_mask() -> None:
         "error",
         "predictions depend on the tokens that they predict",
     )
-    assert finding.cause == "LlamaAttention lets a token see those behind it"
+    assert finding.cause == "LlamaAttention lets a token attend to later tokens"
 
 
 def test_labels_that_a_model_is_fed() -> None:
     (finding,) = find(reached(leak("own label", module="", kind="")))
     assert finding.message == "predictions depend on their own labels"
-    assert finding.cause.startswith("the model takes the labels as an input")
+    assert finding.cause.startswith("the model uses the labels as an input")
 
 
 def test_a_loss_that_shifts_nothing() -> None:

@@ -10,7 +10,7 @@ from tests.rules.samples import reached
 @pytest.mark.parametrize(
     ("shift", "cause"),
     [
-        (2, "the labels come shifted, and the model shifts them again"),
+        (2, "the labels are already shifted, and the model shifts them again"),
         (-1, "each prediction is compared with the token before it"),
     ],
 )

@@ -21,7 +21,7 @@ def test_a_count_that_changes_no_loss(accumulates: int, severity: str) -> None:
     trace = reached(unused=(COUNT,))
     (finding,) = find(replace(trace, setup=replace(trace.setup, accumulates=accumulates)))
     assert finding.severity == severity
-    assert finding.message.startswith("the loss does not heed how many labels the step has")
+    assert finding.message.startswith("the loss ignores the number of labels in the step")
 
 
 def test_other_inputs_are_another_rule() -> None:

@@ -9,7 +9,7 @@ from tests.rules.samples import trace
 def test_casts_of_before_a_step_are_an_error() -> None:
     (finding,) = find(replace(trace(), stale_casts=True))
     assert (finding.code, finding.severity) == ("IST909", "error")
-    assert finding.message == "a forward computes with weights of before the optimizer's step"
+    assert finding.message == "a forward computes with the weights from before the optimizer's step"
     assert finding.fixes[0].description.startswith("end the region of autocast before optimizer.step()")
 
 

@@ -157,7 +157,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
     origin = (
         f"the checkpoint was trained in {dtype_name(trained)}, which has a larger range than float16"
         if trained is not None
-        else "nothing says what the checkpoint was trained in"
+        else "the checkpoint's training dtype is unknown"
     )
     why = (
         f"ranges unknown, and {origin}; hidden states take twice the bytes of float16 until isotype.measure_ranges shows "

@@ -29,7 +29,7 @@ from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.words import advice
 
-TITLE = "A mismatch that only the backward meets"
+TITLE = "A dtype mismatch in the backward only"
 CLAIMS = (Claim("phase", lambda broken: broken.call.phase == "backward" and not broken.call.recomputed),)
 
 _HOW = (

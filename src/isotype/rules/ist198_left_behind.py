@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 
-TITLE = "Something the check could not put back"
+TITLE = "State that the check could not restore"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ from isotype.rules.kit.words import device_says, setting
 TITLE = "GradScaler without float16"
 
 _REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
-_TAKEN = "CUDA refuses bfloat16 gradients here; this device takes them, and the scale does nothing for them"
+_TAKEN = "CUDA refuses bfloat16 gradients here; this device accepts them, but bfloat16 needs no scale"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

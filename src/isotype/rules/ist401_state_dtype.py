@@ -63,7 +63,7 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
         f"the layers compute in {dtype_name(compute)}",
         weights,
         cause=f"the quantization state of {named(weights[0].module)} says {dtype_name(state)}",
-        notes=(f"{crashes} operators meet the dequantized weight and fail",)
+        notes=(f"{crashes} operators with the dequantized weight fail",)
         if crashes
         else ("the layers cast each dequantized weight; code that dequantizes by itself would fail",),
         fixes=(

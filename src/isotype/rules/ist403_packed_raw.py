@@ -40,7 +40,7 @@ from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.rules.kit.words import advice, device_says
 
-TITLE = "Packed codes taken for a weight"
+TITLE = "Packed codes used as a weight"
 CLAIMS = (Claim("dtype", lambda broken: broken.agrees and broken.packed, grouped=False),)
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
@@ -195,7 +195,7 @@ def _failed(trace: Trace, failure: Failure) -> Iterator[Finding]:
     yield Finding(
         "IST403",
         "error",
-        "packed codes are taken for a weight",
+        "packed codes are used as a weight",
         module=failure.module,
         phase=failure.phase,
         source=failure.source,
@@ -224,7 +224,7 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
     holder = next((w for w in owners.values() if dtype_name(w.dtype) == dtype), None)
     cause = f"a module is cast to {dtype}, the dtype of packed codes"
     return cause + (f" ({holder.name})" if holder else ""), advice(
-        failure.module, "ask a quantized layer for its compute dtype, at that line"
+        failure.module, "read the compute dtype of a quantized layer at that line"
     )
 
 

@@ -32,7 +32,7 @@ from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
-TITLE = "Library versions that do not fit each other"
+TITLE = "Incompatible library versions"
 KIND: Kind = "versions"
 
 

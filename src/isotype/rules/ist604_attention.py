@@ -40,7 +40,7 @@ from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group
 from isotype.rules.kit.words import advice, cause_text, evidence
 
-TITLE = "An attention kernel that the device or the dtype rules out"
+TITLE = "An attention kernel without support for the device or the dtype"
 KIND: Kind = "device"
 
 

@@ -51,7 +51,7 @@ def find(trace: Trace) -> Iterator[Finding]:
                 f"{count(rounded)} of the parameters that the model's author keeps in float32 {are} {dtype_name(dtype)}",
                 rounded,
                 phase="load",
-                notes=("what a cast has rounded away comes back only from the checkpoint",),
+                notes=("values that a cast has rounded come back only from the checkpoint",),
                 fixes=_fixes(trace, rounded),
             )
 

@@ -99,7 +99,7 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
         "note",
         f"experts are chosen from {dtype_name(dtype)} scores",
         product,
-        cause=f"{owner.name} and what it is multiplied with are {dtype_name(dtype)}",
+        cause=f"{owner.name} and its other operand are {dtype_name(dtype)}",
         evidence=evidence(weight.origin),
         fixes=(
             Fix("let the router take and return float32", "safe", actions=wide),

@@ -34,7 +34,7 @@ from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.words import advice, cause_text, fix
 
-TITLE = "Whole numbers beyond what 16 bits count"
+TITLE = "Integers too large for a 16-bit dtype"
 
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048}
 """Largest integer up to which all integers are exact."""
@@ -65,7 +65,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             notes=(f"{name} holds every whole number up to {_EXACT[dtype]:,}",),
             fixes=(
                 fix(f"count in float32 at {short(source)}", "line", (source,), "float32"),
-                advice(source, f"count in whole numbers, and cast what is made of them to {name}"),
+                advice(source, f"count in integers, and cast the results to {name}"),
             ),
         )
 

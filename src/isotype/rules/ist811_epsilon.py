@@ -60,7 +60,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "IST811",
             "warning",
-            f"an epsilon of {epsilon:g} is zero in float16: a value of zero stays zero, and what is divided by it is not finite",
+            f"an epsilon of {epsilon:g} is zero in float16: a denominator of zero stays zero, and the quotient is not finite",
             first,
             calls,
             cause=f"{_name(first)} with {epsilon:g}{at}, on float16",

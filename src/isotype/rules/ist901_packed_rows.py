@@ -37,7 +37,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import leak_finding, where
 from isotype.rules.kit.words import advice
 
-TITLE = "Packed sequences that see each other"
+TITLE = "Packed sequences that attend to each other"
 KIND = "wiring"
 
 
@@ -45,7 +45,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     """Yield predictions in a sequence of a packed row that depend on another sequence's tokens."""
     leak = None if trace.reach is None else trace.reach.leak("packed row")
     if trace.reach is not None and leak is not None:
-        message = "the sequences of a packed row see each other"
+        message = "the sequences of a packed row attend to each other"
         yield leak_finding("IST901", "error", message, trace.reach, leak, *_cause(leak))
 
 
@@ -56,6 +56,6 @@ def _cause(leak: Leak) -> tuple[str, tuple[Fix, ...]]:
         action = Action("advice", leak.without, order)
         outcome = "no sequence then reaches another one"
         return cause, (Fix(order, "safe", verified=True, actions=(action,), outcome=outcome),)
-    cause = f"{where(leak)} does not tell the sequences of a row apart"
+    cause = f"{where(leak)} does not separate the sequences of a row"
     how = "train without packing, or with an attention implementation and a model that separate packed sequences"
     return cause, (advice("packing", how),)

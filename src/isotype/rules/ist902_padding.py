@@ -44,7 +44,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     masked = "attention_mask" in trace.setup.batch
     if reach is not None and leak is not None:
         cause = (
-            f"{where(leak)} does not heed the attention mask"
+            f"{where(leak)} ignores the attention mask"
             if masked
             else "the batch has padding and no attention mask"
         )

@@ -47,15 +47,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     later, label = reach.leak("later token"), reach.leak("own label")
     rows = reach.leak("other row")
     if later is not None and (rows is None or rows.module != later.module):  # else IST907 reports both
-        cause = f"{where(later)} lets a token see those behind it"
+        cause = f"{where(later)} lets a token attend to later tokens"
         how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and give no mask that undoes it"
         message = "predictions depend on the tokens that they predict"
         yield leak_finding("IST903", "error", message, reach, later, cause, (advice("causal mask", how),))
     if label is not None:
-        cause = (
-            f"{where(label)} takes the labels as an input and shows them to the predictions of the same place"
-        )
-        how = "shift what the model is fed of the labels by one token"
+        cause = f"{where(label)} uses the labels as an input of the predictions at the same place"
+        how = "shift the labels that are an input of the model by one token"
         message = "predictions depend on their own labels"
         yield leak_finding("IST903", "error", message, reach, label, cause, (advice("labels", how),))
     if reach.labels is not None and reach.labels.shift == 0:

@@ -31,7 +31,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice
 
-TITLE = "Labels where nothing is to be learned"
+TITLE = "Labels at tokens that are not to be learned"
 KIND = "wiring"
 
 
@@ -42,10 +42,10 @@ def find(trace: Trace) -> Iterator[Finding]:
     if reach is None or labels is None:
         return
     if labels.shift not in (None, 0, 1):
-        cause = "the labels come shifted, and the model shifts them again"
+        cause = "the labels are already shifted, and the model shifts them again"
         if labels.shift == -1:
             cause = "each prediction is compared with the token before it"
-        fixes = (advice("labels", "give labels that stand at their own tokens: the model shifts them"),)
+        fixes = (advice("labels", "give labels that are not shifted: the model shifts them"),)
         yield Finding(
             "IST904",
             "error",

@@ -37,7 +37,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice
 
-TITLE = "A loss that does not heed how many labels a step has"
+TITLE = "A loss that ignores the number of labels in a step"
 KIND = "wiring"
 
 
@@ -50,7 +50,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             yield Finding(
                 "IST908",
                 "error" if accumulates else "note",
-                "the loss does not heed how many labels the step has"
+                "the loss ignores the number of labels in the step"
                 + (": its gradients grow with the micro-batches" if accumulates else ""),
                 cause="num_items_in_batch is given, and twice as many change no digit of the loss",
                 notes=(measured_on(reach),),

@@ -47,10 +47,10 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield Finding(
             "IST909",
             "error",
-            "a forward computes with weights of before the optimizer's step",
+            "a forward computes with the weights from before the optimizer's step",
             cause="autocast is on around the forward and the step, and keeps its casts until its region ends",
             notes=(
-                "a weight that was cast before the step and written in it was seen with its old value after it",
+                "a weight that was cast before the step and updated in it has its old value in a later forward",
             ),
             fixes=(
                 advice("autocast", "end the region of autocast before optimizer.step(), in each iteration"),

@@ -398,7 +398,7 @@ def test_packed_rows_that_see_each_other_are_named_before_the_first_step(
 ) -> None:
     status, _, err = _run(capsys, *_script("packed_loop"))
     assert status == 0
-    assert "error[IST901]: the sequences of a packed row see each other" in err
+    assert "error[IST901]: the sequences of a packed row attend to each other" in err
     assert "leave attention_mask out of the batch" in err
 
 
@@ -417,4 +417,4 @@ def test_casts_that_outlive_the_first_step_are_named_at_the_second(
 ) -> None:
     status, _, err = _run(capsys, *_script("autocast_around_the_loop"))
     assert status == 0
-    assert "error[IST909]: a forward computes with weights of before the optimizer's step" in err
+    assert "error[IST909]: a forward computes with the weights from before the optimizer's step" in err

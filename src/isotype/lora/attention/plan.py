@@ -127,7 +127,7 @@ def spec_of(
     """
     (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
     if k.shape != (batch, key_heads, keys, head) or v.shape[:3] != k.shape[:3] or heads % max(key_heads, 1):
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match")
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; they need one floating-point dtype")
     if (plan.batch, plan.queries, plan.keys) != (batch, queries, keys):

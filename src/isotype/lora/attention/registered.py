@@ -461,7 +461,7 @@ def _why_not_call(
     if extras:
         return f"it has {', '.join(extras)}"
     if len(k) != batch or heads % k.shape[1]:
-        return "queries and keys have batches or heads that do not go together"
+        return "queries and keys have batches or heads that do not match"
     if causal and queries != k.shape[2]:
         return "it is causal with more keys than queries"
     if mask is None:

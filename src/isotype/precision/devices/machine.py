@@ -158,7 +158,7 @@ def try_bitsandbytes(
     answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
     if done.returncode != 0 or not answers:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        message = lines[-1] if lines else f"the process ended with status {done.returncode} and said nothing"
+        message = lines[-1] if lines else f"the process ended with status {done.returncode} without output"
         return BitsandbytesStatus(version, False, None, message)
     if not profile.present:
         return BitsandbytesStatus(
