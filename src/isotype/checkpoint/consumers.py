@@ -228,7 +228,7 @@ def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) ->
 
 def _zeros(adapter: Adapter) -> frozenset[str]:
     """Return the modules whose B is zero to the last bit, of a safetensors file."""
-    found = set()
+    zeros = set()
     for tensor in adapter.headers.tensors:
         if (
             tensor.name.endswith(("lora_B.weight", "lora_embedding_B"))
@@ -236,5 +236,5 @@ def _zeros(adapter: Adapter) -> frozenset[str]:
         ):
             with safe_open(tensor.file, "pt") as file:
                 if not bool(file.get_tensor(tensor.name).any()):
-                    found.add(module_of(tensor.name))
-    return frozenset(found)
+                    zeros.add(module_of(tensor.name))
+    return frozenset(zeros)

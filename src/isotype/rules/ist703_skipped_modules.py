@@ -1,5 +1,5 @@
 """
-**What it means.** Some batches run a part of the model and others do not: rows with and without pictures, of which only the first run the vision tower.
+**What it means.** Some batches run a part of the model and others do not: rows with pictures run the vision tower, rows of text alone do not.
 FSDP2 and ZeRO-3 gather the weights of a part when it runs, in all processes together.
 
 **Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips the tower and meets the others in the

@@ -48,19 +48,20 @@ def measure_reach(
     if batch is None:
         return None
     rows, tokens = batch.ids.shape
-    more = [other for each in others if (other := batch_of(each)) is not None]
+    more = [other for inputs in others if (other := batch_of(inputs)) is not None]
     try:
         copy = small_copy(model, torch.cat([*map(_all_tokens, (batch, *more))]), most_bytes)
     except NoCopyError as problem:
         return Reach("", rows, tokens, undecided=(str(problem),))
     batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""
-    more = [renumbered(each, copy.tokens) for each in more]
+    more = [renumbered(other, copy.tokens) for other in more]
     with random_states_kept():
         for dtype in SEEN:
             try:
                 reach = _measured(Probe(copy, batch.to(dtype), deadline, dtype))
                 return replace(
-                    reach, skipped=skipped_modules(copy.model, [each.to(dtype) for each in (batch, *more)])
+                    reach,
+                    skipped=skipped_modules(copy.model, [member.to(dtype) for member in (batch, *more)]),
                 )
             except UndecidedError as problem:
                 why = str(problem)
@@ -72,7 +73,7 @@ def measure_reach(
 
 def _all_tokens(batch: Batch) -> torch.Tensor:
     named = (batch.inputs.get(name) for name in ("labels", "decoder_input_ids"))
-    more = [each.flatten() for each in named if isinstance(each, torch.Tensor) and each.dim() == 2]
+    more = [tensor.flatten() for tensor in named if isinstance(tensor, torch.Tensor) and tensor.dim() == 2]
     tokens = torch.cat([batch.ids.flatten(), *more])
     return tokens[tokens >= 0]
 

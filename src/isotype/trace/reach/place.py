@@ -13,7 +13,9 @@ def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
     """Return the logits in a model's output, `[rows, tokens, …]` or `[rows, …]`; None if there are none."""
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     candidates = (
-        [named] if isinstance(named, torch.Tensor) else [each for each in _tensors(output) if each.dim() >= 2]
+        [named]
+        if isinstance(named, torch.Tensor)
+        else [tensor for tensor in _tensors(output) if tensor.dim() >= 2]
     )
     for logits in candidates:
         if logits.is_floating_point() and logits.dim() in (2, 3) and logits.shape[0] == ids.shape[0]:
@@ -77,11 +79,11 @@ class _Recorder:
     def _at(self, value: Any) -> list[torch.Tensor]:
         shape = self._where.shape
         rows = [
-            each
-            for each in _tensors(value)
-            if each.is_floating_point() and each.dim() >= 3 and each.shape[:2] == shape
+            tensor
+            for tensor in _tensors(value)
+            if tensor.is_floating_point() and tensor.dim() >= 3 and tensor.shape[:2] == shape
         ]
-        return [each[self._where].clone() for each in rows]
+        return [tensor[self._where].clone() for tensor in rows]
 
 
 def _differ(before: list[torch.Tensor], after: list[torch.Tensor], seen: float) -> bool:
@@ -99,8 +101,8 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, (list, tuple)):
-        for each in output:
-            yield from _tensors(each)
+        for item in output:
+            yield from _tensors(item)
     elif isinstance(output, Mapping):
-        for each in output.values():
-            yield from _tensors(each)
+        for item in output.values():
+            yield from _tensors(item)

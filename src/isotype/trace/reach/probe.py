@@ -95,8 +95,8 @@ class Probe:
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """Call the copy with the same random numbers each time."""
         torch.manual_seed(0)
-        given = inputs if self.batch.labelled else {k: v for k, v in inputs.items() if k != "labels"}
-        return self.copy.model(**given)
+        arguments = inputs if self.batch.labelled else {k: v for k, v in inputs.items() if k != "labels"}
+        return self.copy.model(**arguments)
 
     def loss(self) -> torch.Tensor | None:
         """Return the model's loss; if the loss is computed outside of the model, the loss of the next tokens."""

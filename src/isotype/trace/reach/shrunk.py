@@ -37,9 +37,9 @@ def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
             if not name.endswith(("token_id", "token_index", "token_ids")):
                 continue
             values = value if isinstance(value, (list, tuple)) else (value,)
-            for at, each in enumerate(values):
-                if isinstance(each, int) and not isinstance(each, bool) and each >= 0:
-                    found.setdefault(each, []).append((part, name, at if values is value else None))
+            for at, token in enumerate(values):
+                if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
+                    found.setdefault(token, []).append((part, name, at if values is value else None))
     return found
 
 

@@ -64,12 +64,12 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
         NoCopyError: the model is too large, and no class of transformers makes a smaller one.
     """
     base = _base(model)
-    weights = sum(each.numel() for each in _matrices(base))
+    weights = sum(weight.numel() for weight in _matrices(base))
     config = getattr(base, "config", None)
     special = special_tokens(config) if hasattr(config, "model_type") else {}
     present = set() if ids is None else set(ids.flatten().tolist())
     parameters = list(model.parameters())
-    size = 8 * sum(each.numel() * (1 + each.requires_grad) for each in parameters)
+    size = 8 * sum(parameter.numel() * (1 + parameter.requires_grad) for parameter in parameters)
     fits = most_bytes is None or size <= most_bytes or not hasattr(config, "model_type")
     if weights <= MOST_WEIGHTS and fits and _copyable(model):
         plain = tuple(sorted(present - special.keys()))
@@ -86,15 +86,19 @@ def _base(model: Any) -> Any:
 
 
 def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    return (each for each in model.parameters() if id(each) not in tables)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return (parameter for parameter in model.parameters() if id(parameter) not in tables)
 
 
 def _copyable(model: nn.Module) -> bool:
     """Return whether the model has only plain modules, and buffers with values."""
     plain = all(kind_of(module) not in ("linear4bit", "linear8bit") for module in model.modules())
-    buffers = all(not each.is_meta and not isinstance(each, FakeTensor) for each in model.buffers())
-    return plain and buffers and not any(is_traceable_wrapper_subclass(each) for each in model.parameters())
+    buffers = all(not buffer.is_meta and not isinstance(buffer, FakeTensor) for buffer in model.buffers())
+    return (
+        plain
+        and buffers
+        and not any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters())
+    )
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -154,7 +158,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
                 torch.manual_seed(0)
                 with torch.device("meta"):
                     weightless = fresh_model(type(base), copy.deepcopy(config))
-                size = sum(each.numel() for each in weightless.parameters())
+                size = sum(parameter.numel() for parameter in weightless.parameters())
                 if size > MOST_WEIGHTS_OF_CLASS:
                     raise NoCopyError(f"a copy of few layers still has {size:,} weights")
                 small = fresh_model(type(base), config, torch.float64)
@@ -190,11 +194,11 @@ def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], t
                 setattr(part, name, ids)
     size = -(-(len(known) + _SPARE) // 8) * 8
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for part in {id(each): each for each in (config, text)}.values():
+    for part in {id(member): member for member in (config, text)}.values():
         for name in ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"):
             if isinstance(vars(part).get(name), int):
                 setattr(part, name, size)
-    plain = [tokens[each] for each in present - special.keys()]
+    plain = [tokens[token] for token in present - special.keys()]
     return tokens, (*sorted(plain), *range(len(known), len(known) + _SPARE))
 
 
@@ -230,7 +234,7 @@ def _quiet(model: nn.Module, training: bool) -> nn.Module:
     model.train(training)
     use_stand_in(model)
     modules: list[Any] = list(model.modules())
-    configs: list[Any] = [each.config for each in modules if getattr(each, "config", None) is not None]
+    configs: list[Any] = [module.config for module in modules if getattr(module, "config", None) is not None]
     for config in configs:
         use_plain_experts(config)  # grouped products do not support float64
         if hasattr(config, "use_cache"):

@@ -69,7 +69,7 @@ def unused_weights(probe: Probe) -> Iterator[NoReach]:
     Experts count as one set, because a batch need not use each expert.
     """
     named = probe.copy.model.named_parameters()
-    trained = {name: each for name, each in named if each.requires_grad and each.is_floating_point()}
+    trained = {name: weight for name, weight in named if weight.requires_grad and weight.is_floating_point()}
     loss = probe.loss() if trained else None
     if loss is None or not loss.requires_grad:
         return
@@ -85,7 +85,7 @@ def unused_weights(probe: Probe) -> Iterator[NoReach]:
 
 def _why(probe: Probe, name: str, trained: Iterable[str]) -> str:
     """Return PEFT's reason for an adapter without effect; "" if PEFT's layer shows none."""
-    parameter = next(each for each in trained if starred(each) == name)
+    parameter = next(other for other in trained if starred(other) == name)
     layer = (
         probe.copy.model.get_submodule(parameter.partition(".lora_")[0]) if ".lora_" in parameter else None
     )
