@@ -146,7 +146,7 @@ def _try_norm(
     (weight,) = _numbers(1, device, torch.float32 if offset else dtype, 200)
     y, inverse = functions.rms_norm(x, weight, 1e-5, offset)
     d_x = functions.rms_norm_backward(grad, x, weight, inverse, offset)
-    x64, grad64, weight64 = (each.cpu().double() for each in (x, grad, weight))
+    x64, grad64, weight64 = (tensor.cpu().double() for tensor in (x, grad, weight))
     length = (x64.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     inner, normed = grad64 * (offset + weight64), x64 * length
     exact = length * (inner - normed * (inner * normed).mean(-1, keepdim=True))
@@ -158,7 +158,7 @@ def _try_gated(functions: Any, device: torch.device, dtype: torch.dtype, activat
     grad64 = grad.cpu().double()  # the kernel overwrites grad
     results = functions.product(activation, gate, up), *functions.product_backward(activation, grad, gate, up)
     with torch.enable_grad():
-        gate64, up64 = (each.cpu().double().requires_grad_() for each in (gate, up))
+        gate64, up64 = (tensor.cpu().double().requires_grad_() for tensor in (gate, up))
         exact = _ACTIVATIONS[activation](gate64) * up64
         gradients = torch.autograd.grad(exact, (gate64, up64), grad64)
     return _errors(results, (exact.detach(), exact.detach(), *gradients))
@@ -170,7 +170,7 @@ def _try_rotary(functions: Any, device: torch.device, dtype: torch.dtype, _: str
     cos, sin = _numbers(2, device, dtype, 2, 5, 20)
     results = [functions.rotate(x, cos, sin, back=back) for back in (False, True)]
     first, second = x.cpu().double().chunk(2, -1)
-    (cos1, cos2), (sin1, sin2) = (each.cpu().double()[:, None].chunk(2, -1) for each in (cos, sin))
+    (cos1, cos2), (sin1, sin2) = (tensor.cpu().double()[:, None].chunk(2, -1) for tensor in (cos, sin))
     forward = torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), -1)
     backward = torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), -1)
     return _errors(results, (forward, backward))
@@ -178,7 +178,7 @@ def _try_rotary(functions: Any, device: torch.device, dtype: torch.dtype, _: str
 
 def _try_product(functions: Any, device: torch.device, dtype: torch.dtype, _: str) -> list[float]:
     # Rounding the result to the factors' 16 bits would give a hundred times the error of float32 sums.
-    left, right = (each.t() for each in _numbers(2, device, dtype, 65, 33))
+    left, right = (matrix.t() for matrix in _numbers(2, device, dtype, 65, 33))
     exact = left.cpu().double() @ right.cpu().double().t()
     out = torch.empty(exact.shape, device=device)
     functions.write(out, left, right.t(), 0.3)
