@@ -86,7 +86,7 @@ def test_what_cannot_be_foreseen_is_computed_again_and_said() -> None:
 
     choice = choose(foresee, Room(10, ""))
     assert choice.arguments == CHECKPOINTING
-    assert choice.reason.endswith("is not known: it could not be traced (ValueError: no)")
+    assert choice.reason.endswith("is unknown: it could not be traced (ValueError: no)")
     assert choose(foresee, Room(None, "the memory of this is not known")) == Choice(
         CHECKPOINTING, "the memory of this is not known"
     )

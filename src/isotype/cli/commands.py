@@ -104,7 +104,7 @@ def _inspect_for(options: argparse.Namespace, console: Console) -> int:
     if program not in CONSUMERS or len(models) > 1:
         given = f"--for {' '.join(options.program)}"
         expected = f"one of {', '.join(CONSUMERS)}, and at most one model behind it"
-        raise UsageError.of("arguments that cannot work", given, expected, "--for vllm MODEL")
+        raise UsageError.of("invalid arguments", given, expected, "--for vllm MODEL")
     fit = fit_of(options.path, program, *models)
     if options.json:
         print(json.dumps({**asdict(fit), "ok": fit.ok}, indent=1))
