@@ -4,8 +4,11 @@ A random Qwen3-MoE model; CPU seconds of forward and backward of `--tokens` toke
 adapters on experts), `isotype` (isotype.fuse, adapters on experts), `PEFT` (its own path, transformers' default experts) and `PEFT eager`.
 Every round runs each way once; the ratio is the median over rounds of a way's time to that of `attention` in the same round.
 
+`--count` times nothing: it traces a step of one layer of Qwen3-30B-A3B's shape in bfloat16 on an H100 that is not there, 1,024 tokens, and counts the kernels, the bytes
+read and written and the FLOPs of its experts.
+
 Run: python benchmarks/experts.py [--experts 32] [--chosen 4] [--layers 4] [--width 512] [--tokens 512] [--storage none|nf4|int8]
-[--rounds 7] [--skip-peft]
+[--rounds 7] [--skip PEFT …] [--count]
 Prints a table and one line of JSON.
 """
 
@@ -24,11 +27,16 @@ import isotype
 import results
 from isotype.model.experts.quantize import quantize_parts
 from isotype.model.experts.stack import place_stack, stacked_weights
+from isotype.precision.devices.profile import device_profile
+from isotype.records.trace import Setup
+from isotype.rules.kit.costs import bytes_moved
+from isotype.trace.fake.code import StepCode
+from isotype.trace.fake.step import trace_step
 
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def model_of(arguments: argparse.Namespace, way: str) -> Any:
+def model_of(arguments: argparse.Namespace, way: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=1024,
@@ -41,7 +49,7 @@ def model_of(arguments: argparse.Namespace, way: str) -> Any:
         num_experts=arguments.experts,
         num_experts_per_tok=arguments.chosen,
     )
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if way == "PEFT eager":
         model.set_experts_implementation("eager")
     if arguments.storage != "none":
@@ -50,7 +58,7 @@ def model_of(arguments: argparse.Namespace, way: str) -> Any:
             place_stack(
                 module, name, *quantize_parts([weight], weight.shape, arguments.storage, torch.float32)
             )
-    policy = isotype.resolve_precision(model, dtype="float32", device="cpu")
+    policy = isotype.resolve_precision(model, dtype=dtype, device="cpu")
     targets: Any = _ATTENTION if way == "attention" else "all-linear"
     model = isotype.add_lora(model, policy, r=16, lora_alpha=16, target_modules=targets)
     if not way.startswith("PEFT"):
@@ -61,6 +69,36 @@ def model_of(arguments: argparse.Namespace, way: str) -> Any:
 def _name(arguments: argparse.Namespace) -> str:
     sizes = f"{arguments.experts} experts, {arguments.chosen} a token, {arguments.inner} wide"
     return f"{sizes}, {arguments.layers} layers, {arguments.tokens} tokens, {arguments.storage}"
+
+
+def counted(way: str) -> tuple[int, int, int]:
+    """Kernels, bytes and FLOPs of the experts of one layer in forward and backward."""
+    shape = argparse.Namespace(
+        experts=128, chosen=8, layers=1, width=2048, inner=768, tokens=1024, storage="none"
+    )
+    with torch.device("meta"):
+        model = model_of(shape, way, torch.bfloat16)
+    ids = torch.zeros(1, shape.tokens, dtype=torch.long)
+    setup = Setup(device_profile("h100"), None, False, "adamw", torch.bfloat16, ("forward", "backward"))
+    calls = [
+        call
+        for call in trace_step(StepCode(model, {"input_ids": ids, "labels": ids}), setup).calls
+        if ".mlp.experts" in call.module and bytes_moved(call)
+    ]
+    return len(calls), sum(map(bytes_moved, calls)), sum(call.flops for call in calls)
+
+
+def print_counts(record: bool) -> None:
+    for way in ("attention", "isotype", "PEFT"):
+        kernels, moved, flops = counted(way)
+        print(f"{way:<12} {kernels:>6} kernels {moved / 2**30:>7.2f} GiB {flops / 1e9:>8.1f} GFLOP")
+        if record:
+            measures = {
+                "kernels": results.Measure(kernels, "kernels"),
+                "bytes": results.Measure(moved / 2**30, "GiB"),
+                "flops": results.Measure(flops / 1e9, "GFLOP"),
+            }
+            results.append("experts-counted/Qwen3-30B-A3B", measures, way)
 
 
 def seconds(model: Any, ids: torch.Tensor) -> float:
@@ -84,10 +122,14 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--storage", default="none", choices=("none", "nf4", "int8"))
-    parser.add_argument("--skip-peft", action="store_true")
-    arguments = results.parsed(parser, "skip_peft", "rounds")
+    parser.add_argument("--skip", nargs="*", default=[], choices=["PEFT", "PEFT eager"])
+    parser.add_argument("--count", action="store_true")
+    arguments = results.parsed(parser, "skip", "rounds", "count")
+    if arguments.count:
+        print_counts(arguments.record)
+        return
     torch.set_num_threads(1)
-    ways = ["attention", "isotype"] + ([] if arguments.skip_peft else ["PEFT", "PEFT eager"])
+    ways = [each for each in ("attention", "isotype", "PEFT", "PEFT eager") if each not in arguments.skip]
     models = {way: model_of(arguments, way) for way in ways}
     ids = torch.randint(1024, (1, arguments.tokens), generator=torch.Generator().manual_seed(0))
     for model in models.values():
