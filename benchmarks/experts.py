@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--storage", default="none", choices=("none", "nf4", "int8"))
     parser.add_argument("--skip", nargs="*", default=[], choices=["PEFT", "PEFT eager"])
     parser.add_argument("--count", action="store_true")
-    arguments = results.parsed(parser, "skip", "rounds", "count")
+    arguments = results.parsed(parser, "rounds")
     if arguments.count:
         print_counts(arguments.record)
         return
