@@ -1,6 +1,7 @@
 """Memory that `isotype check` foresees for mixtures of experts as published, from their configs alone.
 
-One row of 1,024 tokens on an H100, nf4 (and mxfp4 where experts are published in it), r 16, float32 masters, AdamW, gradient checkpointing; adapters on attention alone, and on experts too.
+One row of 1,024 tokens on an H100, nf4 (and mxfp4 where experts are published in it), r 16, float32 masters, AdamW, gradient checkpointing; adapters on attention alone, and on experts too. Beside it the sum of what a pencil
+finds in the config: weights, adapters (the masters), their gradients, Adam's two states, and the layers' inputs that checkpointing keeps.
 
 Run: python benchmarks/experts_memory.py [--record]
 Prints a table.
@@ -57,6 +58,34 @@ def storages(config: Any) -> tuple[str, ...]:
     return ("nf4", "mxfp4") if getattr(config, "quantization_config", None) else ("nf4",)
 
 
+def by_hand(config: Any, storage: str, adapts_experts: bool) -> dict[str, float]:
+    """GiB of each part, from the sizes in the config."""
+    hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    published = bool(getattr(config, "quantization_config", None))
+    experts = config.num_local_experts if published else config.num_experts
+    inner = config.intermediate_size if published else config.moe_intermediate_size
+    query, key = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    attention = layers * 2 * hidden * (query + key)
+    bits = {"experts": 4.25 if published else 4.5, "attention": 4.5 if storage == "nf4" else 16}
+    stored = (
+        layers * experts * 3 * hidden * inner * bits["experts"] / 8
+        + attention * bits["attention"] / 8
+        + 2 * config.vocab_size * hidden * 2
+        + layers * experts * hidden * 4
+    )
+    values = layers * 16 * 2 * ((hidden + query) + (hidden + key))
+    if adapts_experts:
+        values += layers * experts * 16 * ((hidden + 2 * inner) + (inner + hidden))
+    parts = {
+        "weights": stored,
+        "adapters": 4 * values,
+        "gradients": 4 * values,
+        "optimizer": 8 * values,
+        "inputs": layers * 1024 * hidden * 2,
+    }
+    return {name: size / _GIB for name, size in parts.items()}
+
+
 def foreseen(folder: Path, flags: str) -> dict[str, Any]:
     """Peak bytes, and those of each kind in its phase."""
     command = [sys.executable, "-m", "isotype", "check", "sft", "--model_name_or_path", str(folder), "--json"]
@@ -83,8 +112,14 @@ def main() -> None:
                 print(
                     f"{name:<14} {storage:<6} {targets:<10} {memory['peak_bytes'] / _GIB:5.1f} GiB   {words}"
                 )
+                hand = by_hand(config, storage, targets == "experts")
+                hand["sum"] = sum(hand.values())
+                hand["share"] = memory["peak_bytes"] / _GIB / hand["sum"]
+                print("  by hand", ", ".join(f"{part} {size:.2f}" for part, size in hand.items()))
                 if arguments.record:
                     measures = {"peak": results.Measure(memory["peak_bytes"] / _GIB, "GiB")}
+                    for part, size in hand.items():
+                        measures[part] = results.Measure(size, "×" if part == "share" else "GiB")
                     results.append(f"experts-memory/{name} {storage}", measures, targets)
 
 
