@@ -79,7 +79,9 @@ def counted(way: str) -> tuple[int, int, int]:
     with torch.device("meta"):
         model = model_of(shape, way, torch.bfloat16)
     ids = torch.zeros(1, shape.tokens, dtype=torch.long)
-    setup = Setup(device_profile("h100"), None, False, "adamw", torch.bfloat16, ("forward", "backward"))
+    setup = Setup(
+        device_profile("h100"), None, False, "adamw", torch.bfloat16, phases=("forward", "backward")
+    )
     calls = [
         call
         for call in trace_step(StepCode(model, {"input_ids": ids, "labels": ids}), setup).calls
