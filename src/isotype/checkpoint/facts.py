@@ -284,5 +284,6 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
         pinned_strict=tuple(sorted(pinned_strictly(cls) or ())),
         parameters=sum(tensor.elements for tensor in headers.tensors),
         parameter_bytes=sum(tensor.bytes for tensor in headers.tensors),
+        routers=any(".ffn_gate_inp." in tensor.name for tensor in headers.tensors),
         notes=tuple(notes),
     )

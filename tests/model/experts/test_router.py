@@ -13,6 +13,7 @@ from torch import nn
 
 import isotype
 from isotype.model.walk import is_router
+from tests.checkpoint.test_stacks import gguf_checkpoint
 from tests.models import tiny_batch
 from tests.policy import assert_policy_holds, train
 
@@ -58,3 +59,16 @@ def test_a_policy_without_float32_routers_leaves_them(saved: Saved) -> None:
     assert not isotype.resolve_precision(path, "float32", device="cpu").routers
     saved_policy = isotype.PrecisionPolicy.from_dict(before.to_dict())
     assert saved_policy == before
+
+
+def test_routers_of_gguf_files_and_of_adapters(saved: Saved, tmp_path: Path) -> None:
+    path = gguf_checkpoint(tmp_path)
+    policy = isotype.resolve_precision(path, "bfloat16", device="cpu")
+    assert policy.routers
+    model = isotype.load(path, policy)
+    assert_policy_holds(model, policy)
+    policy = isotype.resolve_precision(saved("qwen3-moe", torch.bfloat16), "bfloat16", "nf4", device="cpu")
+    adapted = isotype.add_lora(isotype.load(saved("qwen3-moe", torch.bfloat16), policy), policy, r=4)
+    adapted.save_pretrained(tmp_path / "adapter")
+    for each in (model, isotype.load(tmp_path / "adapter")):
+        assert {router.weight.dtype for router in routers(each)} == {torch.float32}
