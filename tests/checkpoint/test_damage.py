@@ -182,6 +182,13 @@ def test_what_is_measured_exactly_is_the_divergence() -> None:
         assert measured[form] == pytest.approx(wanted, rel=1e-5 + 2 * blur / (2 * wanted) ** 0.5)
 
 
+@pytest.mark.parametrize(("name", "stacks"), [("qwen3-moe", 4), ("llama", 0)])
+def test_experts_are_said_not_to_be_measured(name: str, stacks: int) -> None:
+    damages = isotype.measure_quality(tiny_model(name).float().eval(), tiny_batch(name), progress=False)
+    expected = f"{stacks} stacked expert weights not measured: --quantization mixed stores experts in nf4"
+    assert damages.notes == ((expected,) if stacks else ())
+
+
 def test_a_divergence_is_summed_up_on_a_device_without_float64() -> None:
     p, q = (torch.randn(70, 9).log_softmax(-1) for _ in range(2))
     assert _divergence(p.as_subclass(WithoutFloat64), q.as_subclass(WithoutFloat64)) == _divergence(p, q) > 0

@@ -23,6 +23,7 @@ from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED, FORMATS
 from isotype.core.names import base_name, listed, plural
 from isotype.core.operators import operator_name
+from isotype.model.experts.stack import stacked_weights
 from isotype.model.fitted import nearest_values
 from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.model.walk import kind_of
@@ -287,6 +288,9 @@ def _measured(
     if missing:
         layers = plural(len(missing), "layer")
         notes.append(f"{layers} not measured, which the text has not reached: {listed(missing)}")
+    if stacks := len(list(stacked_weights(model.model))):
+        what = plural(stacks, "stacked expert weight")
+        notes.append(f"{what} not measured: --quantization mixed stores experts in nf4")
     return Damages(
         source=session.measured.source,
         key="",
