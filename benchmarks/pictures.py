@@ -123,12 +123,12 @@ def save_model(name: str, folder: Path) -> None:
 
 
 def save_rows(folder: Path, texts: int = 0) -> None:
-    """Save four rows of two pictures: of three batches, which they and two rows of text fill, one has two of them."""
+    """Save rows of two pictures: two batches in a row have nothing else, wherever `texts` rows of text stand in an order."""
     from tests.zoo.processors import picture
 
     folder.mkdir()
     lines = []
-    for number in range(2 * ROWS):
+    for number in range(2 * ROWS * (texts + 1) - texts):
         names = []
         for place, (width, height) in enumerate([(300, 200), (160, 240)]):
             names.append(f"{number}-{place}.png")
