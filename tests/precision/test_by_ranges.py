@@ -139,7 +139,7 @@ def test_the_first_loss_scale_keeps_gradients_in_range(gradient: float, scale: f
     ("facts", "wide", "reason"),
     [
         (FACTS, True, "ranges unknown, and the checkpoint was trained in bfloat16"),
-        (replace(FACTS, trained_dtype=None), True, "ranges unknown, and nothing says"),
+        (replace(FACTS, trained_dtype=None), True, "the checkpoint's training dtype is unknown"),
         (
             replace(FACTS, trained_dtype=torch.float16),
             False,
