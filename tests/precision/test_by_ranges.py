@@ -187,3 +187,11 @@ def test_a_policy_with_exceptions_survives_its_file(tmp_path) -> None:  # type: 
 
 def test_numbers_as_messages_write_them() -> None:
     assert [number(x) for x in (104_321.0, 3.2, 4e-9, math.inf)] == ["104,000", "3.2", "4e-09", "infinity"]
+
+
+def test_the_reason_says_what_was_not_measured() -> None:
+    note = "tokens reached 6 of 8 experts: the values of the others are unknown"
+    for block in (LIMIT, 4 * LIMIT):
+        assert (
+            decided(replace(measured(block=block), notes=(note,))).reasons["residual"].endswith(f"; {note}")
+        )

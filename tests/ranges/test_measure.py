@@ -19,6 +19,7 @@ from isotype.ranges.measure import made_batches
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.pairwise import few
+from tests.zoo import ARCHITECTURES
 
 BF16 = torch.bfloat16
 _EXPERTS = ("qwen3-moe", "gpt-oss")
@@ -225,3 +226,25 @@ def test_token_ids_are_drawn_for_want_of_a_tokenizer(tmp_path: Path) -> None:
     assert (ranges.tokens, ranges.batches) == (128, 2)
     assert isotype.measure_ranges(path, tokens=100).modules == ranges.modules
     assert kept(Ranges, ranges.key) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_no_token_reached_are_counted(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model, batch = architecture.build(torch.float32), architecture.batch()
+    chosen: set[tuple[str, int]] = set()
+    holders = {
+        place: module for place, module in model.named_modules() if type(module).__name__.endswith("Experts")
+    }
+
+    def note(place: str) -> Any:
+        return lambda module, args: chosen.update((place, expert) for expert in args[1].unique().tolist())
+
+    for place, module in holders.items():
+        module.register_forward_pre_hook(note(place))
+    few = {key: value[:1, :3] for key, value in batch.items()}
+    model(**few)
+    every = sum(module.num_experts for module in holders.values())  # type: ignore[misc]
+    assert 0 < len(chosen) < every
+    (note,) = isotype.measure_ranges(model, batch=few).notes
+    assert note == f"tokens reached {len(chosen)} of {every} experts: the values of the others are unknown"

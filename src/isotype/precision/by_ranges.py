@@ -82,7 +82,7 @@ def decide_by_ranges(
         return RangeDecision(
             exceptions=tuple(adapters.values()),
             loss_scale=scale,
-            reasons={"residual": _narrow(ranges, worst), "loss_scaling": why_scale},
+            reasons={"residual": _narrow(ranges, worst) + _unmeasured(ranges), "loss_scaling": why_scale},
         )
     others = {each.module: each for each in _exceptions(ranges, profile, storage)}
     return RangeDecision(
@@ -92,6 +92,7 @@ def decide_by_ranges(
         reasons={
             "residual": (
                 f"{_reached(ranges, worst)}: more than half of float16's 65504; hidden states take twice the bytes of float16"
+                + _unmeasured(ranges)
             ),
             "loss_scaling": why_scale,
         },
@@ -119,6 +120,10 @@ def _narrow(ranges: Ranges, worst: tuple[str, float] | None) -> str:
     if worst is None or not worst[1]:
         return "as the weights; nothing that was measured comes near float16's 65504"
     return f"as the weights: {_reached(ranges, worst)}, headroom {FLOAT16_LARGEST / worst[1]:.2g}"
+
+
+def _unmeasured(ranges: Ranges) -> str:
+    return "".join(f"; {note}" for note in ranges.notes)
 
 
 def _reached(ranges: Ranges, worst: tuple[str, float]) -> str:

@@ -363,7 +363,8 @@ def _run(
 ) -> tuple[tuple[float, ...], tuple[str, ...]]:
     """Run forward and backward of every batch; return the losses and notes."""
     losses, notes = [], dict[str, None]()
-    with undisturbed(device):
+    reached: dict[str, set[int]] = {}
+    with undisturbed(device), _experts_noted(twin.model, reached):
         for batch in run.batches:
             inputs = on_device(batch, device, dtype)
             with recorder.step(run.rows):
@@ -382,9 +383,48 @@ def _run(
                     notes["the loss depends on nothing that takes a gradient: there are no gradients"] = None
             twin.weights.end_step()
             losses.append(float(loss.detach()))
+    if reached:
+        known, every = (
+            sum(map(len, reached.values())),
+            sum(map(_experts_of, map(twin.model.get_submodule, reached))),
+        )
+        notes[
+            f"tokens reached {known:,} of {plural(every, 'expert')}: the values of the others are unknown"
+        ] = None
     if recorder.first:
         notes[f"not finite in {dtype_name(dtype)}: {recorder.first}"] = None
     return tuple(losses), tuple(notes)
+
+
+def _experts_of(module: Any) -> int:
+    """Return the number of experts that a module of transformers' experts holds; 0 for other modules."""
+    count = getattr(module, "num_experts", 0)
+    stacked = any(weight.ndim == 3 for weight in module.parameters(recurse=False))
+    return count if isinstance(count, int) and stacked else 0
+
+
+@contextlib.contextmanager
+def _experts_noted(model: nn.Module, reached: dict[str, set[int]]) -> Iterator[None]:
+    """Note the experts that routers choose, by the name of their module: the int64 argument `[tokens, chosen]` of its forward."""
+
+    def note(name: str) -> Any:
+        def called(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+                    reached.setdefault(name, set()).update(value.flatten().tolist())
+
+        return called
+
+    hooks = [
+        module.register_forward_pre_hook(note(name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if _experts_of(module)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager
