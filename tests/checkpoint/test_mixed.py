@@ -158,7 +158,7 @@ def test_int8_and_unquantized_layers_without_any_of_4_bits(saved: Callable[..., 
 
 def test_the_choice_is_measured_and_fits(saved: Callable[..., Path]) -> None:
     path = saved("llama")
-    with pytest.raises(PrecisionError, match="nobody has measured"):
+    with pytest.raises(PrecisionError, match="were not measured"):
         isotype.resolve_precision(path, "float32", "mixed", "cpu")
     damages = isotype.measure_quality(path, progress=False)
     policy = isotype.resolve_precision(path, "float32", "mixed", "cpu")  # as it was kept

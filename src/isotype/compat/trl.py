@@ -26,6 +26,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "trl.trainer.utils": ("FusedCausalLMOutput",),
     "trl.chat_template_utils": ("has_generation_markers",),
+    "trl.trainer.dpo_trainer": ("DataCollatorForVisionPreference",),
     "trl.trainer.sft_trainer": ("DataCollatorForVisionLanguageModeling",),
     "trl.rewards": ("accuracy_reward",),  # one of the names of --reward_funcs
 }

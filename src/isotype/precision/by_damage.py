@@ -60,7 +60,7 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
     if most // step >= sums:
         step = math.ceil(most / (sums - 1)) if sums > 1 else most + 1
     steps = [[math.ceil(each / step) for each in options] for options in extra]
-    picked = _table(layers, steps, most // step)
+    picked = _table(layers, steps, min(spare // step, sum(map(max, steps))))
     chosen = [options[at] for options, at in zip(layers, picked, strict=True)]
     return Choice(
         tuple(picked),

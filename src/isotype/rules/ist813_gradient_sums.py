@@ -20,6 +20,8 @@ steps by accumulation are worse than those of larger batches.
 
 **How safe is the fix?** A cast to float32 keeps every digit; it costs memory for the weights, their gradients and moments. A larger micro-batch costs
 activations instead.
+
+**Seen in** NVIDIA/Megatron-LM #502; mlnomadpy/flaxchat #6.
 """
 
 from __future__ import annotations
