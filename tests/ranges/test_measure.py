@@ -89,7 +89,7 @@ def test_modules_agree_with_a_plain_run_in_float64(name: str) -> None:
     ranges = isotype.measure_ranges(model, batch)
     # torch has no grouped matmul in float64.
     agrees(ranges, reference(model, batch, torch.float32 if name in _EXPERTS else torch.float64))
-    assert ranges.notes == ()
+    assert [note for note in ranges.notes if not note.startswith("tokens reached")] == []
     assert ranges.dtype == "float32"
 
 
@@ -194,7 +194,7 @@ def test_a_checkpoint_whose_weights_are_dequantized_is_measured_block_by_block(t
     ranges = isotype.measure_ranges(path, batch)
     model = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
     assert ranges.modules == isotype.measure_ranges(model, batch).modules
-    assert ranges.notes == ()
+    assert [note for note in ranges.notes if not note.startswith("tokens reached")] == []
 
 
 def test_what_a_checkpoint_may_lack_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

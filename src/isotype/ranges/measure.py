@@ -383,13 +383,11 @@ def _run(
                     notes["the loss depends on nothing that takes a gradient: there are no gradients"] = None
             twin.weights.end_step()
             losses.append(float(loss.detach()))
-    if reached:
-        known, every = (
-            sum(map(len, reached.values())),
-            sum(map(_experts_of, map(twin.model.get_submodule, reached))),
-        )
+    known = sum(map(len, reached.values()))
+    experts = sum(map(_experts_of, map(twin.model.get_submodule, reached)))
+    if known < experts:
         notes[
-            f"tokens reached {known:,} of {plural(every, 'expert')}: the values of the others are unknown"
+            f"tokens reached {known:,} of {plural(experts, 'expert')}: the values of the others are unknown"
         ] = None
     if recorder.first:
         notes[f"not finite in {dtype_name(dtype)}: {recorder.first}"] = None
