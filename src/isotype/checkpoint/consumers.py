@@ -26,14 +26,15 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.opened import config_of, open_checkpoint
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import UsageError
-from isotype.core.names import grouped, starred
+from isotype.core.names import base_name, grouped, starred
 from isotype.model.parts import LANGUAGE, Parts
 
 Effect = Literal["applied", "changed", "ignored", "refused", "unknown"]
 """`changed`: applied with another scale than in training."""
 
 _SUFFIX = re.compile(r"\.(lora_[AB]\.weight|lora_embedding_[AB])$")
-_STACKED = re.compile(r"\.experts(\.base_layer)*$")
+_STACKED = re.compile(r"\.experts$")
+_OTHER_MODEL = "give the model that it was trained on"
 _MERGE = "merge it (`isotype merge`) and load the whole model"
 
 
@@ -153,7 +154,7 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
 
 def module_of(name: str) -> str:
     """Return the module that a tensor of an adapter's file belongs to, by the base's names."""
-    return _SUFFIX.sub("", name.removeprefix("base_model.model."))
+    return _SUFFIX.sub("", base_name(name))
 
 
 @dataclass(frozen=True)
@@ -179,18 +180,18 @@ class _Judge:
         stacked = _STACKED.search(module)
         if stacked and rules.stacked is not None:
             return *rules.stacked, _MERGE
-        place = self.modules.get(_STACKED.sub(".experts", module))
+        place = self.modules.get(module)
         if place is None:
             return (
                 rules.unplaced,
                 "the model has no module of this name",
-                "give the model that it was trained on",
+                _OTHER_MODEL,
             )
         if not stacked and not self._has_the_sides_of(tensor, place):
             return (
                 "refused",
                 f"its shape {list(tensor.shape)} does not fit a {type(place).__name__}",
-                "give the model that it was trained on",
+                _OTHER_MODEL,
             )
         part = self.parts.of(module)
         if not rules.towers and part != LANGUAGE:
@@ -228,13 +229,12 @@ def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) ->
 
 def _zeros(adapter: Adapter) -> frozenset[str]:
     """Return the modules whose B is zero to the last bit, of a safetensors file."""
+    files = grouped(adapter.headers.tensors, lambda tensor: tensor.file)
     zeros = set()
-    for tensor in adapter.headers.tensors:
-        if (
-            tensor.name.endswith(("lora_B.weight", "lora_embedding_B"))
-            and tensor.file.suffix == ".safetensors"
-        ):
-            with safe_open(tensor.file, "pt") as file:
-                if not bool(file.get_tensor(tensor.name).any()):
+    for path in (path for path in files if path.suffix == ".safetensors"):
+        with safe_open(path, "pt") as file:
+            for tensor in files[path]:
+                is_b = tensor.name.endswith(("lora_B.weight", "lora_embedding_B"))
+                if is_b and not bool(file.get_tensor(tensor.name).any()):
                     zeros.add(module_of(tensor.name))
     return frozenset(zeros)

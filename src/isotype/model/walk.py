@@ -222,7 +222,7 @@ _SHARED = (types.ModuleType, type, torch.Generator)
 def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
     """Add an uninitialized module of the same class to `memo` for every module of `model` not in it."""
     for module in model.modules():
-        # A scripted module lies in C++ and is shared.
+        # A scripted module is a shared C++ object.
         scripted = isinstance(module, torch.jit.ScriptModule)
         memo.setdefault(id(module), module if scripted else object.__new__(type(module)))
 

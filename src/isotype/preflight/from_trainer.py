@@ -41,7 +41,9 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
             "an nn.Module with its inputs, or a transformers or TRL trainer",
             "isotype.check(model, inputs)",
         )
-    batch = _first_batch(trainer) if inputs is None else inputs
+    shared = _processes_of(trainer.model, trainer.args)["fsdp"]
+    batches = [inputs] if inputs is not None else _first_batches(trainer, _PROCESSES if shared else 1)
+    batch = batches[0]
     own_loss = inputs is None or isinstance(inputs, Mapping)
     told: Any = True
     if own_loss:
@@ -49,11 +51,10 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
             _with_count(trainer, batch) if isinstance(batch, Mapping) else _prompts_and_completions(trainer)
         )
     request = _request(trainer.model, _loss_of_trainer(trainer, batch) if own_loss else inputs, trainer.args)
-    compared = inputs is None and request.fsdp and isinstance(batch, Mapping)
     return replace(
         request,
         wiring=told,
-        others=_batches(trainer, _PROCESSES)[1:] if compared else (),
+        others=batches[1:] if isinstance(batch, Mapping) else (),
         scaler=_has_scaler(trainer),
         gradient_checkpointing=checkpointing(trainer.args),
         evaluation=_evaluation(trainer) if inputs is None else None,
@@ -211,23 +212,19 @@ _PROCESSES = 8
 """Batches that are compared: those of as many processes, or steps, of a sharded training."""
 
 
-def _batches(trainer: Any, most: int) -> list[Any]:
+def _first_batches(trainer: Any, most: int) -> list[Any]:
     with random_states_kept():  # the data loader must not change the order of training
         try:
-            return list(islice(trainer.get_train_dataloader(), most))
+            batches = list(islice(trainer.get_train_dataloader(), most))
         except ValueError as error:
             if not any(message in str(error) for message in _NO_DATA):
                 raise
-            return []
-
-
-def _first_batch(trainer: Any) -> Any:
-    batch = next(iter(_batches(trainer, 1)), None)
-    if batch is None:
+            batches = []
+    if not batches:
         raise UsageError.of(
             "nothing to check", "an empty train_dataset", "at least one batch", "give the trainer data"
         )
-    return batch
+    return batches
 
 
 def _call(positional: int, model: nn.Module, inputs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The first NaN or infinity of a step in words: where, of which operator, why, and what to do."""
+"""The first NaN or infinity of a step in words: its place, its operator, the cause and the fix."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Measurement of which inputs reach which outputs, on a small copy of the model."""
+"""Measurement of the inputs that reach each output, on a small copy of the model."""

@@ -55,6 +55,11 @@ class Batch:
         """Return the inputs with changed values; None removes an input."""
         return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
 
+    def arguments(self, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the model's keyword arguments of `inputs` (default: the batch's): without labels unless it takes them."""
+        values = self.inputs if inputs is None else inputs
+        return {name: value for name, value in values.items() if self.labelled or name != "labels"}
+
     def to(self, dtype: torch.dtype) -> Batch:
         """Return the batch with its floats in `dtype`."""
         cast = {

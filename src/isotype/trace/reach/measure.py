@@ -1,4 +1,4 @@
-"""Measurement of which inputs reach which predictions: change an input of a small copy, compare the logits."""
+"""Measurement of the inputs that reach each prediction: change an input of a small copy, compare the logits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def measure_reach(
     if batch is None:
         return None
     rows, tokens = batch.ids.shape
-    more = [other for inputs in others if (other := batch_of(inputs)) is not None]
+    more = [other for other in map(batch_of, others) if other is not None]
     try:
         copy = small_copy(model, torch.cat([*map(_all_tokens, (batch, *more))]), most_bytes)
     except NoCopyError as problem:

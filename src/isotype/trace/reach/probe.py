@@ -19,7 +19,6 @@ from isotype.trace.reach.small import Copy
 SEEN = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Smallest change of a logit that counts, relative to the largest logit; float32 parts of a model round at 1e-7."""
 
-
 _PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
 
 
@@ -95,8 +94,7 @@ class Probe:
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """Call the copy with the same random numbers each time."""
         torch.manual_seed(0)
-        arguments = inputs if self.batch.labelled else {k: v for k, v in inputs.items() if k != "labels"}
-        return self.copy.model(**arguments)
+        return self.copy.model(**self.batch.arguments(inputs))
 
     def loss(self) -> torch.Tensor | None:
         """Return the model's loss; if the loss is computed outside of the model, the loss of the next tokens."""

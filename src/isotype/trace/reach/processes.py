@@ -38,7 +38,7 @@ def _ran(model: nn.Module, batch: Batch) -> set[str]:
     ]
     try:
         with torch.no_grad():
-            model(**(batch.inputs if batch.labelled else batch.but(labels=None)))
+            model(**batch.arguments())
     finally:
         for hook in hooks:
             hook.remove()

@@ -254,7 +254,7 @@ class Rows:
 
     Attributes:
         kind: what a row holds: chat, turns (a prompt and what follows, as text), text.
-        columns: the trainer's name -> the data set's, several of which are joined.
+        columns: the trainer's name -> the data set's names; several are joined.
         name: of its configuration on the hub.
         split: what is trained on, as `datasets` writes it (`train[:10%]`).
         files: those of `path` that are read.

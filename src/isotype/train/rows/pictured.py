@@ -228,7 +228,7 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
     """Replace the picture collator of a TRL trainer by `Pictured`, with the given arguments.
 
     Raises:
-        DataError: a sharded model, and preference pairs of which only some have pictures.
+        DataError: the model is sharded, and only some preference pairs have pictures.
     """
     from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
