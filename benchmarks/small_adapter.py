@@ -23,7 +23,7 @@ from torch import nn
 import isotype
 import results
 from isotype.core.dtypes import parse_dtype
-from isotype.lora import fused
+from isotype.lora import modules
 
 SIZES = (-14, -13, -12, -11, -10, -8, -6)
 
@@ -55,7 +55,7 @@ def main() -> None:
     base = x.double() @ lora.base_layer.weight.double().t()
 
     def by(compiled: bool) -> torch.Tensor:
-        with mock.patch.object(fused, "is_used", return_value=compiled):
+        with mock.patch.object(modules, "is_used", return_value=compiled):
             isotype.fuse(model)
             made: torch.Tensor = model(x)
             isotype.unfuse(model)

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 import isotype
 from isotype.checkpoint import fill as filling
 from isotype.checkpoint import load
-from isotype.checkpoint.formats import staged as staging
+from isotype.checkpoint.formats import mapped as staging
 from isotype.checkpoint.formats.headers import read_file_headers
-from isotype.checkpoint.formats.staged import staged
+from isotype.checkpoint.formats.mapped import staged
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.core.errors import CheckpointError
 from tests.models import tiny_model

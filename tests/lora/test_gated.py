@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from isotype.lora.gated import gated_parts
+from isotype.lora.gates import gated_parts
 from tests.models import quiet
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from isotype.lora.loops import softmax
+from isotype.lora.loss import softmax
 from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
 from isotype.lora.loss.logits import Head
 from tests.pairwise import pairwise
@@ -90,7 +90,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The softmax by compiled loops, where there is a compiler, and by torch's operators."""
     if not request.param:
-        monkeypatch.setattr(softmax, "usable", lambda *_: False)
+        monkeypatch.setattr(softmax, "_is_by_loops", lambda *_: False)
 
 
 @pytest.mark.usefixtures("loops")

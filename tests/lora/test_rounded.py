@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import isotype
-from isotype.lora import rounded as module
-from isotype.lora.rounded import Pairs, rounded
+from isotype.lora import weights as module
+from isotype.lora.weights import Pairs, rounded
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 IN = 7

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from isotype.checkpoint.formats.mapped import MappedFiles
-from isotype.checkpoint.formats.staged import BUFFER, staged
+from isotype.checkpoint.formats.mapped import BUFFER, MappedFiles, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
 from isotype.checkpoint.mapping.weight_map import CONVERSION_ERRORS, TURNED, Source, WeightMap, converted

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed, plural
-from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row
+from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row, unread_line
 from isotype.data.columns import Survey, columns_problem, quoted, survey
 from isotype.data.locate import PARQUET, LocalData, data_error
 from isotype.data.methods import METHODS
-from isotype.data.parts import unread_line
 from isotype.data.pictures import PICTURE_COLUMNS, SUFFIXES, broken, broken_rows, picture_problem, pictures_in
 from isotype.data.placed import QUESTION
 from isotype.data.reading import Reading

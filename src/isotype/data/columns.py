@@ -23,11 +23,12 @@ from isotype.data.cells import (
     Column,
     Row,
     chat_problems,
+    count_keys,
     describe,
+    message_problems,
     mixed_turns,
 )
 from isotype.data.methods import METHODS, Format
-from isotype.data.parts import count_keys, message_problems
 from isotype.data.pictures import PICTURE_COLUMNS
 from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, PICTURE, STRING, Shape, merge, shape_of
 

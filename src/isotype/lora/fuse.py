@@ -15,11 +15,10 @@ from torch import nn
 from isotype.core.names import format_bytes, plural, starred
 from isotype.lora.adapted import why_not
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
-from isotype.lora.fused import Siblings
-from isotype.lora.gated import gated_parts
+from isotype.lora.gates import gated_parts
 from isotype.lora.kernels import DEVICES, Kernel, Operation, chosen
 from isotype.lora.loops import elementwise
-from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, FusedRotary, put_in, take_out
+from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, FusedRotary, Siblings, put_in, take_out
 from isotype.lora.norms import is_norm, norm_parts
 from isotype.lora.rotary import rotates
 from isotype.lora.weights import DenseWeights, shape_of

@@ -28,9 +28,8 @@ from isotype.compat.torch import UNNAMED_VIEW, has_kernel
 from isotype.core.dtypes import NoAutocast
 from isotype.lora import kernels
 from isotype.lora.loops.products import Sum, write_sums
-from isotype.lora.rounded import Pairs, rounded
 from isotype.lora.spec import Adapter, Layer, Spec
-from isotype.lora.weights import shape_of
+from isotype.lora.weights import Pairs, rounded, shape_of
 from isotype.model.quantized import quantization_state
 
 _aten = torch.ops.aten

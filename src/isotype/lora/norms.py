@@ -21,8 +21,8 @@ from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
 from isotype.model.boundary_choice import returns_float32
+from isotype.model.modes import is_close, result_of
 from isotype.model.shard import is_sharded
-from isotype.model.trial import is_close, result_of
 
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from isotype.compat.swapped import globals_of, innermost, see_module, with_global
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
-from isotype.model.trial import is_close, result_of
+from isotype.model.modes import is_close, result_of
 
 NAME = "apply_rotary_pos_emb"
 """transformers' name of the function."""

@@ -16,8 +16,8 @@ from torch import nn
 from isotype.compat.torch import PARAMETERS, own_parameters
 from isotype.core.names import base_name
 from isotype.model.boundary import BoundarySettings, original_class
+from isotype.model.modes import result_of
 from isotype.model.parts import entrances
-from isotype.model.trial import result_of
 from isotype.model.walk import (
     LINEAR_KINDS,
     Place,

@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,14 @@ import torch
 from isotype.core.compiled import NotCompiledError
 from isotype.core.operators import operator
 from isotype.lora.attention.plan import Spec, attention_to_nothing
-from isotype.lora.loops.loading import Loops, loops_of
+from isotype.lora.loops.loading import loops_of
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = tuple(Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
+_HEADERS = (Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
+compiled_strips = cache(partial(loops_of, Path(__file__).with_suffix(".cpp"), *_HEADERS))
+"""Returns the compiled loops; compiling takes some seconds, once per machine."""
 _MATRICES = ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
 _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 """The struct `Call` of the loops: sizes, the scale, the address of the blocks, the matrices, three addresses."""
-
-
-@cache
-def compiled_strips() -> Loops:
-    """Return the compiled loops; compiling takes some seconds, once per machine."""
-    return loops_of(SOURCE, *HEADERS)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:

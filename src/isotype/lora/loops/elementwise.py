@@ -7,7 +7,7 @@ Each of torch's operators, one per factor, reads and writes all values.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,13 @@ import torch
 
 from isotype.compat.torch import PLAIN, is_transformed
 from isotype.core.operators import operator
-from isotype.lora.loops.loading import NAMES, Loops, loops_of
+from isotype.lora.loops.loading import NAMES, loops_of
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = (Path(__file__).with_name("vectors.h"),)
+_loops = cache(partial(loops_of, Path(__file__).with_suffix(".cpp"), Path(__file__).with_name("vectors.h")))
 
 
 _PLAIN = frozenset(PLAIN)
 _likeness = attrgetter("device", "dtype", "shape")
-
-
-@cache
-def _loops() -> Loops:
-    return loops_of(SOURCE, *HEADERS)
 
 
 class _Heads(ctypes.Structure):

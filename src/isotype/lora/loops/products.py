@@ -23,10 +23,11 @@ from isotype.compat.torch import PLAIN, dispatch_depth, is_transformed
 from isotype.core.dtypes import dtype_name
 from isotype.lora import measured
 from isotype.lora.kernels import kernel_of
-from isotype.lora.loops.loading import Loops, loops_of
+from isotype.lora.loops.loading import loops_of
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
+_FILES = tuple(Path(__file__).with_name(name) for name in ("products.cpp", "products.h", "vectors.h"))
+compiled_products = cache(partial(loops_of, *_FILES))
+"""Returns the compiled loops; compiling takes some seconds, once per machine."""
 
 FEWEST = 64
 """Minimum rows for the compiled loops: they pack a weight for each product, which does not pay for fewer rows."""
@@ -57,12 +58,6 @@ class Sum(NamedTuple):
     terms: Iterable[tuple[torch.Tensor, torch.Tensor]]
     bias: torch.Tensor | None = None
     factor: float = 1.0
-
-
-@cache
-def compiled_products() -> Loops:
-    """Return the compiled loops; compiling takes some seconds, once per machine."""
-    return loops_of(SOURCE, *HEADERS)
 
 
 def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:

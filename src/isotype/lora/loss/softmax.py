@@ -1,14 +1,43 @@
-"""The softmax over a chunk's logits, block by block in float32, and its gradients."""
+"""The softmax over a chunk's logits, block by block in float32, and its gradients.
+
+On a CPU compiled loops (lora/loops/softmax.cpp) read each row of logits once into a core's cache.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 
-from isotype.compat.torch import FakeTensor
-from isotype.lora.loops import softmax as loops
+from isotype.compat.torch import FakeTensor, dispatch_depth, is_transformed
+from isotype.lora.loops.loading import NAMES, loops_of
 from isotype.lora.loss.logits import Buffers, Call, bend
+
+_LOOPS = Path(__file__).parents[1] / "loops"
+_loops = cache(partial(loops_of, _LOOPS / "softmax.cpp", _LOOPS / "vectors.h"))
+_FLOATS = ("log_probs", "logsumexp", "entropy", "mean_logits", "log_sum_sq_probs", "factor")
+
+
+class _Results(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in (*_FLOATS, "is_top1")]
+
+
+def _is_by_loops(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Return whether the compiled loops support a block: plain contiguous CPU tensors of known dtypes."""
+    return (
+        not torch.compiler.is_compiling()
+        and not is_transformed()
+        and logits.device.type == "cpu"
+        and logits.dtype in NAMES
+        and (exact.dtype, targets.dtype) == (torch.float32, torch.int64)
+        and exact.shape == targets.shape == logits.shape[:1]
+        and all(type(each) is torch.Tensor and each.is_contiguous() for each in (logits, exact, targets))
+        and not dispatch_depth()  # dispatch modes see torch's operators
+        and _loops().reason is None
+    )
 
 
 def softmax(
@@ -20,15 +49,22 @@ def softmax(
     outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
-    """Compute the results of a block of tokens; with `ahead`, write their gradients over the logits and
-    return factors.
+    """Compute the results of a block of tokens into `outputs` (by name, contiguous `[n]`).
+
+    With `ahead`, write the gradients over the logits `[n, V]`, and return the factor of each row, float32 `[n]`.
+    `exact`: the targets' own logits, float32 `[n]`; `targets`: int64 `[n]`, each in `[0, V)`.
 
     The gradient -(1[j = t] - p_j) is divided by 1 - p_t, which gives -1 at the target and the shares of the
     other entries, without underflow or cancellation however confident the model is. The returned factors
     compensate.
     """
-    if call.softcap is None and loops.usable(logits, exact, targets):
-        return loops.softmax(logits, exact, targets, (call.slope, call.lift), outputs, ahead)
+    if call.softcap is None and _is_by_loops(logits, exact, targets):
+        factor = torch.empty_like(exact) if ahead else None
+        written = {**outputs, **({} if factor is None else {"factor": factor})}
+        results = ctypes.byref(_Results(**{name: each.data_ptr() for name, each in written.items()}))
+        numbers = *logits.shape, torch.get_num_threads(), float(call.slope), float(call.lift)
+        _loops().run("softmax", logits.dtype, *numbers, logits, exact, targets, results)
+        return factor
     n, at = logits.shape[0], targets[:, None]
     slope = None if buffers.slope is None else buffers.slope[:n]
     z = bend(call, buffers.values[:n].copy_(logits), slope)

@@ -21,7 +21,7 @@ from isotype.compat.templates import render_chat
 from isotype.core.errors import DataError, UsageError
 from isotype.core.names import plural
 from isotype.core.pretrained import pretrained
-from isotype.data.parts import MARKS, left_out
+from isotype.data.cells import MARKS, left_out
 from isotype.train.command.settings import Settings
 from isotype.train.rows.contents import lists_in
 from isotype.train.rows.spans import Message, assistant_spans, other_spans

@@ -21,8 +21,8 @@ import torch
 from isotype.compat.templates import render_chat
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
+from isotype.data.cells import left_out
 from isotype.data.locate import data_error
-from isotype.data.parts import left_out
 from isotype.data.pictures import pictures_in, row_without_pictures, size_of
 from isotype.data.placed import in_parts
 from isotype.data.tokens import IGNORED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from isotype.data.parts import left_out
+from isotype.data.cells import left_out
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
