@@ -165,6 +165,11 @@ def _of_loading(module: Any) -> None:
     module.loops_of = lambda *files: kept(_seen, *files)
 
 
+def _of_products(module: Any) -> None:
+    """The loops that a process has asked for once are asked for again: another CPU may be seen."""
+    module.compiled_products = module.compiled_products.__wrapped__
+
+
 def _of_probe(module: Any) -> None:
     """Rates are measured on the machine."""
     measure = module.measure_all
@@ -183,6 +188,7 @@ _DOORS: dict[str, Callable[[Any], None]] = {
     "isotype.precision.devices.probe": _of_probe,
     "isotype.lora.measured": _of_measured,
     "isotype.lora.loops.loading": _of_loading,
+    "isotype.lora.loops.products": _of_products,
     "bitsandbytes.nn.modules": _of_bitsandbytes,
 }
 

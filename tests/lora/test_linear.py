@@ -21,7 +21,7 @@ from isotype.lora.gates import GATES
 from isotype.lora.linear import lora_linear
 from isotype.lora.spec import Adapter, Layer, Spec
 from isotype.lora.weights import DenseWeights
-from tests.cpus import no_bfloat16_loops
+from tests.cpus import no_bfloat16_loops, pretend
 from tests.pairwise import pairwise
 
 # Relative error of a tensor's norm. One rounding to b digits is off by at most 2^-b (b: 9 in bfloat16, 12 in float16, 25
@@ -164,8 +164,10 @@ def test_products_in_one_dtype_and_outputs_in_another(
     ids=str,
 )
 def test_an_adapter_below_the_last_digit_of_the_base_is_not_lost(
-    dtype: torch.dtype, compiled: bool, bias: float | None
+    dtype: torch.dtype, compiled: bool, bias: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if compiled:
+        pretend("cpu-avx512", monkeypatch)
     torch.manual_seed(8)
     base, weight = base_layer("dense", 256, 64, dtype)
     layer = Layer(base, () if bias is None else (1.0,), (Adapter(4, 1.0),))
