@@ -32,6 +32,7 @@ from isotype.compat.transformers import (
     rename,
     set_attention,
     takes_attention,
+    unsplit_classes,
 )
 
 
@@ -47,6 +48,7 @@ def test_names_of_models_and_configs() -> None:
     assert takes_attention(model)
     assert set(pinned(model)) == set(pinned_strictly(model)) == never_saved(model) == set()
     assert (list(may_be_missing(model)), list(may_be_surplus(model))) == ([], [])
+    assert unsplit_classes(model) == {"LlamaDecoderLayer"}
     assert pinned(transformers.T5ForConditionalGeneration) == ["wo"]
     assert is_auto_class(transformers.AutoModelForCausalLM)
     assert not is_auto_class(transformers.LlamaForCausalLM)

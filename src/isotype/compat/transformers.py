@@ -39,6 +39,11 @@ def pinned_strictly(model: Any) -> Any:
     return getattr(model, "_keep_in_fp32_modules_strict", None)
 
 
+def unsplit_classes(model: Any) -> frozenset[str]:
+    """Return the names of the module classes that transformers keeps on one device; accelerate shards each as a unit."""
+    return frozenset(getattr(model, "_no_split_modules", None) or ())
+
+
 def is_auto_class(cls: Any) -> bool:
     """Return whether a class selects another by the config, as `AutoModelForCausalLM` does."""
     return hasattr(cls, "_model_mapping")

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
@@ -41,7 +42,8 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
             "an nn.Module with its inputs, or a transformers or TRL trainer",
             "isotype.check(model, inputs)",
         )
-    shared = _processes_of(trainer.model, trainer.args)["fsdp"]
+    processes = _processes_of(trainer.model, trainer.args)
+    shared = processes["fsdp"] or processes["devices"] > 1
     batches = [inputs] if inputs is not None else _first_batches(trainer, _PROCESSES if shared else 1)
     batch = batches[0]
     own_loss = inputs is None or isinstance(inputs, Mapping)
@@ -133,7 +135,24 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
         "devices": arguments.world_size,
         "reshard": str(config.get("reshard_after_forward", True)).lower() in ("true", "1", "full_shard"),
         "shard_integers": False,
+        "zero3": _zero3(arguments),
+        "find_unused": arguments.world_size > 1 and _finds_unused(arguments),
     }
+
+
+def _zero3(arguments: Any) -> str:
+    """Return the version of the DeepSpeed whose ZeRO-3 shards the run; "" for none."""
+    plugin = getattr(arguments, "deepspeed_plugin", None)
+    return version("deepspeed") if plugin is not None and int(plugin.zero_stage) == 3 else ""
+
+
+def _finds_unused(arguments: Any) -> bool:
+    """Return whether DDP looks for parameters without a gradient.
+
+    `_build_accelerator_args` and `_wrap_model` in transformers/trainer.py.
+    """
+    chosen = getattr(arguments, "ddp_find_unused_parameters", None)
+    return not checkpointing(arguments) if chosen is None else bool(chosen)
 
 
 def _autocast(arguments: Any) -> torch.dtype | bool:

@@ -357,7 +357,13 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
     given = named_inputs(request.inputs) if request.wiring is True else request.wiring
     inputs = {name: value for name, value in given.items() if name.isidentifier() and name != "fused_lm_head"}
     with surroundings():
-        return measure_reach(request.model, inputs, most_bytes=most_bytes, others=request.others)
+        return measure_reach(
+            request.model,
+            inputs,
+            most_bytes=most_bytes,
+            others=request.others,
+            sharing="fsdp" if request.fsdp else "ddp" if request.devices > 1 else "",
+        )
 
 
 logger = logging.getLogger("isotype")

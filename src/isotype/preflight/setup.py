@@ -64,6 +64,8 @@ def setup_of(request: StepRequest) -> Setup:
         fsdp=request.fsdp,
         devices=request.devices,
         reshard=request.reshard,
+        zero3=request.zero3,
+        find_unused=request.find_unused,
         shard_integers=request.shard_integers,
         gradient_checkpointing={}
         if request.gradient_checkpointing is True

@@ -15,8 +15,8 @@ Source = Literal[
 ]
 """Inputs that must not change a prediction."""
 
-Unused = Literal["input", "picture", "adapter", "weight", "count"]
-"""Inputs and parameters that should change predictions but do not."""
+Unused = Literal["input", "picture", "adapter", "weight", "ungraded", "count"]
+"""Inputs and parameters that should change predictions but do not; `ungraded`: not in the loss's graph."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,45 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """A call that all processes of a sharded training make together.
+
+    Attributes:
+        move: `gathers` weights or `reduces` gradients.
+        module: sharded module of the weights; "" in the backward.
+        elements: of the whole tensor.
+    """
+
+    move: str
+    module: str
+    elements: int
+
+    @property
+    def alike(self) -> tuple[str, int]:
+        """Equal for calls that can meet."""
+        return self.move, self.elements
+
+    def __str__(self) -> str:
+        return f"{self.move} {self.elements:,} numbers{f' of {self.module}' if self.module else ''}"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first collectives that two processes disagree on.
+
+    Attributes:
+        process: index of the batch whose collectives differ from the first batch's.
+        at: index of the collective in the step.
+        first, other: the collectives of the two processes; None after a process's last one.
+    """
+
+    process: int
+    at: int
+    first: Collective | None
+    other: Collective | None
+
+
+@dataclass(frozen=True)
 class Reach:
     """Reach measured on one batch.
 
@@ -110,6 +149,9 @@ class Reach:
         undecided: unmeasured dependences, with the reason, a clause each.
         matrix: the tokens that reach some predictions of one row; None if that was not measured.
         skipped: modules with weights that some batches of the processes run and others do not.
+        parting: the first collectives of FSDP that the processes' batches disagree on; None if all agree, if
+            there is one batch, or in a process that has a process group.
+        ungraded: trainable parameters to which the loss of some batch gives no gradient.
     """
 
     copy: str
@@ -121,6 +163,8 @@ class Reach:
     undecided: tuple[str, ...] = ()
     matrix: Matrix | None = None
     skipped: tuple[str, ...] = ()
+    parting: Parting | None = None
+    ungraded: tuple[str, ...] = ()
 
     def leak(self, *sources: Source) -> Leak | None:
         """Return the first leak from one of `sources`."""

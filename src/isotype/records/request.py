@@ -44,6 +44,8 @@ class StepRequest:
         devices: number of devices that train together; the memory is that of one. Without `fsdp` each
             holds all weights (DDP).
         reshard: whether FSDP frees a block's gathered weights after its forward.
+        zero3: version of the DeepSpeed whose ZeRO-3 shards the run; "" for none.
+        find_unused: whether DDP looks for parameters without a gradient.
         shard_integers: whether FSDP shards frozen weights that are stored as integers, as isotype does
             and accelerate does not.
         gradient_checkpointing: enables it for the step: True, or the arguments of the model's
@@ -75,6 +77,8 @@ class StepRequest:
     fsdp: int = 0
     devices: int = 1
     reshard: bool = True
+    zero3: str = ""
+    find_unused: bool = False
     shard_integers: bool = True
     gradient_checkpointing: Mapping[str, Any] | bool | None = None
     generate: Callable[[nn.Module], Any] | None = None

@@ -284,6 +284,8 @@ class Setup:
         fsdp: whether the run is sharded by FSDP: 0 no, else the version (1 or 2).
         devices: number of devices that train together, sharded (`fsdp`) or each with all weights (DDP).
         reshard: whether FSDP frees a block's gathered weights after its forward.
+        zero3: version of the DeepSpeed whose ZeRO-3 shards the run; "" for none.
+        find_unused: whether DDP looks for parameters without a gradient.
         shard_integers: whether frozen integer weights are sharded; else every process holds them all.
         gradient_checkpointing: arguments for the model's `gradient_checkpointing_enable`; None keeps it
             as it is.
@@ -316,6 +318,8 @@ class Setup:
     fsdp: int = 0
     devices: int = 1
     reshard: bool = True
+    zero3: str = ""
+    find_unused: bool = False
     shard_integers: bool = True
     gradient_checkpointing: Mapping[str, Any] | None = None
     autocast_eval: bool = False

@@ -1,10 +1,11 @@
 """
 **What it means.** FSDP1 flattens all parameters of a unit (usually a decoder layer) into one tensor, which
-has one dtype. The unit has parameters of several: float32 adapters on a bfloat16 base, norms that were
-upcast, 4-bit codes packed in another dtype.
+has one dtype; FSDP2 reduces the gradients of a unit's trained parameters together. The unit has parameters of
+several dtypes: float32 adapters on a bfloat16 base (FSDP1), norms that were upcast, 4-bit codes packed in another dtype.
 
-**Why it is bad.** Wrapping the model raises `Must flatten tensors with uniform dtype but got torch.bfloat16
-and torch.float32`, before the first step.
+**Why it is bad.** FSDP1 raises `Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32` when it
+wraps the model. FSDP2 raises `FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}` in the
+first forward.
 
 **An example that fails**
 
@@ -15,6 +16,8 @@ and torch.float32`, before the first step.
 
     fully_shard(layer)                                       # FSDP2 shards each parameter by itself
     # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
+
+**What is not reported.** FSDP2 over a model under a policy, which isotype shards with a group per trained dtype.
 
 **How safe is the fix?** FSDP2 changes no dtype. Casting adapters down makes 16-bit masters (IST801) and is
 offered as unsafe.
@@ -37,15 +40,19 @@ from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, trained
 from isotype.rules.kit.words import advice, setting
 
-TITLE = "FSDP1 over parameters of several dtypes"
+TITLE = "FSDP over parameters of several dtypes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding for all FSDP1 units with several float dtypes."""
-    if trace.setup.fsdp != 1:
-        return
+    """Yield one finding for all units of FSDP with several float dtypes: FSDP1's weights, FSDP2's trained weights."""
+    version = trace.setup.fsdp
+    if version == 2 and trace.setup.policy is None:
+        # A policy's model is sharded by isotype, which groups trained weights by dtype.
+        weights = [weight for weight in trained(trace) if weight.quantization is None]
+    else:
+        weights = [weight for weight in trace.weights if version == 1 and not weight.buffer]
     # Integer codes belong to IST702.
-    floats = (weight for weight in trace.weights if not weight.buffer and weight.dtype.is_floating_point)
+    floats = (weight for weight in weights if weight.dtype.is_floating_point)
     units = grouped(floats, lambda weight: layer_of(weight.name))
     mixed = {unit: own for unit, own in units.items() if len({weight.dtype for weight in own}) > 1}
     if not mixed:
@@ -59,17 +66,22 @@ def find(trace: Trace) -> Iterator[Finding]:
     mismatched = [weight for weights in mixed.values() for weight in weights if weight.dtype != most]
     dtypes = " and ".join(dtype_name(dtype) for dtype in sizes)
     where = f"{len(mixed)} units" if len(mixed) > 1 else next(iter(mixed)) or "the outermost unit"
+    verb, error = _REFUSALS[version]
     yield finding_of(
         "IST701",
         "error",
-        f"FSDP1 cannot flatten {dtypes} together in {where}",
+        f"FSDP{version} cannot {verb} {dtypes} together in {where}",
         mismatched,
-        phase="load",
-        notes=(
-            f"FSDP says: Must flatten tensors with uniform dtype but got {' and '.join(map(str, sizes))}",
-        ),
+        phase="load" if version == 1 else "forward",
+        notes=(f"FSDP says: {error.format(' and '.join(map(str, sizes)))}",),
         fixes=tuple(_fixes(trace, mismatched, most)),
     )
+
+
+_REFUSALS = {
+    1: ("flatten", "Must flatten tensors with uniform dtype but got {}"),
+    2: ("reduce the gradients of", "FSDP expects uniform original parameter dtype but got {{{}}}"),
+}
 
 
 def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterator[Fix]:
@@ -83,14 +95,19 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     cast = Fix(f"cast them to {dtype_name(most)}", "safe" if safe else "unsafe", actions=casts(plain, most))
     if safe:
         yield cast
+    first = trace.setup.fsdp == 1
     # FSDP2 reduces the gradients of a unit together, so its trained parameters need one dtype there too.
-    if len({weight.dtype for weight in trained(trace)}) <= 1:
+    if first and len({weight.dtype for weight in trained(trace)}) <= 1:
         yield setting("shard with FSDP2, which keeps each parameter's dtype", "fsdp", "2")
-    elif all(weight.trainable for weight in trace.weights if not weight.buffer):
+    elif not first or all(weight.trainable for weight in trace.weights if not weight.buffer):
         yield from float32_masters(trace, trained(trace))
     if not safe:
         yield cast
-    if any(weight.adapter for weight in mismatched):
+    if not first:
+        yield advice(
+            "fully_shard", "shard the modules of another dtype first, by themselves: fully_shard(layer.norm)"
+        )
+    elif any(weight.adapter for weight in mismatched):
         yield advice(
             "auto_wrap_policy", "wrap adapters by themselves: peft.utils.other.fsdp_auto_wrap_policy(model)"
         )

@@ -16,8 +16,9 @@ next collective: the sizes differ, and the run hangs (NCCL) or crashes (gloo).
 
 `isotype sft` adds such a row itself.
 
-**What is not reported.** Experts and other modules inside of a layer, whose weights are gathered with the layer; DDP, whose `find_unused_parameters`
-handles it.
+The preflight runs two processes' batches under FSDP2 with torch's fake process group and compares every collective of their steps.
+
+**What is not reported.** Experts and other modules inside of a layer, whose weights are gathered with the layer; DDP (IST705).
 
 **How safe is the fix?** Safe: a row without labels adds nothing to the loss or the gradients.
 
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 
 from isotype.core.names import listed
 from isotype.records.finding import Finding
+from isotype.records.reach import Parting
 from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
@@ -38,16 +40,29 @@ TITLE = "Processes that do not run the same modules"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield the modules that only some of the processes' batches run, under FSDP."""
-    skipped = () if trace.reach is None else trace.reach.skipped
-    if trace.setup.fsdp and skipped:
+    reach = trace.reach
+    if not trace.setup.fsdp or reach is None or not (reach.skipped or reach.parting):
+        return
+    if reach.skipped:
+        what = f"only some batches run {listed(reach.skipped, 3)}"
         how = "give a batch that does not run it one more row that does, with labels of -100"
-        yield Finding(
-            "IST703",
-            "error",
-            f"only some batches run {listed(skipped, 3)}: processes that share the model wait for each other",
-            module=skipped[0],
-            cause="FSDP gathers the weights of a module in all processes together, when it runs",
-            notes=("measured on the first batches of the training data",),
-            fixes=(advice("data_collator", how),),
-            places=skipped,
-        )
+    else:
+        what = "the gradients of some batches do not reach the same modules"
+        how = "let every batch use all trained modules: a term of 0 times their result in the loss is enough"
+    yield Finding(
+        "IST703",
+        "error",
+        f"{what}: processes that share the model wait for each other",
+        module=reach.skipped[0] if reach.skipped else "",
+        cause="FSDP gathers the weights of a module in all processes together, when it runs",
+        notes=(*_met(reach.parting), "measured on the first batches of the training data"),
+        fixes=(advice("data_collator", how),),
+        places=reach.skipped,
+    )
+
+
+def _met(parting: Parting | None) -> Iterator[str]:
+    """Yield the collectives in which two processes meet."""
+    if parting is not None:
+        first, other = (each or "is at its end" for each in (parting.first, parting.other))
+        yield f"in collective {parting.at + 1} of the step one process {first}, and another {other} (FSDP2 with a fake process group)"

@@ -14,12 +14,13 @@ closed gate, or is overwritten later; the forward does not use the trained copy 
 
     config = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
 
-**What is not reported.** Experts without tokens of the batch; parts that the batch does not run (a tower
-without a picture); weights without any gradient, which IST307 reports.
+A note names trainable weights that this batch does not use at all, such as a vision tower in a batch of text.
+
+**What is not reported.** Experts without tokens of the batch; weights that IST307 reports.
 
 **How safe is the fix?** It changes the training to the intended one.
 
-**Seen in** unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower);
+**Seen in** huggingface/trl #6617; unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower);
 verl-project/verl #1821 (lora_alpha 0).
 """
 
@@ -29,6 +30,7 @@ from collections.abc import Iterator
 
 from isotype.core.names import plural, starred
 from isotype.records.finding import Finding
+from isotype.records.reach import Reach
 from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice, and_its_like
@@ -40,6 +42,8 @@ KIND = "wiring"
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield trainable weights whose gradient is exactly zero for generic values."""
     reach = trace.reach
+    if reach is not None:
+        yield from _outside(trace, reach)
     idle = () if reach is None else [each for each in reach.unused if each.kind in ("adapter", "weight")]
     if reach is None or not idle:
         return
@@ -68,3 +72,23 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes=(measured_on(reach),),
         fixes=(advice("lora_alpha" if why else names[0], how),),
     )
+
+
+def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
+    """Yield one note on the trainable weights that are not in the loss's graph, apart from those of IST307."""
+    known = {starred(part.weight) for part in trace.unreached}
+    names = [each.name for each in reach.unused if each.kind == "ungraded" and each.name not in known]
+    if names:
+        yield Finding(
+            "IST906",
+            "note",
+            f"{plural(len(names), 'kind')} of trainable weights get no gradient from this batch: {and_its_like(names)}",
+            module=names[0].rpartition(".")[0],
+            phase="backward",
+            cause="this batch does not run the modules, or nothing uses their results",
+            notes=(
+                "under DDP without find_unused_parameters a step with them does not end (IST705)",
+                measured_on(reach),
+            ),
+            fixes=(advice(names[0], "freeze them (requires_grad_(False)) if no batch uses them"),),
+        )

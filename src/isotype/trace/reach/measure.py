@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,11 +17,13 @@ from isotype.trace.reach.batch import IGNORED, Batch, batch_of, renumbered
 from isotype.trace.reach.leaks import leaks
 from isotype.trace.reach.place import logits_of
 from isotype.trace.reach.probe import SEEN, Probe, UndecidedError, spread
-from isotype.trace.reach.processes import skipped_modules
+from isotype.trace.reach.processes import parting, skipped_modules, without_gradient
 from isotype.trace.reach.small import NoCopyError, small_copy
 from isotype.trace.reach.unused import unused_count, unused_inputs, unused_weights
 
 _MATRIX_ROWS = 24
+
+Sharing = Literal["", "ddp", "fsdp"]
 
 
 def measure_reach(
@@ -30,6 +32,7 @@ def measure_reach(
     seconds: float = 6.0,
     most_bytes: int | None = None,
     others: Sequence[Mapping[str, Any]] = (),
+    sharing: Sharing = "",
 ) -> Reach | None:
     """Measure which inputs of the batch reach which predictions, on a small copy of the model.
 
@@ -40,6 +43,7 @@ def measure_reach(
         most_bytes: memory limit for a copy of the model's own layers, if a smaller model of its class is
             possible; None for no limit.
         others: batches that other processes get at the same time.
+        sharing: how these processes train together; "" for one process.
 
     Returns:
         The measurement; None if the batch has no token ids with values.
@@ -59,9 +63,8 @@ def measure_reach(
         for dtype in SEEN:
             try:
                 reach = _measured(Probe(copy, batch.to(dtype), deadline, dtype))
-                return replace(
-                    reach,
-                    skipped=skipped_modules(copy.model, [member.to(dtype) for member in (batch, *more)]),
+                return _of_processes(
+                    reach, copy.model, [member.to(dtype) for member in (batch, *more)], sharing
                 )
             except UndecidedError as problem:
                 why = str(problem)
@@ -69,6 +72,20 @@ def measure_reach(
                 why = f"the copy could not be run: {type(error).__name__}: {first_line(error)}"
             copy.model.to(torch.float32)
     return Reach(copy.words, rows, tokens, undecided=(why,))
+
+
+def _of_processes(reach: Reach, model: nn.Module, batches: Sequence[Batch], sharing: Sharing) -> Reach:
+    """Return the measurement with the differences between processes; the copy is of no use afterwards."""
+    try:
+        if sharing == "ddp":
+            return replace(reach, ungraded=without_gradient(model, batches))
+        if sharing == "fsdp":
+            reach = replace(reach, skipped=skipped_modules(model, batches))
+            return replace(reach, parting=parting(model, batches))
+    except Exception as error:  # noqa: BLE001 - any code may fail on another batch; the reason is reported
+        why = f"the processes' batches could not be compared: {type(error).__name__}: {first_line(error)}"
+        return replace(reach, undecided=(*reach.undecided, why))
+    return reach
 
 
 def _all_tokens(batch: Batch) -> torch.Tensor:

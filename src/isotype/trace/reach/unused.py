@@ -64,7 +64,7 @@ def _nothing(probe: Probe, inputs: dict[str, object]) -> bool:
 
 
 def unused_weights(probe: Probe) -> Iterator[NoReach]:
-    """Yield trainable weights of the loss's graph whose gradient is exactly zero in every layer.
+    """Yield trainable weights outside of the loss's graph, and those whose gradient is exactly zero in every layer.
 
     Experts count as one set, because a batch need not use each expert.
     """
@@ -75,9 +75,13 @@ def unused_weights(probe: Probe) -> Iterator[NoReach]:
         return
     gradients = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
     silent: dict[str, bool] = {}
+    outside: dict[str, bool] = {}
     for name, gradient in zip(trained, gradients, strict=True):
+        outside[starred(name)] = outside.get(starred(name), True) and gradient is None
         if gradient is not None:
             silent[starred(name)] = silent.get(starred(name), True) and not bool(gradient.any())
+    for name in (name for name, alone in outside.items() if alone):
+        yield NoReach("ungraded", name)
     for name, nothing in silent.items():
         if nothing:
             yield NoReach("adapter" if "lora_" in name else "weight", name, _why(probe, name, trained))

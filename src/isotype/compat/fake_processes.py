@@ -1,0 +1,26 @@
+"""torch's fake process group: collectives of several processes in one, without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import distributed
+
+
+@contextmanager
+def fake_process_group(size: int) -> Iterator[Any]:
+    """Yield a one-dimensional mesh of `size` processes, of which this one is the first.
+
+    Raises:
+        ValueError: this process has a process group.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (size,))
+    finally:
+        distributed.destroy_process_group()

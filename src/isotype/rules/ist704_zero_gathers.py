@@ -1,0 +1,68 @@
+"""
+**What it means.** DeepSpeed's ZeRO-3 gathers small parameters of several dtypes after the optimizer's step: float32 adapters beside a bfloat16 base.
+
+**Why it happens.** DeepSpeed 0.19.2 allocates the results of this gather in the dtype of the first parameter. Earlier releases convert every parameter and
+buffer to one dtype first, rotary frequencies and adapters included; later ones gather each parameter in its own dtype.
+
+**An example that fails**
+
+    peft_model = get_peft_model(base_in_bfloat16, config)      # PEFT makes the adapters float32
+    # accelerate launch --config_file zero3.yaml, with deepspeed 0.19.2
+    TypeError: output tensor must have the same type as input tensor
+
+**Repaired**
+
+    pip install 'deepspeed>=0.19.3'
+    get_peft_model(base_in_bfloat16, config, autocast_adapter_dtype=False)      # or: adapters in the base's dtype
+
+**What is not reported.** ZeRO-1 and ZeRO-2; other releases of DeepSpeed; a model whose parameters have one dtype.
+
+**How safe is the fix?** A newer DeepSpeed changes no digit. Adapters in 16 bits lose small updates (IST801).
+
+**Seen in** deepspeedai/DeepSpeed #8072; huggingface/trl #6089.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from isotype.core.dtypes import dtype_name
+from isotype.records.finding import Finding, Fix
+from isotype.records.trace import Trace
+from isotype.rules.kit.weight_sets import casts, finding_of
+from isotype.rules.kit.words import advice
+
+TITLE = "ZeRO-3 over parameters of several dtypes"
+
+_BROKEN = "0.19.2"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Yield one finding if the installed DeepSpeed cannot gather the model's dtypes together."""
+    if trace.setup.zero3 != _BROKEN:
+        return
+    floats = [weight for weight in trace.weights if not weight.buffer and weight.dtype.is_floating_point]
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in floats:
+        sizes[weight.dtype] += weight.bytes // weight.dtype.itemsize
+    if len(sizes) < 2:
+        return
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    others = [weight for weight in floats if weight.dtype != most]
+    dtypes = " and ".join(dtype_name(dtype) for dtype in sizes)
+    cast = Fix(f"cast them to {dtype_name(most)}", "unsafe", actions=casts(others, most))
+    yield finding_of(
+        "IST704",
+        "error",
+        f"ZeRO-3 of DeepSpeed {_BROKEN} cannot gather {dtypes} together",
+        others,
+        phase="optimizer",
+        notes=("DeepSpeed says: TypeError: output tensor must have the same type as input tensor",),
+        fixes=(
+            advice("deepspeed", "install deepspeed 0.19.3 or newer: each parameter is gathered in its dtype"),
+            cast,
+        ),
+    )

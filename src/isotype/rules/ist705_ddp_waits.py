@@ -1,0 +1,60 @@
+"""
+**What it means.** DDP averages the gradient of every trainable parameter over the processes. Some parameter gets no gradient from a batch: its part of the
+model does not run, or its result is not used.
+
+**Why it happens.** Rows of text alone do not run the vision tower, whose adapters are trained; a layer or a head is trained and never called. The next step
+raises `Expected to have finished reduction in the prior iteration before starting a new one`, or the processes hang.
+
+**An example that fails**
+
+    model = get_peft_model(vision_language_model, LoraConfig(target_modules="all-linear"))     # the tower's layers too
+    DistributedDataParallel(model)(**text_alone).loss.backward()
+
+**Repaired**
+
+    DistributedDataParallel(model, find_unused_parameters=True)        # or train only what every batch uses
+
+**What is not reported.** Trainings with `find_unused_parameters=True`: TrainingArguments' default without gradient checkpointing.
+
+**How safe is the fix?** Safe: a parameter without a gradient counts as zero, as in one process. It costs one more walk through the graph a step.
+
+**Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.core.names import starred
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
+from isotype.rules.kit.words import advice, and_its_like
+
+TITLE = "Parameters without a gradient under DDP"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Yield the trainable parameters that get no gradient from some batch, under DDP that needs all of them."""
+    setup = trace.setup
+    missing = () if trace.reach is None else trace.reach.ungraded
+    if setup.devices < 2 or setup.fsdp or setup.find_unused or not missing:
+        return
+    names = list(dict.fromkeys(map(starred, missing)))
+    yield Finding(
+        "IST705",
+        "error",
+        f"DDP waits for the gradients of {and_its_like(names)}, which some batch does not use",
+        module=missing[0].rpartition(".")[0],
+        phase="backward",
+        cause="DDP averages every trainable parameter's gradient over the processes in every step",
+        notes=(
+            "DDP says: Expected to have finished reduction in the prior iteration before starting a new one",
+        ),
+        fixes=(
+            advice(
+                "ddp_find_unused_parameters",
+                "set find_unused_parameters=True, or train only what every batch uses",
+            ),
+        ),
+        places=tuple(missing[:8]),
+    )
