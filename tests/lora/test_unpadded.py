@@ -12,7 +12,7 @@ from transformers.integrations.neftune import activate_neftune
 
 from isotype.lora.attention.registered import sides_of, use_fast_attention
 from isotype.lora.loss.trl_head import put_head
-from isotype.lora.unpadded import hooks_see_one_row, unpadded, unpadded_sides
+from isotype.lora.unpadded import hooks_see_one_row, tried, unpadded
 from tests.models import CONFIGS, tiny_model
 from tests.zoo import ARCHITECTURES
 
@@ -77,7 +77,7 @@ def test_what_stays_padded(rows: tuple[str, ...], sides: frozenset[str], more: d
 def test_models_are_known_by_what_they_compute(name: str, sides: frozenset[str]) -> None:
     model = (tiny_model(name) if name in CONFIGS else ARCHITECTURES[name].build(torch.float32)).train()
     state = torch.get_rng_state()
-    assert unpadded_sides(model) == sides
+    assert tried(model).sides == sides
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
 

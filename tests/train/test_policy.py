@@ -46,8 +46,8 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found = measure() if measure is not None else None
         return found, found
 
-    monkeypatch.setattr(policy, "measure_checkpoint", measure)
-    monkeypatch.setattr(policy, "measure_damages", measure)
+    monkeypatch.setattr(policy, "measure_ranges", measure)
+    monkeypatch.setattr(policy, "measure_quality", measure)
     monkeypatch.setattr(policy, "resolve_request", resolve)
     monkeypatch.setattr(policy, "_check_held", lambda *_: None)
     return devices
@@ -89,7 +89,7 @@ def test_where_the_gpu_has_no_room_the_cpu_measures_and_a_note_says_so(
     measurements: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, replace(device_profile("t4"), present=True, name="cuda:0"))
-    measure = policy.measure_checkpoint
+    measure = policy.measure_ranges
 
     def full(checkpoint: Any, *, device: torch.device | None = None) -> Any:
         if device is not None:
@@ -97,7 +97,7 @@ def test_where_the_gpu_has_no_room_the_cpu_measures_and_a_note_says_so(
             raise torch.OutOfMemoryError("none left")
         return measure(checkpoint)
 
-    monkeypatch.setattr(policy, "measure_checkpoint", full)
+    monkeypatch.setattr(policy, "measure_ranges", full)
     monkeypatch.setattr(policy, "replace", lambda found, notes: SimpleNamespace(notes=notes))
     _, found = policy_by_ranges(MODEL, REQUEST, "t4")
     assert measurements == [torch.device("cuda", 0), None]
@@ -117,7 +117,7 @@ def test_moments_of_a_start_from_the_error_are_measured_where_it_is_trained(
 
     on(monkeypatch, replace(device_profile("t4"), present=True, name="cuda:0"))
     monkeypatch.setattr(policy, "downloaded", lambda _: SimpleNamespace(fingerprint=None))
-    monkeypatch.setattr(policy, "measure_damages", measure)
+    monkeypatch.setattr(policy, "measure_quality", measure)
     assert list(moments_of_run(MODEL, "cuda")) == ["layer"]
     assert devices == [torch.device("cuda", 0)]
 

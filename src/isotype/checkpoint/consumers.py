@@ -86,12 +86,9 @@ CONSUMERS: Mapping[str, Consumer] = {
 
 @dataclass(frozen=True)
 class Use:
-    """A program's use of the tensors of one kind of module.
+    """A program's use of the tensors of one kind of module, named with `*` for the numbers of layers.
 
-    Attributes:
-        module: name with `*` for the numbers of layers.
-        tensors: number of them.
-        why: the reason of every effect but `applied`, a clause.
+    `why`: the reason of every effect but `applied`, a clause.
     """
 
     module: str
@@ -103,12 +100,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit of an adapter to a program.
-
-    Attributes:
-        model: the model that its tensors were placed in.
-        notes: flags that the program needs.
-    """
+    """The fit of an adapter to a program, its tensors placed in `model`; `notes`: flags that the program needs."""
 
     adapter: str
     consumer: str
@@ -172,27 +164,19 @@ class _Judge:
             if getattr(config, option, None):
                 return "refused", why, _MERGE
         if not _SUFFIX.search(tensor.name):
-            return (
-                ("applied", "", "")
-                if rules.other is None
-                else (rules.other, "it is no matrix of LoRA", _MERGE)
-            )
+            other = rules.other
+            return ("applied", "", "") if other is None else (other, "it is no matrix of LoRA", _MERGE)
         stacked = _STACKED.search(module)
         if stacked and rules.stacked is not None:
             return *rules.stacked, _MERGE
         place = self.modules.get(module)
         if place is None:
-            return (
-                rules.unplaced,
-                "the model has no module of this name",
-                _OTHER_MODEL,
-            )
-        if not stacked and not self._has_the_sides_of(tensor, place):
-            return (
-                "refused",
-                f"its shape {list(tensor.shape)} does not fit a {type(place).__name__}",
-                _OTHER_MODEL,
-            )
+            return rules.unplaced, "the model has no module of this name", _OTHER_MODEL
+        weight = getattr(place, "weight", None)
+        sides = tuple(weight.shape) if isinstance(weight, torch.Tensor) else ()
+        if not stacked and not any(side in sides for side in tensor.shape):
+            why = f"its shape {list(tensor.shape)} does not fit a {type(place).__name__}"
+            return "refused", why, _OTHER_MODEL
         part = self.parts.of(module)
         if not rules.towers and part != LANGUAGE:
             return "ignored", f"only the language model takes adapters, and this is the {part}", _MERGE
@@ -214,12 +198,6 @@ class _Judge:
         """Return the rank of a tensor's layer; of one that is no matrix of LoRA, 0."""
         config, module = self.adapter.config, module_of(tensor.name)
         return int(_of_pattern(config.rank_pattern, module, config.r)) if _SUFFIX.search(tensor.name) else 0
-
-    @staticmethod
-    def _has_the_sides_of(tensor: TensorHeader, place: Any) -> bool:
-        weight = getattr(place, "weight", None)
-        sides = tuple(weight.shape) if isinstance(weight, torch.Tensor) else ()
-        return bool(sides) and any(side in sides for side in tensor.shape)
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:

@@ -231,7 +231,7 @@ _CHUNK = 64
 
 
 def measure_quality(
-    model: nn.Module | str | Path,
+    model: nn.Module | str | Path | Checkpoint,
     data: Any = None,
     *,
     tokens: int = TOKENS,
@@ -247,7 +247,8 @@ def measure_quality(
     block each time; a model in memory is not changed. The result for a checkpoint on the package's texts is cached.
 
     Args:
-        model: a module, or a checkpoint: a directory, a GGUF file, `embedded:NAME` or a hub id; it returns logits.
+        model: a module, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or one that is open; it
+            returns logits.
         data: inputs of the model, a dict of tensors or a list of such; default: short texts of the package. Tokens
             whose `attention_mask` is 0, or whose label is -100, do not count.
         tokens: number of tokens of these texts.
@@ -261,22 +262,11 @@ def measure_quality(
         UsageError: no batch can be made for the model, or `data` is none; the model returns no logits.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
-    return measure_damages(source, data, tokens=tokens, exact=exact, device=device, progress=progress)
-
-
-def measure_damages(
-    source: Checkpoint | nn.Module, data: Any = None, *, tokens: int = TOKENS, **options: Any
-) -> Damages:
-    """Measure quality (see `measure_quality`) of an open checkpoint or a model in memory."""
-    return measured_and_kept(_measured, source, data, tokens, **options)
+    return measured_and_kept(_measured, source, data, tokens, exact=exact, device=device, progress=progress)
 
 
 def _measured(
-    model: Measured,
-    run: Batches,
-    exact: Sequence[str] = ("nf4",),
-    device: str | torch.device | None = None,
-    progress: bool = True,
+    model: Measured, run: Batches, exact: Sequence[str], device: str | torch.device | None, progress: bool
 ) -> Damages:
     session = session_of(model, run, device, 3 + len(exact), progress)
     with closing(session.bar):
@@ -333,10 +323,7 @@ class Session:
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
         with undisturbed(self.device), self.rows:
             for batch in self.run.batches:
-                inputs = on_device(_without_labels(batch), self.device, torch.float32)
-                logits = self._logits(inputs)
-                counted = _counted(batch, logits.shape[:-1])
-                rows = torch.log_softmax(logits.detach()[counted.to(logits.device)].float(), -1)
+                logits, counted, rows = self._forward(batch)
                 self.known.append(rows)
                 if logits.requires_grad:
                     logits.backward(_of_signs(rows, counted, logits, generator))  # type: ignore[no-untyped-call]
@@ -353,19 +340,20 @@ class Session:
         """Yield the log probabilities `[tokens, vocabulary]` of each batch, by a forward."""
         for batch in self.run.batches:
             with undisturbed(self.device), torch.no_grad(), self.rows:
-                logits = self._logits(on_device(_without_labels(batch), self.device, torch.float32))
-                counted = _counted(batch, logits.shape[:-1])
-                yield torch.log_softmax(logits[counted.to(logits.device)].float(), -1)
+                yield self._forward(batch)[2]
 
-    def _logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        output = self.twin.model(**inputs)
+    def _forward(self, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the logits of a batch, the mask of rows that count, and the log probabilities of these rows."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        output = self.twin.model(**on_device(inputs, self.device, torch.float32))
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
             what = f"{self.measured.source}, which returns {type(output).__name__} without logits"
             expected = "a model with a distribution of the next token (or of classes)"
             fix = "give the model with its head"
             raise UsageError.of("the damage of quantization cannot be measured", what, expected, fix)
-        return logits
+        counted = _counted(batch, logits.shape[:-1])
+        return logits, counted, torch.log_softmax(logits.detach()[counted.to(logits.device)].float(), -1)
 
 
 def session_of(
@@ -384,10 +372,6 @@ def session_of(
     bar.total = passes * len(run.batches) * sum(map(len, twin.blocks))
     rows = EmbeddedRows()  # type: ignore[no-untyped-call]
     return Session(measured, run, layers, twin, where, bar, [], rows)
-
-
-def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
@@ -436,6 +420,5 @@ def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)
-    return sum(
-        float((a.exp() * (d + torch.expm1(-d))).cpu().double().sum()) for a, d in differences
-    )  # some devices have no float64
+    # Some devices have no float64.
+    return sum(float((a.exp() * (d + torch.expm1(-d))).cpu().double().sum()) for a, d in differences)

@@ -135,21 +135,21 @@ class DeferredBlocks:
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
         """Replace quantized layers by dense ones in `dtype`; those in blocks are filled when their block is read."""
-        blocks = {each.name: each for each in self.blocks}
+        blocks = {each.name: each for each in self.blocks if self._wait}
 
         def later(place: Place, dense: Any) -> bool:
             block = _block_of(place.name, blocks)
-            if not self._wait or block is None or f"{place.name}.weight" in self._at_once:
-                return False
-            block.dense[place.module] = dense
-            return True
+            if block is not None and f"{place.name}.weight" not in self._at_once:
+                block.dense[place.module] = dense
+                return True
+            return False
 
         def stack_later(stack: DenseStack) -> bool:
             block = _block_of(stack.name, blocks)
-            if not self._wait or block is None or stack.name in self._at_once:
-                return False
-            block.stacks.append(stack)
-            return True
+            if block is not None and stack.name not in self._at_once:
+                block.stacks.append(stack)
+                return True
+            return False
 
         dequantize(model, dtype, later, stack_later)
 

@@ -87,6 +87,7 @@ _SIZES = {
 _GATE_UP = "experts.gate_up_proj"
 _ENDS = ("token_embd.weight", "output.weight")
 _FIX = "leave --gguf out, and convert the merged model with llama.cpp's convert_hf_to_gguf.py"
+_NO_TOKENIZER = "this tokenizer cannot be written to GGUF"
 
 
 def check_exportable(config: Any) -> Architecture:
@@ -121,8 +122,8 @@ def is_exportable(config: Any) -> bool:
     return True
 
 
-def _refused(what: str, expected: str) -> UsageError:
-    return UsageError.of("this model cannot be exported to GGUF", what, expected, _FIX)
+def _refused(what: str, expected: str, headline: str = "this model cannot be exported to GGUF") -> UsageError:
+    return UsageError.of(headline, what, expected, _FIX)
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,11 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     config = tensors.config.get_text_config()
     architecture = check_exportable(tensors.config)
     names = _names(tensors.shapes, architecture, config)
-    shapes = dict(
-        chain.from_iterable(
-            zip(names[each], _parts(value, names[each]), strict=True)
-            for each, value in tensors.shapes.items()
-        )
-    )
+    split = (zip(names[each], _parts(v, names[each]), strict=True) for each, v in tensors.shapes.items())
+    shapes = dict(chain.from_iterable(split))
     factors = _llama3_factors(config)
     more = {} if factors is None else {"rope_freqs.weight": factors}
+    every = {**shapes, **more}
     writer = gguf.GGUFWriter(path, architecture.name)
     writer.add_type("model")
     writer.add_name(name)
@@ -173,8 +171,8 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_numbers(writer, config, architecture)
     add_tokenizer(writer, tokenizer, shapes["token_embd.weight"].shape[0])
-    kinds = {each: _kind(each, value, kind) for each, value in (*shapes.items(), *more.items())}
-    for each, value in (*shapes.items(), *more.items()):
+    kinds = {each: _kind(each, value, kind) for each, value in every.items()}
+    for each, value in every.items():
         stored = getattr(gguf.GGMLQuantizationType, kinds[each])
         block, size = gguf.GGML_QUANT_SIZES[stored]
         # Of any dtype but uint8 the writer takes the shape for that of the values.
@@ -210,10 +208,8 @@ def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dic
     known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     called_names = {}
     for name in names:
-        parts = [
-            name.replace(_GATE_UP, f"experts.{each}_proj")
-            for each in ("gate", "up")[: 1 + (_GATE_UP in name)]
-        ]
+        each_of = ("gate", "up") if _GATE_UP in name else ("",)
+        parts = [name.replace(_GATE_UP, f"experts.{each}_proj") for each in each_of]
         called = [known.get_name(part, try_suffixes=(".weight", ".bias")) for part in parts]
         called_names[name] = tuple(
             each if each is None or each.endswith((".weight", ".bias")) else f"{each}.weight"
@@ -228,7 +224,6 @@ def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dic
 
 def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
     rope, prefix = _rope(config), architecture.name
-    heads = config.num_attention_heads
     head = _head(config)
     for key, field in _SIZES.items():
         writer.add_uint32(f"{prefix}.{key}", getattr(config, field))
@@ -240,7 +235,7 @@ def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
         writer.add_string(f"{prefix}.rope.scaling.type", "linear")
         writer.add_float32(f"{prefix}.rope.scaling.factor", rope["factor"])
     more = dict(architecture.more)
-    if head * heads != config.hidden_size:
+    if head * config.num_attention_heads != config.hidden_size:
         more |= dict(_GEMMA)
     for key, field in more.items():
         value = head if field == "head_dim" else getattr(config, field, None)
@@ -361,7 +356,8 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
     if model["type"] != "BPE":
-        raise _unknown(f"a tokenizer of the kind {model['type']}", "byte-level BPE, or BPE with byte tokens")
+        what = f"a tokenizer of the kind {model['type']}"
+        raise _refused(what, "byte-level BPE, or BPE with byte tokens", _NO_TOKENIZER)
     tokens, kinds = _vocabulary(content, tokenizer, rows)
     merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
     if model.get("byte_fallback"):
@@ -446,12 +442,5 @@ def _split_name(pre_tokenizer: Mapping[str, Any] | None) -> str:
         name = _SPLITS.get(parts[0]["pattern"].get("Regex", ""))
         if name is not None:
             return name
-    raise _unknown(
-        f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'} as no known model does",
-        "the split of GPT-2, Llama 3, Qwen 2 or SmolLM, or SentencePiece's",
-    )
-
-
-def _unknown(what: str, expected: str) -> UsageError:
-    fix = "leave --gguf out, and convert the merged model with llama.cpp's convert_hf_to_gguf.py"
-    return UsageError.of("this tokenizer cannot be written to GGUF", what, expected, fix)
+    what = f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'} as no known model does"
+    raise _refused(what, "the split of GPT-2, Llama 3, Qwen 2 or SmolLM, or SentencePiece's", _NO_TOKENIZER)

@@ -58,20 +58,14 @@ def facts_of_module(model: Any) -> ModelFacts:
     if quantization is not None:
         quantization = replace(_with_experts(quantization, stored), in_memory=True)
     counts, trained = _weigh(stored, config_dtype(config))
-    pinned, strict = _pins(base)
-    dense = dense_modules(base)
     return ModelFacts(
         source=type(base).__name__,
         model_type=getattr(config, "model_type", None) or None,
-        architecture=type(base).__name__,
         trained_dtype=trained,
         quantization=quantization,
-        pinned=pinned,
-        pinned_strict=strict,
         parameters=sum(counts.values()),
         parameter_bytes=sum(tensor.bytes for tensor in stored),
-        dense=dense,
-        routers=any(map(is_router, base.modules())),
+        **_of_modules(base),
     )
 
 
@@ -138,7 +132,6 @@ def facts_of_config(
 ) -> ModelFacts:
     """Return the facts of a config and, if there are weights, their headers; raise CheckpointError on a mismatch."""
     model = build_on_meta(config, source)
-    pinned, strict = _pins(model)
     quantization = quantization_of(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if headers is not None and not unknown_quantization(quantization):
@@ -155,16 +148,12 @@ def facts_of_config(
     return ModelFacts(
         source=source,
         model_type=config.model_type,
-        architecture=type(model).__name__,
         trained_dtype=trained,
         quantization=quantization,
-        pinned=pinned,
-        pinned_strict=strict,
         parameters=parameters,
         parameter_bytes=nbytes,
-        dense=dense_modules(model),
-        routers=any(map(is_router, model.modules())),
         notes=notes,
+        **_of_modules(model),
     )
 
 
@@ -178,11 +167,19 @@ def dense_modules(model: Any) -> tuple[str, ...]:
     return (*outside, *sorted(HfQuantizer.get_modules_to_not_convert(model)))
 
 
-def _pins(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _of_modules(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of `ModelFacts` that a model's classes show."""
+
     def gather(patterns: Callable[[Any], Any]) -> tuple[str, ...]:
         return tuple(sorted({name for module in model.modules() for name in patterns(module) or ()}))
 
-    return gather(pinned), gather(pinned_strictly)
+    return {
+        "architecture": type(model).__name__,
+        "pinned": gather(pinned),
+        "pinned_strict": gather(pinned_strictly),
+        "dense": dense_modules(model),
+        "routers": any(map(is_router, model.modules())),
+    }
 
 
 def quantization_options(config: Any) -> Mapping[str, Any]:
@@ -261,20 +258,14 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
     if blocks:
         trained = None
         most = max(blocks, key=lambda name: blocks[name])
-        notes.append(
-            f"the weights are {most} blocks; a GGUF file does not say in which dtype they were trained"
-        )
+        unknown = "a GGUF file does not say in which dtype they were trained"
+        notes.append(f"the weights are {most} blocks; {unknown}")
     model_type = _GGUF_MODEL_TYPES.get(architecture, architecture.replace("-", "_"))
-    cls: Any = (
-        MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
-        if model_type in CONFIG_MAPPING
-        else None
-    )
+    known = model_type in CONFIG_MAPPING
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None) if known else None
     if cls is None:
-        model_type = architecture
-        notes.append(
-            f"transformers has no model named {architecture!r}: parameters kept in float32 are not known"
-        )
+        model_type, unknown = architecture, "parameters kept in float32 are not known"
+        notes.append(f"transformers has no model named {architecture!r}: {unknown}")
     return ModelFacts(
         source=str(headers.path),
         model_type=model_type,

@@ -29,12 +29,7 @@ _SHOWN_8BIT = ("load_in_", "llm_int8_threshold")
 
 @dataclass(frozen=True)
 class Mismatched:
-    """A tensor whose storage differs from its group's.
-
-    Attributes:
-        name: its full name.
-        dtype: its stored dtype.
-    """
+    """A tensor whose storage differs from its group's: its full name and stored dtype."""
 
     name: str
     dtype: str
@@ -42,11 +37,9 @@ class Mismatched:
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one name in all layers and experts.
+    """The tensors of one name in all layers and experts, whose numbers are `*`.
 
     Attributes:
-        name: tensor name with layer and expert numbers as `*`.
-        count: number of tensors.
         dtype: of most of them: a dtype's name, or a quantization format (`nf4`, `Q4_K`).
         shapes: as stored, most frequent first; packed weights have a packed shape.
         values: number of weights; for packed formats, the unpacked ones.
@@ -80,7 +73,6 @@ class Inspection:
     """The content of one checkpoint.
 
     Attributes:
-        path: what was read.
         format: `"safetensors"` or `"gguf"`.
         kind: `"model"` or `"adapter"`.
         groups: in the order of the layers' numbers and names.
@@ -227,13 +219,10 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 @dataclass(frozen=True)
 class PlanGroup:
-    """Tensors of one name in all layers that are stored and converted alike.
+    """Tensors of one name (`*` for layer and expert numbers) that are stored and converted alike.
 
     Attributes:
-        name: tensor name in the model with layer and expert numbers as `*`.
-        count: number of tensors.
-        stored: in the files: a dtype's name or a quantization format.
-        storage: in the loaded model.
+        stored, storage: in the files, and in the loaded model: a dtype's name or a quantization format.
         how: the conversion in words.
         pinned: the model's author keeps them in float32.
         shapes: in the model, most frequent first.
@@ -254,15 +243,9 @@ class PlanGroup:
 
 @dataclass(frozen=True)
 class PlanInspection:
-    """The plan of loading a checkpoint.
+    """The plan of loading a checkpoint into the class `model`, with every tensor, and with groups in the model's order.
 
-    Attributes:
-        path: what was read.
-        model: the class to load.
-        policy: the policy to load it under.
-        plan: every tensor.
-        groups: the plan's tensors in the model's order, those treated alike together.
-        loaded_bytes: of the loaded parameters.
+    `loaded_bytes`: of the loaded parameters.
     """
 
     path: str

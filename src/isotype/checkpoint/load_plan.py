@@ -43,10 +43,8 @@ class PlannedTensor:
     """A tensor of the model: its sources and its storage.
 
     Attributes:
-        name: fully qualified name in the model.
-        sources: its tensors in the files (name, dtype, file, first byte, bytes), quantization constants included.
-        stored: in the files: a dtype's name or a quantization format.
-        storage: in the loaded model: a dtype's name or a quantization format.
+        sources: its tensors in the files, quantization constants included.
+        stored, storage: in the files, and in the loaded model: a dtype's name or a quantization format.
         conversion: steps in order; empty if it is used as stored.
         pinned: the model's author keeps it in float32.
     """

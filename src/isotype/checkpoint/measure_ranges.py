@@ -42,7 +42,7 @@ TOKENS = 256
 
 
 def measure_ranges(
-    model: nn.Module | str | Path,
+    model: nn.Module | str | Path | Checkpoint,
     batch: Any = None,
     *,
     tokens: int = TOKENS,
@@ -60,7 +60,7 @@ def measure_ranges(
 
     Args:
         model: a module (with or without PEFT adapters, quantized layers, boundaries), or a checkpoint: a directory, a
-            GGUF file, `embedded:NAME` or a hub id.
+            GGUF file, `embedded:NAME` or a hub id, or one that is open.
         batch: inputs of the model, a dict of tensors, labels included, or a list of such dicts; default: short texts
             of the package.
         tokens: number of tokens of these texts.
@@ -77,14 +77,7 @@ def measure_ranges(
         UsageError: no batch can be made for the model, or `batch` is none; a model in memory without values.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
-    return measure_checkpoint(source, batch, tokens=tokens, device=device, dtype=dtype, progress=progress)
-
-
-def measure_checkpoint(
-    source: Checkpoint | nn.Module, batch: Any = None, *, tokens: int = TOKENS, **options: Any
-) -> Ranges:
-    """Measure ranges (see `measure_ranges`) of an open checkpoint, or of a model in memory."""
-    return measured_and_kept(measure, source, batch, tokens, **options)
+    return measured_and_kept(measure, source, batch, tokens, device=device, dtype=dtype, progress=progress)
 
 
 def measured_and_kept(

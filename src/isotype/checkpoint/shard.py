@@ -81,7 +81,11 @@ def load_sharded(
     with PartialState().local_main_process_first():  # the first process of a machine downloads
         checkpoint = downloaded(checkpoint)
     config = copy.deepcopy(config_of(checkpoint))
-    _check_dense(checkpoint, mesh)
+    if saved := checkpoint.facts.saved_format:
+        what = f"{checkpoint.source}, saved in {saved}, over {mesh.size()} processes"
+        expected = "float weights, of which every process can read its rows"
+        fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
+        raise PrecisionError.of("a quantized checkpoint cannot be loaded sharded", what, expected, fix)
     forget_quantization(config)  # what is dequantized has none any more
     with random_states_kept():  # towers draw buffers and embeddings where they are made
         model = skeleton(config, policy, buffers=True, **settings)
@@ -107,15 +111,6 @@ def load_sharded(
     _fill(model, _Rows(stored, policy, mesh, device, checkpoint.name))
     model.bytes_read = stored.bytes_read
     return model
-
-
-def _check_dense(checkpoint: Checkpoint, mesh: Any) -> None:
-    saved = checkpoint.facts.saved_format
-    if saved is not None:
-        what = f"{checkpoint.source}, saved in {saved}, over {mesh.size()} processes"
-        expected = "float weights, of which every process can read its rows"
-        fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
-        raise PrecisionError.of("a quantized checkpoint cannot be loaded sharded", what, expected, fix)
 
 
 @dataclass(frozen=True)
@@ -181,22 +176,14 @@ class _Rows:
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
         start, stop = self._own(experts)
         if blank.storage == MXFP4:
-            codes, scales = (each.to(self.device) for each in self.stored.read_packed(name, start, stop))
-            constants = torch.zeros(experts, *scales.shape[1:], dtype=torch.uint8, device=self.device)
-            constants[start:stop] = scales
-            holder[0] = with_constants(blank, self._from_all(constants))
-            return codes
-        parts = (self._read(name, each, each + 1, dtype) for each in range(start, stop))
-        codes, own = quantize_parts(
-            parts,
-            torch.Size((stop - start, *blank.shape[1:])),
-            blank.storage,
-            dtype,
-            transposed=blank.transposed,
-            device=self.device,
-        )
-        (part,) = own.factors()
-        constants = torch.zeros(experts, *part.shape[1:], device=self.device)
+            codes, part = (each.to(self.device) for each in self.stored.read_packed(name, start, stop))
+        else:
+            parts = (self._read(name, each, each + 1, dtype) for each in range(start, stop))
+            shape = torch.Size((stop - start, *blank.shape[1:]))
+            turned, here = blank.transposed, self.device
+            codes, own = quantize_parts(parts, shape, blank.storage, dtype, transposed=turned, device=here)
+            (part,) = own.factors()
+        constants = torch.zeros(experts, *part.shape[1:], dtype=part.dtype, device=self.device)
         constants[start:stop] = part
         holder[0] = with_constants(blank, self._from_all(constants))
         return codes

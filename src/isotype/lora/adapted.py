@@ -83,10 +83,7 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _caches(layer: Any) -> bool:
-    """Return whether PEFT caches the norms of DoRA layers between calls, or has not yet cleared them.
-
-    Only PEFT's path fills and clears these caches: stale norms would be used after an adapter has changed.
-    """
+    """Return whether PEFT caches norms of DoRA layers between calls, or has not yet cleared them: only its path does."""
     if not layer.lora_magnitude_vector:  # checked in every call; most layers have no DoRA
         return False
     dora = sys.modules.get("peft.tuners.lora.dora")
@@ -124,7 +121,6 @@ class Reading:
     """A PEFT layer as data, cached because reading it for every product takes as long as some products.
 
     Attributes:
-        layer: the layer.
         tensors: in the order of `lora_linear`.
         device: of its base weight: hooks may move inputs from other devices.
     """
@@ -151,11 +147,9 @@ class Reading:
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """Return a PEFT layer as data, `former` if it is still valid; None if only PEFT's path works in its
-    current state.
+    """Return a PEFT layer as data, `former` if it is still valid; None if only PEFT's path works now.
 
-    PEFT's path calls the parts, which may have hooks, and gathers sharded weights, as between the steps of
-    FSDP2.
+    PEFT's path calls the parts, which may have hooks, and gathers sharded weights, as between the steps of FSDP2.
     """
     if former is not None and former.holds(layer):
         return former

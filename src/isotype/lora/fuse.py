@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,11 @@ from torch import nn
 from isotype.core.names import format_bytes, plural, starred
 from isotype.lora.adapted import why_not
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
-from isotype.lora.gates import gated_parts
+from isotype.lora.gates import GatedParts, gated_parts
 from isotype.lora.kernels import DEVICES, Kernel, Operation, chosen
 from isotype.lora.loops import elementwise
 from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, FusedRotary, Siblings, put_in, take_out
-from isotype.lora.norms import is_norm, norm_parts
+from isotype.lora.norms import NormParts, is_norm, norm_parts
 from isotype.lora.rotary import rotates
 from isotype.lora.weights import DenseWeights, shape_of
 from isotype.model.boundary import boundary_of
@@ -43,15 +43,9 @@ def same_input(
 ) -> tuple[list[tuple[str, ...]], str]:
     """Group the names of `layers`: children of one module called consecutively with the same tensor.
 
-    Gradient checkpointing recomputes whole modules, so a group must be within one.
-
-    Args:
-        model: run once in evaluation, without gradients. Its random states and modes stay.
-        layers: the layers by name.
-        inputs: arguments of its forward; None for a few tokens.
-
-    Returns:
-        The groups, each layer in one of them, and why the model could not be run ("" if it could).
+    Gradient checkpointing recomputes whole modules, so a group must be within one. The model is run once in evaluation,
+    without gradients, with `inputs` (None: a few tokens); its random states and modes stay. Returns the groups, each
+    layer in one of them, and why the model could not be run ("" if it could).
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -60,7 +54,9 @@ def same_input(
                 stack.callback(layer.register_forward_pre_hook(_noting(calls, name)).remove)
             for module in model.modules():
                 blank = is_tuner_layer(module) or kind_of(module) == "linear8bit"
-                if blank and not isinstance(module, FusedExperts) and _is_blank(module):
+                if not blank or isinstance(module, FusedExperts):
+                    continue
+                if any(parameter.is_meta for parameter in module.parameters()):
                     stack.enter_context(_blank(module))
             stack.enter_context(in_evaluation(model))
             model(**(_tokens(model) if inputs is None else inputs))
@@ -77,14 +73,9 @@ def _noting(calls: list[tuple[str, Any]], name: str) -> Any:
     return hook
 
 
-def _is_blank(module: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """Let a linear layer without weights return a tensor of the right shape: not all kernels support the meta
-    device.
+    """Let a linear layer without weights return a tensor of the right shape: not all kernels take the meta device.
 
     Other layers wrapped by PEFT compute without their adapter, which would use autocast on the meta device.
     """
@@ -192,8 +183,13 @@ class FusionReport:
     @property
     def fallbacks(self) -> list[str]:
         """A line per operation without a kernel on this GPU, and for a failed run of the model."""
-        slow = {name: kernel for name, kernel in self.kernels.items() if kernel.functions is None}
-        lines = [_fallback(name, kernel) for name, kernel in slow.items()]
+        lines = []
+        for name, kernel in self.kernels.items():
+            if kernel.functions is None:
+                what = f"unfused: {name} runs by single operators"
+                if name == _GRADIENTS:
+                    what = "rounded: products round gradients of adapters to the compute dtype"
+                lines.append(f"{what}: {'; '.join(kernel.reasons)}")
         if self.attention.slow:
             lines.append(f"attention: {self.attention.slow}")
         if self.attention.padded:
@@ -223,7 +219,9 @@ class FusionReport:
             lines.append(f"kept: dense copies of {plural(self.copies, 'base weight')}, {size}")
         lines += self.fallbacks
         names = {kernel.name for kernel in self.kernels.values() if kernel.functions is not None}
-        lines += [f"kernels: {_listed(self.kernels, name)} by {_KERNELS[name]}" for name in sorted(names)]
+        for each in sorted(names):
+            operations = ", ".join(name for name, kernel in self.kernels.items() if kernel.name == each)
+            lines.append(f"kernels: {operations} by {_KERNELS[each]}")
         lines.append(str(self.attention))
         if self.attention.sides:
             sides = " or ".join(sorted(self.attention.sides))
@@ -285,25 +283,29 @@ def fuse(
     devices = {parameter.device.type for parameter in model.parameters()}
     kind = device.kind if isinstance(device, DeviceProfile) else device
     on_cpu = devices == {"cpu"} or (devices == {"meta"} and kind == "cpu")
-    weights = DenseWeights(_default_budget(on_cpu) if budget is None else budget)
+    if budget is None:
+        budget = int(psutil.virtual_memory().available) // 4 if on_cpu else 0
+    weights = DenseWeights(budget)
     for names in groups:
         siblings = Siblings(weights, [fused[name] for name in names])
         for layer in siblings.layers:
             put_in(layer, FusedLora, weights, siblings)
     _keep_copies(model, weights, fused)
-    gated = _fuse_gated(model)
+    gated = {name: parts.gate.name for name, (parts,) in _put_in_all(model, FusedMlp, _gated_state).items()}
     kernels = {} if on_cpu else _kernels(model, gated.values())
     rotates = elementwise.compiled() if on_cpu else _has(kernels, "rotary positions")
     norms = on_cpu or _has(kernels, "RMSNorm")
-    rotary = _fuse_rotary(model) if rotates else ()
+    rotary = tuple(_put_in_all(model, FusedRotary, _rotary_state)) if rotates else ()
     # It runs only the backbone: weights that FSDP2 gathered for the whole model are still there.
-    attention = _attention(model, kind, device if isinstance(device, DeviceProfile) else _profile(devices))
+    gpu = device_profile("cuda") if "cuda" in devices else None  # NVIDIA's or AMD's, the first of several
+    attention = use_fast_attention(model, kind, device if isinstance(device, DeviceProfile) else gpu)
+    model.__dict__[_ATTENTION] = attention  # for `unfuse`
     free_gathered(model)
     return FusionReport(
         tuple(fused),
         tuple(names for names in groups if len(names) > 1),
         gated,
-        _fuse_norms(model) if norms else (),
+        tuple(_put_in_all(model, FusedNorm, _norm_state)) if norms else (),
         attention,
         {name: reason for name, reason in reasons.items() if reason is not None},
         unseen,
@@ -318,23 +320,12 @@ def fuse(
 _GRADIENTS = "gradients of adapters in float32"
 
 
-def _fallback(name: str, kernel: Kernel) -> str:
-    reasons = "; ".join(kernel.reasons)
-    if name == _GRADIENTS:
-        return f"rounded: products round gradients of adapters to the compute dtype: {reasons}"
-    return f"unfused: {name} runs by single operators: {reasons}"
-
-
 _KERNELS = {
     "aten": "torch's fused operator",
     "triton": "isotype's Triton kernels",
     "addmm": "torch's products with float32 results",
     "mm": "torch's products with float32 results",
 }
-
-
-def _listed(kernels: Mapping[str, Kernel], name: str) -> str:
-    return ", ".join(operation for operation, kernel in kernels.items() if kernel.name == name)
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
@@ -376,47 +367,29 @@ def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
     return operation in kernels and kernels[operation].functions is not None
 
 
-def _fuse_gated(model: nn.Module) -> dict[str, str]:
-    layers = {name: (module, gated_parts(module)) for name, module in model.named_modules()}
-    gated = {}
-    for name, (module, parts) in layers.items():
-        free = boundary_of(module) is None
-        if free and parts is not None and isinstance(module._modules[parts.down], FusedLora):
-            put_in(module, FusedMlp, parts)
-            gated[name] = parts.gate.name
-    return gated
+def _put_in_all(
+    model: nn.Module, kind: Any, state_of: Callable[[nn.Module], tuple[Any, ...] | None]
+) -> dict[str, tuple[Any, ...]]:
+    """Make every module with a state a module of class `kind`; return the states by the modules' names."""
+    states = {name: (module, state_of(module)) for name, module in model.named_modules()}
+    fused = {name: (module, state) for name, (module, state) in states.items() if state is not None}
+    for module, state in fused.values():
+        put_in(module, kind, *state)
+    return {name: state for name, (_, state) in fused.items()}
 
 
-def _profile(devices: set[str]) -> DeviceProfile | None:
-    """Return the profile of the NVIDIA or AMD GPU of a model, the first of several."""
-    return device_profile("cuda") if "cuda" in devices else None
+def _gated_state(module: nn.Module) -> tuple[GatedParts] | None:
+    parts = gated_parts(module) if boundary_of(module) is None else None
+    return None if parts is None or not isinstance(module._modules[parts.down], FusedLora) else (parts,)
 
 
-def _attention(model: nn.Module, kind: str | None, profile: DeviceProfile | None) -> AttentionReport:
-    report = use_fast_attention(model, kind, profile)
-    model.__dict__[_ATTENTION] = report  # for `unfuse`
-    return report
+def _norm_state(module: nn.Module) -> tuple[NormParts] | None:
+    parts = norm_parts(module) if is_norm(module) else None
+    return None if parts is None else (parts,)
 
 
-def _fuse_norms(model: nn.Module) -> tuple[str, ...]:
-    named = {name: module for name, module in model.named_modules() if is_norm(module)}
-    norms = {
-        name: (module, parts) for name, module in named.items() if (parts := norm_parts(module)) is not None
-    }
-    for module, parts in norms.values():
-        put_in(module, FusedNorm, parts)
-    return tuple(norms)
-
-
-def _fuse_rotary(model: nn.Module) -> tuple[str, ...]:
-    rotations = {
-        name: module
-        for name, module in model.named_modules()
-        if boundary_of(module) is None and rotates(type(module).forward)
-    }
-    for module in rotations.values():
-        put_in(module, FusedRotary)
-    return tuple(rotations)
+def _rotary_state(module: nn.Module) -> tuple[()] | None:
+    return () if boundary_of(module) is None and rotates(type(module).forward) else None
 
 
 def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, Any]) -> None:
@@ -436,7 +409,3 @@ def unfuse(model: nn.Module) -> None:
     take_experts_out(model)
     for module in model.modules():
         take_out(module)
-
-
-def _default_budget(on_cpu: bool) -> int:
-    return int(psutil.virtual_memory().available) // 4 if on_cpu else 0

@@ -5,16 +5,15 @@ SwiGLU and GEGLU: https://arxiv.org/abs/2002.05202; the squared ReLU: https://ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from isotype.lora.kernels import kernel_of
+from isotype.lora.kernels import ACTIVATIONS, kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.modes import is_close, result_of
 from isotype.model.walk import is_tuner_layer
@@ -76,11 +75,6 @@ def _gate(name: str) -> Gate:
     return GATES[name]
 
 
-def _sigmoid_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    gradient: torch.Tensor = _aten.sigmoid_backward(grad, torch.sigmoid(x))
-    return gradient
-
-
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return a backward operator that writes its result over the incoming gradient, an MLP's largest tensor."""
 
@@ -91,21 +85,15 @@ def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tenso
     return through
 
 
-GATES = {
-    gate.name: gate
-    for gate in (
-        Gate("silu", functional.silu, _over(_aten.silu_backward)),
-        Gate("gelu", functional.gelu, _over(_aten.gelu_backward)),
-        Gate(
-            "gelu_tanh",
-            partial(functional.gelu, approximate="tanh"),
-            _over(_aten.gelu_backward, approximate="tanh"),
-        ),
-        Gate("relu", torch.relu, lambda grad, x: grad * (x > 0)),
-        Gate("relu2", lambda x: torch.relu(x).square(), lambda grad, x: grad * torch.relu(x).mul_(2)),
-        Gate("sigmoid", torch.sigmoid, _sigmoid_backward),
-    )
+_BACKWARD: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": _over(_aten.silu_backward),
+    "gelu": _over(_aten.gelu_backward),
+    "gelu_tanh": _over(_aten.gelu_backward, approximate="tanh"),
+    "relu": lambda grad, x: grad * (x > 0),
+    "relu2": lambda grad, x: grad * torch.relu(x).mul_(2),
+    "sigmoid": lambda grad, x: _aten.sigmoid_backward(grad, torch.sigmoid(x)),
 }
+GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACKWARD.items()}
 """The known activations, by name."""
 
 
@@ -119,12 +107,7 @@ GATES = {
 class GatedParts:
     """Names of the children of a gated MLP: `down(gate.product(first(x), second(x)))`.
 
-    Attributes:
-        first: the layer whose result is activated.
-        second: the layer whose result multiplies it.
-        down: the layer that gets the product.
-        gate: the activation.
-        order: `first` and `second` in the order of the module's calls.
+    `order`: `first` and `second` in the order of the module's calls.
     """
 
     first: str
@@ -149,7 +132,8 @@ class _Stub(nn.Module):
 def gated_parts(module: nn.Module) -> GatedParts | None:
     """Return the parts of a gated MLP; None for any other module."""
     layers = [name for name, child in module.named_children() if is_tuner_layer(child)]
-    drops = any(isinstance(part, nn.Dropout) and part.p for part in _besides(module, layers))
+    others = [child for name, child in module.named_children() if name not in layers]
+    drops = any(isinstance(part, nn.Dropout) and part.p for child in others for part in child.modules())
     if len(layers) != 3 or drops:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -170,11 +154,6 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
             if is_close(product, gate.product(results[first], results[second]), rtol=1e-6, atol=1e-8):
                 return GatedParts(first, second, down, gate, (one, two))
     return None
-
-
-def _besides(module: nn.Module, layers: list[str]) -> list[nn.Module]:
-    others = [child for name, child in module.named_children() if name not in layers]
-    return [part for child in others for part in child.modules()]
 
 
 def call_in_order(module: Any, parts: GatedParts, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -159,7 +159,7 @@ def _try_gated(functions: Any, device: torch.device, dtype: torch.dtype, activat
     results = functions.product(activation, gate, up), *functions.product_backward(activation, grad, gate, up)
     with torch.enable_grad():
         gate64, up64 = (tensor.cpu().double().requires_grad_() for tensor in (gate, up))
-        exact = _ACTIVATIONS[activation](gate64) * up64
+        exact = ACTIVATIONS[activation](gate64) * up64
         gradients = torch.autograd.grad(exact, (gate64, up64), grad64)
     return _errors(results, (exact.detach(), exact.detach(), *gradients))
 
@@ -187,7 +187,7 @@ def _try_product(functions: Any, device: torch.device, dtype: torch.dtype, _: st
     return _errors((written, out), (0.3 * exact, 0.6 * exact))
 
 
-_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
@@ -195,6 +195,7 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda x: torch.relu(x).square(),
     "sigmoid": torch.sigmoid,
 }
+"""Those of gated products, by torch's operators."""
 _TRIALS: Mapping[Operation, Callable[[Any, torch.device, torch.dtype, str], list[float]]] = {
     "rms_norm": _try_norm,
     "rms_norm_promoted": partial(_try_norm, offset=1.0),

@@ -41,11 +41,8 @@ def drop(
     """Return (X after dropout, scaled; the mask `[rows, in]`, None without dropout).
 
     A CPU's random numbers are drawn in memory order of the input, even a transposed one, as in `nn.Dropout`.
-
-    Args:
-        x: X as a matrix `[rows, in]` in the dtype of the products.
-        source: the tensor that X was flattened from, of any shape and strides.
-        probability: of dropping an element.
+    `x`: X as a matrix `[rows, in]` in the dtype of the products; `source`: the tensor of any shape and strides that it
+    was flattened from.
     """
     if not probability:
         return x, None
@@ -79,7 +76,6 @@ def lora_linear(
     """Return the outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
 
     Args:
-        spec: the call.
         inputs: X `[…, in_features]` in any float dtype; with a gate, its two factors.
         tensors: for each layer its biases `[out]`, for each adapter A `[r, in]` and B `[out, r]`, and
             DoRA's magnitude `[out]`.
@@ -399,11 +395,9 @@ def _through_products(
     d_hidden: torch.Tensor,
     x: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (gradient of X from those of the products with weights and A, gradient of all A); None if not
-    requested.
+    """Return (gradient of X, gradient of all A); None for one that is not requested.
 
     Args:
-        spec: the call.
         arrived: the layers with the gradients of their products; empty if X needs no gradient.
         down: all A; None without adapters, or if dropout gives them different X.
         d_hidden: the gradient of X Aᵀ.

@@ -26,13 +26,16 @@ Result = TypeVar("Result")
 
 def file_of(folder: str, *what: Any) -> Path:
     """Return the file of measurements under given conditions on this CPU with this torch; it need not exist."""
-    key = json.dumps([*what, *_machine()])
-    return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return _file(folder, [*what, *_machine()])
 
 
 def file_of_card(folder: str, card: str, *what: Any) -> Path:
     """Return the file of measurements on a GPU of this name with this torch; it need not exist."""
-    key = json.dumps([*what, card, torch.__version__])
+    return _file(folder, [*what, card, torch.__version__])
+
+
+def _file(folder: str, conditions: list[Any]) -> Path:
+    key = json.dumps(conditions)
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

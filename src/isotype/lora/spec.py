@@ -15,13 +15,9 @@ from isotype.lora.weights import DenseWeights
 
 @dataclass(frozen=True)
 class Adapter:
-    """An active adapter of a layer.
+    """An active adapter: its rank, scale (alpha / r, for rsLoRA alpha / sqrt(r)) and dropout rate (0 in evaluation).
 
-    Attributes:
-        rank: r.
-        scale: alpha / r, or alpha / sqrt(r) for rsLoRA.
-        dropout: probability; 0 in evaluation.
-        magnitude: whether it is DoRA, which is alone and without dropout.
+    `magnitude`: it is DoRA, which is alone and without dropout.
     """
 
     rank: int
@@ -32,9 +28,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer: frozen base, factor of each bias (1 for the base's, the scale for an adapter's), active
-    adapters.
-    """
+    """A linear layer: frozen base, factor of each bias (1, or an adapter's scale), active adapters."""
 
     base: nn.Module
     biases: tuple[float, ...] = ()
@@ -71,13 +65,10 @@ _drops = attrgetter("drops")
 
 @dataclass(frozen=True)
 class Spec:
-    """Settings of a call.
+    """Settings of a call for layers with the same input.
 
     Attributes:
-        layers: the layers with the same input.
-        weights: provides their base weights.
-        working: dtype of the products: the compute dtype, or float32 if the device has no fast products
-            in it.
+        working: dtype of the products: the compute dtype, or float32 if the device has no fast products in it.
         result: dtype of the outputs.
         gate: of an input that is a gated product of two tensors.
         keep: whether a backward follows, see `DenseWeights.matrix`.

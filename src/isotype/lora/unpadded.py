@@ -66,13 +66,17 @@ def current() -> Sequences | None:
 
 
 @contextmanager
-def saying(sequences: Sequences | None) -> Iterator[None]:
-    """Announce the sequences of model calls inside; None for unknown."""
-    token = _known.set(sequences)
+def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _known.reset(token)
+        variable.reset(token)
+
+
+def saying(sequences: Sequences | None) -> AbstractContextManager[None]:
+    """Announce the sequences of model calls inside; None for unknown."""
+    return _holding(_known, sequences)
 
 
 _KNOWN = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
@@ -112,14 +116,9 @@ class Unpadded:
 _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
-@contextmanager
-def traced_as(bare: Unpadded | None) -> Iterator[None]:
+def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
     """Treat fake tensors of a batch's shape inside as unpadded like `bare`; None: as they are."""
-    token = _traced.set(bare)
-    try:
-        yield
-    finally:
-        _traced.reset(token)
+    return _holding(_traced, bare)
 
 
 def unpadded(
@@ -130,16 +129,14 @@ def unpadded(
     Synchronizes with the device once, for the lengths of the rows.
 
     Args:
-        batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows,
-            length]`.
-        sides: sides on which padding may be removed, see `unpadded_sides`.
+        batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.
+        sides: sides on which padding may be removed, see `tried`.
         read: positions whose results are read, bool `[rows, length]`.
         most: maximum tokens without padding; None for any number.
 
     Returns:
-        None for a batch with almost no padding, with padding between tokens or on another side, with more
-            than text, or if results at
-        padding are read. None for fake tensors outside `traced_as`.
+        None for a batch with almost no padding, with padding between tokens or on another side, with more than text, or
+            if results at padding are read. None for fake tensors outside `traced_as`.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _KNOWN:
@@ -181,11 +178,10 @@ def _without(
 
 @contextmanager
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
-    """Call a model with `bare.inputs` inside: attention gets the sequences, and hooks of embeddings the
-    padded batch.
+    """Call a model with `bare.inputs` inside: attention gets the sequences, hooks of embeddings the padded batch.
 
-    NEFTune divides its noise by the length of the rows and draws it for padding too: for one long row it
-    would be smaller, and vary by batch.
+    NEFTune divides its noise by the length of the rows and draws it for padding too: for one long row it would be
+    smaller, and vary by batch.
     """
     with saying(bare.sequences), _seen_as(model, bare.place, bare.tokens[None]):
         yield
@@ -226,12 +222,10 @@ def _seen_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[Non
 
 
 def _is_hooked(model: Any) -> bool:
-    return any(_is_foreign(hook) for hook in forward_hooks(model.get_input_embeddings()).values())
-
-
-def _is_foreign(hook: Any) -> bool:
-    """Return whether a hook is neither isotype's nor torch's, which accept any shape."""
-    return str(getattr(hook, "__module__", None)).partition(".")[0] not in ("isotype", "torch")
+    """Return whether embeddings have a hook that is neither isotype's nor torch's, which accept any shape."""
+    hooks = forward_hooks(model.get_input_embeddings()).values()
+    homes = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
+    return bool(homes - {"isotype", "torch"})
 
 
 @dataclass(frozen=True)
@@ -274,11 +268,6 @@ class Trial:
     reason: str = ""
 
 
-def unpadded_sides(model: Any) -> frozenset[str]:
-    """Return the sides of `tried`."""
-    return tried(model).sides
-
-
 def tried(model: Any) -> Trial:
     """Return the sides of a row on which a model's padding may be removed without changing results.
 
@@ -291,7 +280,7 @@ def tried(model: Any) -> Trial:
     backbone = getattr(model, "base_model", None)
     if not isinstance(model, PreTrainedModel) or not isinstance(backbone, nn.Module):
         return Trial(reason="it is no model of transformers with a backbone")
-    if _is_encoder_decoder(model):
+    if getattr(model.config, "is_encoder_decoder", False):
         return Trial(reason="it has an encoder and a decoder")
     try:
         with in_evaluation(model):
@@ -329,10 +318,6 @@ def _mixes(backbone: Any) -> bool:
     neighbours = (second(others, places) - apart).norm() / apart.norm()
     change = (second(ids, order) - alone).norm()
     return bool(neighbours > _NEIGHBOURS or (apart - alone).norm() > _TOLERANCES["right"] * change)
-
-
-def _is_encoder_decoder(model: Any) -> bool:
-    return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def _sound_sides(backbone: Any) -> frozenset[str]:

@@ -176,8 +176,7 @@ class DenseWeights:
         self._constants_bytes = 0
 
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-        """Return the weight `[out_features, in_features]` of `layer` in `dtype`, valid until the stack is
-        closed.
+        """Return the weight `[out_features, in_features]` of `layer` in `dtype`, valid until the stack is closed.
 
         `keep`: whether scratch stays for the next product, see `Workspace.borrow`.
         """
@@ -358,10 +357,9 @@ Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
 
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
-    """Return the adapters of layers with the same input in `dtype`; s B is multiplied in B's dtype and
-    rounded once.
+    """Return the adapters of layers with the same input in `dtype`: s B, multiplied in B's dtype and rounded once.
 
-    `stacked`: whether A is requested too.
+    `stacked`: A is requested too.
     """
     held = [x for layer in layers for x in (*layer.downs, *layer.ups)]
     if not held or held[0].device.type == "cpu" or all(x.dtype == dtype for x in held):

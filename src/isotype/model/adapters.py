@@ -104,11 +104,10 @@ def _adapt(given: str | Sequence[str] | Adapt | None) -> Adapt | None:
 
 
 def _take_dropout(config: Any) -> float:
-    """Return the dropout of a config with target parameters and set it to 0, for `_set_dropout`; else return
-    0.
+    """Set the dropout of a config with target parameters to 0, and return it for `_set_dropout`.
 
-    PEFT 0.21 rejects dropout for parameters (`ParamWrapper`), also when it loads a saved adapter. Inference
-    does not use it.
+    PEFT 0.21 rejects dropout for parameters (`ParamWrapper`), also when it loads a saved adapter. Inference does not
+    use it.
     """
     rate = (
         float(getattr(config, "lora_dropout", 0) or 0) if getattr(config, "target_parameters", None) else 0.0

@@ -176,11 +176,9 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
 
 
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a norm with weights returns float32 for an input of the 16-bit `dtype`, without its
-    boundary.
+    """Return whether a norm without its boundary returns float32 for an input of the 16-bit `dtype`.
 
-    The norm runs on the meta device. False for norms that need more than a single tensor `[…, n]`, such as
-    gated ones.
+    The norm runs on the meta device. False without weights, or if it needs more than a single tensor `[…, n]`.
     """
     weights = {name: each for name, each in own_parameters(norm).items() if each is not None}
     if all(each.dim() != 1 for each in weights.values()):

@@ -14,12 +14,7 @@ _MOST = 12
 
 
 def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise CheckpointError naming every tensor with NaN or infinity.
-
-    Args:
-        source: of the tensors, for the message.
-        named: (name, tensor); of a quantized weight, its constants are checked.
-    """
+    """Raise CheckpointError naming each tensor with NaN or infinity, in a quantized one's constants; `source`: for the message."""
     refuse(source, not_finite(named))
 
 

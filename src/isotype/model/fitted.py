@@ -46,19 +46,16 @@ def quantize_fitted(
     storage: torch.dtype = torch.uint8,
     first: int = 0,
 ) -> tuple[torch.Tensor, Any]:
-    """Quantize as `isotype.model.quantize.quantize_4bit`, with the best constants for inputs of these
-    moments.
+    """Quantize as `isotype.model.quantize.quantize_4bit`, with the best constants for inputs of these moments.
 
     Args:
         weight: float32, bfloat16 or float16, any shape: rows of a layer's weight, or a part of them.
         form: `"nf4"` or `"fp4"`.
         moments: `[in]`, of the layer's input channels, relative to one another.
-        blocksize, double_quant, storage: as for `quantize_4bit`.
         first: column of the weight's first element.
 
     Returns:
-        As `quantize_4bit`; codes are nearest under the constants before their quantization, as in
-            bitsandbytes.
+        Codes that are nearest under the constants before their quantization, as in bitsandbytes.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)

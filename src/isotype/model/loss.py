@@ -10,11 +10,7 @@ import torch
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return a model's loss; else the mean of its first float tensor.
-
-    Raises:
-        TypeError: the output has no float tensor.
-    """
+    """Return a model's loss, else the mean of its first float tensor; raise TypeError for an output without one."""
     loss = find_loss(output)
     if loss is not None:
         return loss
@@ -25,12 +21,10 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss: the output's field `loss`, else a scalar anywhere in it (shape []); None if there is
-    none.
+    """Return the loss: the output's field `loss`, else a scalar anywhere in it (shape []); else None.
 
     A scalar is the loss if it depends on every parameter that any output depends on: nanoGPT returns
-    `(logits, loss)`; CLIP's temperature is no loss. Several scalars in one mapping (a detector's losses) are
-    summed.
+    `(logits, loss)`; CLIP's temperature is no loss. Several scalars in one mapping (a detector's losses) are summed.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):

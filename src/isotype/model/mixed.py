@@ -25,15 +25,10 @@ _BITS = {"linear4bit": 4, "linear8bit": 8}
 
 
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """Replace layers in place by ones in the policy's format; return the weights of layers in another
-    quantized format.
+    """Replace layers in place by ones in the policy's format; return the weights of those in another quantized format.
 
-    Args:
-        model: with bitsandbytes' layers, their weights on the meta device and not yet quantized.
-        policy: from `isotype.resolve_precision`.
-
-    Raises:
-        PrecisionError: the model lacks layers named in the policy.
+    The model has bitsandbytes' layers, their weights on the meta device and not yet quantized. Raises PrecisionError if it
+    lacks layers named in the policy.
     """
     modules = dict(model.named_modules())
     unknown = [each.module for each in policy.layers if kind_of(modules.get(each.module, model)) not in _BITS]

@@ -53,11 +53,7 @@ class Parts:
 
 
 def read_parts(given: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the parts of a list or of `language,projector`, in order; `all` is every part.
-
-    Raises:
-        ValueError: an unknown word.
-    """
+    """Return the parts of a list or of `language,projector`, in order; `all` is every part; ValueError for other words."""
     words = {each.strip() for each in (given.split(",") if isinstance(given, str) else given)}
     if unknown := sorted(words - {*PARTS, ALL}):
         raise ValueError(unknown[0])
@@ -65,8 +61,7 @@ def read_parts(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of tower parts whose output is unused: blocks after the layer in the model's
-    config.
+    """Yield (name, reason) of tower parts with unused output: blocks after the layer in the model's config.
 
     LLaVA's `vision_feature_layer` indexes the tower's hidden states; 0 is the input of its blocks.
     """

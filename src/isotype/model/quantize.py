@@ -93,11 +93,10 @@ def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> 
 
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in
-    `bitsandbytes.nn.Int8Params`.
+    """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in `bitsandbytes.nn.Int8Params`.
 
-    code = round(127 x / absmax of the row), x in float16 (https://arxiv.org/abs/2208.07339, section 2). A row
-    of zeros has codes 0.
+    code = round(127 x / absmax of the row), x in float16 (https://arxiv.org/abs/2208.07339, section 2). A row of zeros has
+    codes 0.
     """
     if not _on_cpu(weight):
         from bitsandbytes import functional
@@ -150,11 +149,9 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return codes, one per byte, of blocks [blocks, blocksize], and write their absmax; None if a value is
-    not finite.
+    """Return codes, one per byte, of blocks [blocks, blocksize], and write their absmax; None if one is not finite.
 
-    `work` is float32 memory [3, at least elements]: allocating it for each piece would cost half as much
-    again.
+    `work` is float32 memory [3, at least elements]: allocating it for each piece would cost half as much again.
     """
     values, sizes, cells = work[:, : blocks.numel()].view(3, *blocks.shape)
     torch.abs(values.copy_(blocks), out=sizes)

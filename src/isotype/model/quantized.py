@@ -53,8 +53,7 @@ def holds_turned(layer: Any) -> bool:
 
 
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
-    """Set a `Linear4bit`'s compute dtype, its quantization state's dtype, and its constants' dtype; return
-    the changes.
+    """Set a `Linear4bit`'s compute dtype, and the dtypes of its quantization state and constants; return the changes.
 
     The state has the dtype of dequantized weights; it is saved with the checkpoint and keeps the checkpoint's
     dtype (https://github.com/unslothai/unsloth/issues/4005). The absmax constants stay float32.

@@ -170,11 +170,10 @@ def integers_named() -> Iterator[None]:
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Make quantized codes plain parameters with constants on the layer: FSDP drops a parameter's class and
-    attributes.
+    """Make quantized codes plain parameters with constants on the layer: FSDP drops a parameter's attributes.
 
-    bitsandbytes restores the constants from there (`fix_4bit_weight_quant_state_from_module`); for an 8-bit
-    layer, the boundary does.
+    bitsandbytes restores the constants from there (`fix_4bit_weight_quant_state_from_module`); for an 8-bit layer, the
+    boundary does.
     """
     for place in places(model):
         layer: Any = place.module

@@ -71,11 +71,9 @@ def remember_drawn(model: Any, names: Collection[str]) -> None:
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Add the modules with weights in no file to an adapter's `modules_to_save`; return a sentence about new
-    ones.
+    """Add modules with weights in no file to an adapter's `modules_to_save`; return a sentence about new ones.
 
-    Raises:
-        UsageError: a module mixes them with weights from files, or this kind of adapter saves no modules.
+    Raises UsageError if a module mixes them with weights from files, or this kind of adapter saves no modules.
     """
     drawn = getattr(model, "drawn_parameters", ())
     saved = list(getattr(config, "modules_to_save", None) or ())

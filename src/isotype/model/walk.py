@@ -25,7 +25,6 @@ class Place:
 
     Attributes:
         name: fully qualified name.
-        module: the module itself.
         kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (and convolutions), `"embedding"`, `"norm"` or
             `"other"`.
         tuner: whether it belongs to a PEFT tuner layer, which casts its own inputs.

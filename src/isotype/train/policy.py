@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from isotype.checkpoint.damage import measure_damages
-from isotype.checkpoint.measure_ranges import measure_checkpoint
+from isotype.checkpoint.damage import measure_quality
+from isotype.checkpoint.measure_ranges import measure_ranges
 from isotype.checkpoint.opened import Checkpoint, downloaded
 from isotype.checkpoint.resolve import kept, resolve_request, with_storage_reason
 from isotype.compat.torch_scaler import sharded_scaler
@@ -37,8 +37,8 @@ def policy_by_ranges(
     `when`: `measure` a local checkpoint without a cached measurement, or use only what is `known`.
     """
     profile = device_profile(device)
-    measure = partial(_measured, measure_checkpoint, checkpoint, profile) if when == "measure" else None
-    damages = partial(_measured, measure_damages, checkpoint, profile)
+    measure = partial(_measured, measure_ranges, checkpoint, profile) if when == "measure" else None
+    damages = partial(_measured, measure_quality, checkpoint, profile)
     policy, ranges = resolve_request(
         checkpoint.facts, request, device, checkpoint, measure=measure, measure_damages=damages
     )
@@ -92,7 +92,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
     def measured() -> dict[str, str]:
         here = downloaded(checkpoint)
         damages = None if here.fingerprint is None else kept(Damages, here.fingerprint)
-        damages = damages or _measured(measure_damages, here, device_profile(device))
+        damages = damages or _measured(measure_quality, here, device_profile(device))
         return {layer.module: layer.moments for layer in damages.layers}
 
     written = measured() if processes() == 1 else from_first(measured)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint import damage
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
 from isotype.checkpoint.deferred import Block, DeferredBlocks, outermost_blocks
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.values import held_weight
-from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.transformers import never_saved, without_bars
 from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem, UsageError
@@ -125,7 +125,13 @@ class Merging:
             kind = type(self._peft.base_model).__name__
             what = f"{adapter.directory}: a {kind}, which PEFT has no merge for"
             raise UsageError.of("this adapter cannot be merged", what, _MERGEABLE, _BESIDE)
-        own = _own_trained(self._peft)
+        # Copies of the base's own parameters that the adapter's file replaces (`bias="all"`).
+        prefix = getattr(self._peft.base_model, "prefix", "lora_")
+        own = {
+            name: parameter.detach().clone()
+            for name, parameter in self._peft.named_parameters()
+            if parameter.requires_grad and prefix not in name and "modules_to_save" not in name
+        }
         fill(self._peft, adapter)
         self._rounding = Rounding(
             target, dense.pinned, {} if one_dtype else self._deferred.stored_otherwise(), written, instead
@@ -138,7 +144,8 @@ class Merging:
         replaced = _replaced(self._peft, own)
         self._changed = frozenset(replaced)
         self._outside = self._merged(None)
-        self.weights += tuple(_losses(replaced, self._rounding))
+        losses = (self._rounding.loss(name, before, after) for name, (before, after) in replaced.items())
+        self.weights += tuple(loss for loss in losses if loss.entries)
         if self._tied is not None:
             self._tie_again(*self._tied)
         self.model.config.dtype = target
@@ -319,16 +326,6 @@ def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
     return [loss for loss in losses if loss.entries]
 
 
-def _own_trained(peft_model: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the base's own parameters that the adapter's file replaces (`bias="all"`), by name."""
-    prefix = getattr(peft_model.base_model, "prefix", "lora_")
-    return {
-        name: parameter.detach().clone()
-        for name, parameter in peft_model.named_parameters()
-        if parameter.requires_grad and prefix not in name and "modules_to_save" not in name
-    }
-
-
 def _replaced(
     peft_model: Any, own: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -346,11 +343,6 @@ def _replaced(
                 if each in after:
                     pairs[f"{base_name(name)}.{each}"] = (before.data, after[each].data)
     return pairs
-
-
-def _losses(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], rounding: Rounding) -> list[WeightLoss]:
-    losses = [rounding.loss(name, before, after) for name, (before, after) in pairs.items()]
-    return [loss for loss in losses if loss.entries]
 
 
 # Bytes of a block before its codes of 4 or 8 bits.
@@ -392,12 +384,7 @@ def _in_bitsandbytes(layer: nn.Module, values: torch.Tensor, form: str) -> torch
     turned = type(layer).__name__ == "Conv1D"
     if values.ndim != 2 or not (turned or isinstance(layer, nn.Linear)):
         return values
-    rows = (values.T if turned else values).contiguous()
-    if form == "int8":
-        codes, scales = quantize_int8(rows)
-        result = codes.float() * (scales / 127).unsqueeze(1)
-    else:
-        result = dequantize_4bit(*quantize_4bit(rows, form)).float()
+    result = damage.rounded((values.T if turned else values).contiguous(), form)
     return result.T.contiguous() if turned else result
 
 

@@ -60,17 +60,12 @@ class _Recomputed(torch.autograd.Function):
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Return softmax(scale q kᵀ + mask) v, with the keys of each query given by the plan.
 
-    Computed in float32, for float64 in float64: in 16 bits torch's kernel rounds the terms of the gradients'
-    sums.
-
-    Args:
-        q, k, v: see `spec_of`.
-        spec: from `spec_of` for these tensors.
+    Computed in float32, for float64 in float64: in 16 bits torch's kernel rounds the terms of the gradients' sums.
+    q, k and v: see `spec_of`.
 
     Returns:
         `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
-            `[batch, queries, query heads, value head]`.
-        Zero for queries without keys.
+            `[batch, queries, query heads, value head]`. Zero for queries without keys.
     """
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)

@@ -85,14 +85,11 @@ class Shape:
     """A class of calls that share one measurement.
 
     Attributes:
-        batch: number of measured rows, at most that of the call.
-        key_heads: number of measured key heads.
+        batch, key_heads: that are measured, at most those of the call.
         group: query heads per key head.
-        head: dimension of a head of q and k.
-        value_head: dimension of a head of v.
+        head, value_head: dimension of a head of q and k, and of v.
         length: the larger number of queries and keys, rounded up to a power of two.
         kind: causal, full or masked attention (measured with a causal mask).
-        dtype: of q, k and v.
         trained: whether gradients are computed.
     """
 
@@ -116,11 +113,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel for a class of shapes.
+    """The kernel for a class of shapes, `own` the fastest of isotype's.
 
     Attributes:
-        kernel: the fastest.
-        own: the fastest of isotype's.
         milliseconds: kernel -> median time of one call.
         faster: speed of `own` relative to torch's kernel, in the slower quarter of the repetitions.
     """
@@ -136,9 +131,7 @@ class Choice:
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trained: bool) -> Shape:
-    """Return the class of a call: q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys,
-    head]`.
-    """
+    """Return the class of a call: q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys, …]`."""
     group, length = q.shape[1] // k.shape[1], 1 << (max(q.shape[2], k.shape[2]) - 1).bit_length()
     measured = min(length, _LONGEST)
     rows = max(1, _SCORES // (group * measured * measured))

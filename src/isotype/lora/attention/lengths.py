@@ -64,9 +64,7 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
     """Return the mask for a model: announced sequences themselves, else transformers' mask for `sdpa`.
 
-    Raises:
-        NotImplementedError: the model's mask comes from its own function, which sequences do not
-            represent.
+    Raises NotImplementedError if the model's mask comes from its own function, which sequences do not represent.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -86,8 +84,6 @@ def why_not_call(
 
     Args:
         inputs: query, key and value `[batch, heads, tokens, head]`.
-        sequences: of the one row.
-        causal: whether a query attends to no later key.
         kwargs: other arguments of the layer.
     """
     query, key, value = inputs
@@ -152,12 +148,11 @@ def repeated_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Use transformers' `sdpa` with keys and values repeated for each query head, where it would pass grouped
-    heads to torch.
+    """Use transformers' `sdpa` with keys and values repeated for each query head, instead of grouped heads.
 
-    That is the case without a mask; on GPUs without FlashAttention (torch up to 2.13) torch then materializes
-    all scores in float32. Calls with a mask, with one query or with a paged cache are unchanged. Arguments
-    and results as for `isotype.lora.attention.registered.attention_forward`.
+    It passes grouped heads to torch without a mask; on GPUs without FlashAttention (torch up to 2.13) torch then
+    materializes all scores in float32. Calls with a mask, with one query or with a paged cache are unchanged.
+    Arguments and results as for `isotype.lora.attention.registered.attention_forward`.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 

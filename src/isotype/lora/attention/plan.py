@@ -23,11 +23,9 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Block:
-    """A block of queries and the keys that they attend to.
+    """A block of queries (`rows`) and the `keys` that any of them attends to.
 
     Attributes:
-        rows: the queries.
-        keys: the keys that any of them attends to.
         masked: keys among them that some queries do not attend to, or that have a bias.
         tile: added to the scores of `masked`, in units of log 2: float32 `[1 or heads, rows, masked]`.
     """
@@ -40,12 +38,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of the batch with the same blocks.
-
-    Attributes:
-        batch: rows of the batch.
-        blocks: their blocks. Queries in no block have the result zero.
-    """
+    """Rows `batch` of the batch with the same blocks. Queries in no block have the result zero."""
 
     batch: Span
     blocks: tuple[Block, ...]
@@ -53,16 +46,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The keys that each query of a batch attends to.
+    """The keys that each query attends to, of `batch` rows with `queries` and `keys` each.
 
-    Attributes:
-        batch: rows of the batch.
-        queries: of each row.
-        keys: of each row.
-        parts: the blocks.
-        closed_finitely: whether some queries are masked from every key by finite numbers. These exceed
-            the scores but for rounding: torch's kernels let such a query attend to all keys about equally,
-            which no block represents.
+    `closed_finitely`: some queries are masked from every key by finite numbers. These exceed the scores but for
+    rounding: torch's kernels let such a query attend to all keys about equally, which no block represents.
     """
 
     batch: int
@@ -72,25 +59,23 @@ class Plan:
     closed_finitely: bool = False
 
     @cached_property
-    def whole(self) -> bool:
-        """True if every query of every row of the batch is in a block."""
-        covered = sum(
-            (part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0])
+    def _sizes(self) -> list[tuple[int, int]]:
+        """(queries of all rows of the batch, keys) of each block."""
+        return [
+            ((part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]), block.keys[1] - block.keys[0])
             for part in self.parts
             for block in part.blocks
-        )
-        return covered == self.batch * self.queries
+        ]
+
+    @cached_property
+    def whole(self) -> bool:
+        """True if every query of every row of the batch is in a block."""
+        return sum(queries for queries, _ in self._sizes) == self.batch * self.queries
 
     @cached_property
     def area(self) -> int:
         """Number of computed scores, over all rows of the batch."""
-        return sum(
-            (part.batch[1] - part.batch[0])
-            * (block.rows[1] - block.rows[0])
-            * (block.keys[1] - block.keys[0])
-            for part in self.parts
-            for block in part.blocks
-        )
+        return sum(queries * keys for queries, keys in self._sizes)
 
 
 @dataclass(frozen=True)
@@ -117,10 +102,8 @@ def spec_of(
         q: `[batch, query heads, queries, head]`, in any layout.
         k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
         v: `[batch, key heads, keys, value head]`; all three have one dtype.
-        plan: of this batch and these lengths.
         scale: by default 1 / √head.
-        work: dtype of products of 16-bit inputs; by default the inputs', float32 if a CPU only emulates
-            it.
+        work: dtype of products of 16-bit inputs; by default the inputs', float32 if a CPU only emulates it.
 
     Raises:
         ValueError: shapes or dtypes do not match one another or the plan.
@@ -154,8 +137,7 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
     Args:
         size: (batch, queries, keys).
         rows: queries per block, see `block_rows`.
-        causal: whether a query attends to no later key. The last query is at the position of the last
-            key.
+        causal: whether a query attends to no later key. The last query is at the position of the last key.
     """
     batch, queries, keys = size
     return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
@@ -196,7 +178,6 @@ class _Kept:
     """A cached plan with the identity of its mask.
 
     Attributes:
-        plan: the plan.
         view: the part of the mask's memory, batch and block size.
         version: see `version_of`.
         values: a copy of a mask without a version counter.

@@ -36,7 +36,7 @@ from isotype.lora.attention.plan import (
     spec_of,
 )
 from isotype.lora.attention.strips import compiled_strips
-from isotype.lora.unpadded import MOST_TOKENS, Sequences, Unpadded, packed, tried, unpadded, unpadded_sides
+from isotype.lora.unpadded import MOST_TOKENS, Sequences, Unpadded, packed, tried, unpadded
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.attention import (
     AttentionCall,
@@ -123,28 +123,20 @@ class AttentionReport:
     def __str__(self) -> str:
         if not self.taken:
             return f"attention: unchanged: {self.reason}"
+        left = [f"  {plural(n, 'call')} left to torch's kernel: {why}" for why, n in self.left.items()]
         if self.repeated:
             return f"attention: keys and values are repeated for each head of the queries: {self.repeated} has no fused kernel for grouped heads"
         if self.by_lengths:
-            return "\n".join(
-                [
-                    "attention: torch's kernels; variable-length kernels for concatenated rows",
-                    *self._left(),
-                ]
-            )
+            head = "attention: torch's kernels; variable-length kernels for concatenated rows"
+            return "\n".join([head, *left])
         lines = ["attention: the faster kernel for each class of shapes, measured when it is first called"]
         lines += [f"  {shape}: {choice}" for shape, choice in self.choices.items()]
         if self.choices and (reason := compiled_strips().reason):
             lines.append(f"  isotype's compiled kernel is not among them: {reason}")
-        lines += self._left()
+        lines += left
         if self.unkept:
             lines.append(f"  measured again by the next process: {self.unkept}")
         return "\n".join(lines)
-
-    def _left(self) -> list[str]:
-        return [
-            f"  {plural(count, 'call')} left to torch's kernel: {why}" for why, count in self.left.items()
-        ]
 
 
 _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKeyDictionary()
@@ -177,12 +169,14 @@ def use_fast_attention(
     if not on_cpu and profile is not None and owners:
         policy = policy_of(model)
         dtype = owners[0].dtype if policy is None else policy.compute
-        if _is_grouped(owners[0]) and _writes_scores(profile, dtype):
+        grouped = any(getattr(module, "num_key_value_groups", 1) > 1 for module in owners[0].modules())
+        common = AttentionCall(dtype, 2, 1, (64, 64, 64))
+        if grouped and attention_kernel(profile, common, cudnn=cudnn_is_on()) == "math":
             return _with_repeated_heads(owners, profile, dtype, str(reason))
         return _with_lengths(model, owners, profile, dtype, str(reason))
     if not on_cpu:
         return AttentionReport(False, reason)
-    report = _put(owners[0], NAME, AttentionReport(True, sides=unpadded_sides(owners[0])))
+    report = _put(owners[0], NAME, AttentionReport(True, sides=tried(owners[0]).sides))
     for module in model.modules():
         _reports[module] = report
     return report
@@ -195,15 +189,6 @@ def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
     owner.set_attn_implementation(_replaced(before, name))
     report._undo.append((owner, before))
     return report
-
-
-def _is_grouped(model: nn.Module) -> bool:
-    return any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
-
-
-def _writes_scores(profile: DeviceProfile, dtype: torch.dtype) -> bool:
-    call = AttentionCall(dtype, 2, 1, (64, 64, 64))  # a common size
-    return attention_kernel(profile, call, cudnn=cudnn_is_on()) == "math"
 
 
 def _with_repeated_heads(
@@ -244,8 +229,7 @@ def _with_lengths(
 
 
 def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
-    """Return a batch without its padding if the model's attention allows it and it saves time, see
-    `isotype.lora.unpadded`.
+    """Return a batch without its padding if the model's attention allows it and it saves time.
 
     Args:
         model: processed by `use_fast_attention`.
@@ -407,12 +391,9 @@ def lengths_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Use transformers' `sdpa`, and torch's attention by lengths if the mask is the sequences of a row.
 
-    Calls that this kernel does not support use the sequences' mask, with the same result. Arguments and
-    results as for `attention_forward`.
-
-    Raises:
-        NotImplementedError: the layer's window differs from the mask's, as in layers with chunked
-            attention.
+    Calls that this kernel does not support use the sequences' mask, with the same result. Arguments and results as
+    for `attention_forward`. Raises NotImplementedError if the layer's window differs from the mask's, as in layers with
+    chunked attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -476,11 +457,6 @@ def _why_not_call(
     return None
 
 
-def _is_sparse(plan: Plan, q: torch.Tensor) -> bool:
-    """Return whether so few keys are read (packed sequences) that torch's kernel, which reads all, is excluded."""
-    return q.shape[2] > _SHORT and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
-
-
 def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind, plan: Plan) -> Name:
     q, k, v = inputs
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -492,4 +468,6 @@ def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind, pla
         if report is not None:
             report.choices[shape] = choice
             report.unkept = report.unkept or unkept
-    return choice.own if _is_sparse(plan, q) else choice.kernel
+    # Of few keys (packed sequences) torch's kernel, which reads all, is excluded.
+    sparse = q.shape[2] > _SHORT and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
+    return choice.own if sparse else choice.kernel

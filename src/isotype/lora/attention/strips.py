@@ -30,22 +30,12 @@ _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return softmax(scale q kᵀ + mask) v, as `isotype.lora.attention.blocks.attention`.
+    """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
 
     Scores, softmax, their gradients and all sums are float32. Computed operands (probabilities, gradients of
-    scores) are rounded to `spec.work`, as in torch's kernel, or stay float32 if no loops were compiled for
-    it.
-
-    Args:
-        q, k, v: see `spec_of`; not float64.
-        spec: from `spec_of` for these tensors.
-
-    Returns:
-        `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
-            `[batch, queries, query heads, value head]`.
-        Zero for queries without keys. Up to 32 keys and values next to a block's are multiplied by zero:
-            non-finite ones propagate, as
-        masked ones do in torch's kernel.
+    scores) are rounded to `spec.work`, as in torch's kernel, or stay float32 if no loops were compiled for it. Up to
+    32 keys and values next to a block's are multiplied by zero: non-finite ones propagate, as masked ones do in
+    torch's kernel.
 
     Raises:
         ValueError: the tensors are float64.
@@ -65,8 +55,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of the operators: `blocks` are nine numbers each, the last one the index of its tile, -1 for
-    none.
+    """Arguments of the operators: `blocks` are nine numbers each, the last one the index of its tile, -1 for none.
 
     `whole`: every query is in a block; otherwise the result is zeroed first.
     """

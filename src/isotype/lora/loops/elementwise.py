@@ -95,15 +95,10 @@ def _factor(weight: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Return rotary positions, or with `back` the gradient of x.
+    """Return rotary positions of x `[batch, heads, tokens, dim]`, dim even, in its memory layout; with `back` its gradient.
 
-    The halves (a, b) of a head become (a cos - b sin, b cos + a sin), each with the cosines and sines of its
-    position.
-
-    Args:
-        x: `[batch, heads, tokens, dim]`, dim even; the result has its memory layout.
-        cos, sin: `[batch or 1, tokens, dim]` in x's dtype.
-        back: whether x is a gradient.
+    The halves (a, b) of a head become (a cos - b sin, b cos + a sin), each with the cosines and sines of its position,
+    `[batch or 1, tokens, dim]` in x's dtype.
     """
     return _rotate(x, cos.contiguous(), sin.contiguous(), back)
 

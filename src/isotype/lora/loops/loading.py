@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +32,9 @@ class Loops:
         """Call a loop: tensors by address, int as int64, float as float, others as pointers."""
         function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
         if function.argtypes is None:
-            function.restype, function.argtypes = None, _types_of(arguments)
+            types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
+            function.restype = None
+            function.argtypes = [types.get(type(x), ctypes.c_void_p) for x in arguments]
         function(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments])
 
 
@@ -44,12 +45,3 @@ def loops_of(source: Path, *headers: Path) -> Loops:
         return Loops(None, load_compiled(source, compiler_options(), headers))
     except NotCompiledError as error:
         return Loops(str(error))
-
-
-# As torch operators the loops are visible to dispatch modes, such as the search for the first non-finite
-# value.
-
-
-def _types_of(arguments: Sequence[Any]) -> list[Any]:
-    types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
-    return [types.get(type(x), ctypes.c_void_p) for x in arguments]

@@ -180,12 +180,9 @@ def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured times of a LoRA layer's products.
+    """Milliseconds of a LoRA layer's products by torch's operators and by the compiled loops.
 
-    Attributes:
-        torch: milliseconds by torch's operators.
-        loops: milliseconds by the compiled loops.
-        ratio: median over the turns of torch's time over the loops'.
+    `ratio`: median over the turns of torch's time over the loops'.
     """
 
     torch: float

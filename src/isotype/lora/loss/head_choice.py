@@ -43,8 +43,7 @@ class HeadShape:
         vocabulary, hidden: of the weight, `[vocabulary, hidden]`.
         tokens: number with labels, rounded up to a power of two from 256 to 2048, above which both scale
             linearly.
-        stored: dtype of the weight.
-        compute: dtype of the products.
+        stored, compute: dtype of the weight, and of the products.
         outputs: results besides the log-probabilities.
         gradients: results that are differentiated.
         trained: whether the weight gets a gradient.
@@ -141,19 +140,16 @@ def choose(
     timer: Timer | None = None,
     card: str | None = None,
 ) -> HeadChoice:
-    """Return the faster head for a class of calls; an unknown class is measured by a dozen calls, once per
-    card.
+    """Return the faster head for a class of calls; an unknown class is measured by a dozen calls, once per card.
 
     Args:
         weight: `[V, H]`, on the measured device.
         bias: `[V]`, or None.
-        shape: the class.
         timer: times a call; by default by the device's events.
         card: name for the cache; by default the device's.
 
     Returns:
-        TRL's head if nothing can be measured (a sharded weight, not enough memory for both), with the
-            reason.
+        TRL's head if nothing can be measured (a sharded weight, not enough memory for both), with the reason.
     """
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
@@ -242,8 +238,7 @@ def _trial(call: Callable[[], object]) -> None:
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """Return the head of a causal language model: tied, trained beside adapters (`modules_to_save`) or
-    quantized.
+    """Return the head of a causal language model: tied, trained beside adapters (`modules_to_save`) or quantized.
 
     A quantized weight is dequantized once per call, a sharded one is gathered.
 

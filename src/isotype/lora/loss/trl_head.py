@@ -394,8 +394,7 @@ def _fused(
 def _run(
     model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, Unpadded | None]:
-    """Return (the model's output; its states, or logits if these are not projected states; the batch without
-    padding).
+    """Return (the model's output; its states, or its logits if it does not project them; the batch without padding).
 
     The states are `[1, tokens, hidden]` for a batch without padding.
     """

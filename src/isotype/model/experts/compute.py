@@ -76,8 +76,7 @@ class Experts:
     """Parameters of one call.
 
     Attributes:
-        up: the product with the gate and up weights.
-        down: the product with the down weights.
+        up, down: the products with the gate and up weights, and with the down weights.
         gate: the function between them, of h `[rows, …]`.
         compute: dtype of h.
         working: dtype of the products.

@@ -59,9 +59,7 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """Return the layout of transformers' experts (`use_experts_implementation`, 5.23) or Llama 4's; None for
-    others.
-    """
+    """Return the layout of transformers' experts (`use_experts_implementation`, 5.23) or Llama 4's; else None."""
     cls: Any = type(module)
     if any(each.__name__ == "Llama4TextExperts" for each in cls.__mro__):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
@@ -295,8 +293,7 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
 
 
 def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[torch.Tensor]]:
-    """Return a wrapper's active adapters, and A `[experts, in, r]` and B `[experts, r, out]` as views of
-    PEFT's matrices.
+    """Return a wrapper's active adapters, and views of its A `[experts, in, r]` and B `[experts, r, out]`.
 
     PEFT's lora_A is `[experts * r, …]`, its lora_B `[…, r * experts]`, experts innermost
     (`ParamWrapper.get_delta_factors`).

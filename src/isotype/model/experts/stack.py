@@ -82,8 +82,7 @@ class QuantizedStack(UncastBuffers):
 
     @torch.no_grad()
     def part(self, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return the dense weight `[stop - start, d1, d2]` of these experts, new memory of any layout, in
-        `dtype`.
+        """Return the dense weight `[stop - start, d1, d2]` of these experts in `dtype`, new memory of any layout.
 
         `codes`: from `codes_of`; `0 <= start < stop <= experts`.
         """
@@ -244,8 +243,7 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 
 
 def adopt_stacks(model: nn.Module) -> list[str]:
-    """Make stacks quantized by `bitsandbytes.nn.parametrize` readable per expert, in place; return the
-    weights' names.
+    """Make stacks quantized by `bitsandbytes.nn.parametrize` readable per expert, in place; return their names.
 
     Codes and constants share memory. Weights that are not stacks of whole blocks are unchanged.
     """
@@ -324,7 +322,6 @@ def saved_stack(
         constants: under names derived from it.
         module, name: of the weight.
         dtype: of dense values.
-        device: of the result.
     """
     shape, codes = shape_of(module, name), codes.to(device)
     scales = next((value for key, value in constants.items() if key.endswith((".SCB", "_scales"))), None)
