@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from dataclasses import replace
 from pathlib import Path
@@ -306,6 +307,18 @@ def test_the_rates_of_a_series_are_those_of_its_tensor_cores(cards: str, times: 
         assert ratio == pytest.approx(times, rel=0.03) or profile.name == "a10g", profile.name
 
 
+def test_a_rate_is_the_product_that_its_source_writes_out() -> None:
+    product = re.compile(r"([\d,]+) tensor cores x ([\d,]+) MHz x (\d+) FLOP a clock")
+    sources = {name: product.search(record["source"]) for name, record in RECORDS.items()}
+    written = {name: found for name, found in sources.items() if found}
+    assert len(written) >= 7
+    for name, found in written.items():
+        cores, mhz, flop = (int(number.replace(",", "")) for number in found.groups())
+        assert RECORDS[name]["peak_tflops"]["float16"] == pytest.approx(
+            cores * mhz * flop * 1e-6, abs=0.06
+        ), name
+
+
 def test_the_driver_tells_two_cards_of_one_name_by_their_memory() -> None:
     title = "NVIDIA GeForce RTX 4060 Ti"
     large = cuda_profile(AcceleratorProperties(title, int(15.57 * GIB), (8, 9)))
@@ -390,6 +403,9 @@ def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rtx4060ti-16g", ("RTX 4060 Ti 16GB", "4060 ti 16gb")),
         ("rtx4060ti-8g", ("RTX 4060 Ti 8GB",)),
         ("rtx4080", ("RTX 4080", "4080 16gb")),
+        ("rtx5060ti-16g", ("RTX 5060 Ti 16GB", "5060ti-16gb", "NVIDIA GeForce RTX 5060 Ti")),
+        ("rtx5070ti", ("RTX 5070 Ti", "5070ti", "rtx-5070-ti 16GB", "NVIDIA GeForce RTX 5070 Ti")),
+        ("rtx5080", ("RTX 5080", "5080 16gb", "NVIDIA GeForce RTX 5080")),
         ("v100-pcie-32g", ("Tesla V100-PCIE-32GB", "V100 PCIe 32GB")),
         ("h100", ("H100 80GB", "nvidia h100", "H100-SXM", "NVIDIA H100 80GB HBM3", "h100-80gb")),
         ("v100-32g", ("V100 32GB", "Tesla V100-SXM2-32GB")),
@@ -410,6 +426,7 @@ def test_a_card_has_one_profile_however_it_is_written(card: str, spellings: tupl
     [
         ("80gb", "a100-80g, a100-80g-pcie, h100, h100-pcie"),
         ("4060 ti", "rtx4060ti-8g, rtx4060ti-16g"),
+        ("rtx 16gb", "rtx4060ti-16g, rtx4080, rtx5060ti-16g, rtx5070ti, rtx5080"),
         ("rtx 6000", "rtx6000ada, rtxpro6000"),
         ("v100 sxm2", "v100-16g, v100-32g"),
     ],
@@ -421,7 +438,23 @@ def test_a_name_of_several_cards_lists_them(name: str, candidates: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["A100 PCIe 32GB", "rtx 4090 ti", "h100 sxm 96gb", "4090 laptop", "a100 24gb", "nvidia", ""]
+    "name",
+    [
+        "A100 PCIe 32GB",
+        "rtx 4090 ti",
+        "h100 sxm 96gb",
+        "4090 laptop",
+        "a100 24gb",
+        "nvidia",
+        "",
+        "RTX 4060",
+        "5060",
+        "5060 ti 8gb",
+        "rtx5070",
+        "5070 16gb",
+        "5080 laptop",
+        "5080 super",
+    ],
 )
 def test_another_card_is_none_of_ours(name: str) -> None:
     with pytest.raises(PrecisionError, match="unknown device"):

@@ -14,6 +14,9 @@ _SPELLING = re.compile(r"[a-z0-9 _-]*")
 _WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
 # Words of a series or a board, which alone name no card.
 _SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
+# Words that make another card of a number: an RTX 5070 is no RTX 5070 Ti.
+_VARIANTS = frozenset({"ti", "super"})
+_ATTACHED = re.compile(r"(\d)(ti|super)\b")
 # Usable memory is the advertised one less the driver's share, in binary units.
 _LEAST, _MOST = 0.97, 1.12
 
@@ -23,21 +26,25 @@ def words_of(name: str) -> tuple[str, ...]:
     if not _SPELLING.fullmatch(name.lower()):
         return ()
     text = _CAPACITY.sub(r"\1g", name.lower()).replace("rtx", "rtx ").replace("gtx", "gtx ")
+    text = _ATTACHED.sub(r"\1 \2", text)
     return tuple(word for word in _WORDS.findall(text) if word not in _MAKERS)
 
 
 def cards_named(name: str, records: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     """Return the profiles that `name` may mean, and whether it names a card, not only a series or a memory."""
     words = words_of(name)
-    fitting = tuple(key for key, record in records.items() if words and _fits(words, key, record))
-    return fitting, not all(_SHARED.fullmatch(word) for word in words)
+    is_card = not all(_SHARED.fullmatch(word) for word in words)
+    fitting = tuple(key for key, record in records.items() if words and _fits(words, key, record, is_card))
+    return fitting, is_card
 
 
-def _fits(words: tuple[str, ...], key: str, record: Mapping[str, Any]) -> bool:
+def _fits(words: tuple[str, ...], key: str, record: Mapping[str, Any], is_card: bool) -> bool:
     if record["kind"] not in _CARDS:
         return False
     texts = (key, record["title"], *record["driver_names"], *record.get("aliases", ()))
     owned = {word for text in texts for word in words_of(text)}
+    if is_card and not owned & _VARIANTS <= set(words):
+        return False
     return all(word in owned or _is_memory(word, record["memory_gib"]) for word in words)
 
 
