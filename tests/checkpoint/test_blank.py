@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.config import build_on_meta
+from isotype.model.modes import NoDraws
 
 
 class Draws(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_type_hints
 
 import torch
 
-from isotype.checkpoint.blank import KeepsValues
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.config import model_class as class_of
@@ -33,6 +32,7 @@ from isotype.core.pretrained import pretrained
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
+from isotype.model.modes import KeepsValues
 from isotype.model.targets import task_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.policy import PrecisionPolicy

@@ -60,8 +60,7 @@ from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.experts.stack import quantized_stack, stacked_weights
 from isotype.model.finite import not_finite, refuse
-from isotype.model.mixed import leave_dense, store_layers
-from isotype.model.quantized import holds_turned
+from isotype.model.quantized import holds_turned, leave_dense, store_layers
 from isotype.model.targets import remember_drawn
 from isotype.precision.policy import PrecisionPolicy
 

@@ -37,7 +37,7 @@ from isotype.core.names import listed
 from isotype.model.enforce import enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.finite import not_finite, refuse
-from isotype.model.mixed import store_layers
+from isotype.model.quantized import store_layers
 from isotype.model.walk import places
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy, is_pinned

@@ -14,7 +14,6 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from isotype.checkpoint.blank import KeepsValues
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
@@ -29,6 +28,7 @@ from isotype.model.experts.quantize import quantize_parts, with_constants
 from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import require_finite
 from isotype.model.fitted import quantize_by
+from isotype.model.modes import KeepsValues
 from isotype.model.quantize import quantize_int8, state_4bit
 from isotype.model.quantized import holds_turned, quantization_state
 from isotype.model.shard import device_of, mesh_over_all, shard_model

@@ -23,8 +23,7 @@ from isotype.compat.transformers import conversions, set_conversions
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.experts import mxfp4
 from isotype.model.experts.stack import QuantizedStack, quantized_stack, stacked_weights, take_stack
-from isotype.model.mixed import dense_layer
-from isotype.model.quantized import holds_turned
+from isotype.model.quantized import dense_layer, holds_turned
 from isotype.model.walk import Place, places
 
 Read = Callable[[TensorHeader], torch.Tensor]
@@ -254,7 +253,7 @@ def dequantize(
 
 
 def dense_on_cpu(layer: Any, dtype: torch.dtype) -> Any:
-    """Return `isotype.model.mixed.dense_layer` with its bias on the CPU."""
+    """Return `isotype.model.quantized.dense_layer` with its bias on the CPU."""
     linear: Any = dense_layer(layer, dtype)
     if layer.bias is not None:
         linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)

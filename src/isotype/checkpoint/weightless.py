@@ -22,8 +22,8 @@ from isotype.compat.transformers import class_for_load, is_auto_class, own_class
 from isotype.core.errors import CheckpointError
 from isotype.model.enforce import enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
-from isotype.model.mixed import store_layers
 from isotype.model.quantize import quantize_blank
+from isotype.model.quantized import store_layers
 from isotype.precision.policy import PrecisionPolicy
 
 

@@ -99,9 +99,7 @@ def verdict(report: DoctorReport) -> str:
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
-    errors = by_change(
-        incompatibility for incompatibility in report.incompatibilities if incompatibility.severity == "error"
-    )
+    errors = by_change(each for each in report.incompatibilities if each.severity == "error")
     if errors:
         return f"Not ready: change {', '.join(errors)} first"
     needed = [requirement for requirement in report.missing if not requirement.startswith("bitsandbytes")]
@@ -177,9 +175,7 @@ def _dtype_table(report: DoctorReport) -> Table:
 
 def format_rate(rate: float) -> str:
     """Format `95_000_000_000` FLOP/s as `"95.0 GFLOP/s"`; TFLOP/s from 1000 GFLOP/s on."""
-    if rate >= 1e12:
-        return f"{rate / 1e12:,.1f} TFLOP/s"
-    return f"{rate / 1e9:,.1f} GFLOP/s"
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
 
 
 def _device_rows(report: DoctorReport) -> list[tuple[str, str]]:
@@ -207,9 +203,7 @@ def _bitsandbytes_line(status: BitsandbytesStatus) -> Text:
 def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
     rows: list[tuple[Text | str, Text | str]] = []
     for group in by_change(report.incompatibilities).values():
-        severity = (
-            "error" if any(incompatibility.severity == "error" for incompatibility in group) else "warning"
-        )
+        severity = "error" if any(each.severity == "error" for each in group) else "warning"
         label = Text(severity, style="bold red" if severity == "error" else "bold yellow")
         for incompatibility in group:
             rows.append((label, Text(incompatibility.fact)))

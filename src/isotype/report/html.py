@@ -114,14 +114,9 @@ def write_report(path: Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
     except OSError as error:
-        what = f"{path}: {error.strerror or error}"
+        what, fix = f"{path}: {error.strerror or error}", "free the path or give another one"
         expected = "a path that can be written to, with room for the report"
-        raise SaveError.of(
-            "the report could not be written",
-            what,
-            expected,
-            "free the path or give another one",
-        ) from error
+        raise SaveError.of("the report could not be written", what, expected, fix) from error
 
 
 # Differences of larger numbers could overflow.
@@ -275,13 +270,10 @@ def stacked_areas(
     grid = value_axis(high, 4)
     floor, shapes = [0.0] * count, []
     for area, top in zip(areas, tops, strict=True):
-        points = [f"{1000 * i / count:.1f} {1000 * (1 - value / high):.1f}" for i, value in _stairs(top)]
-        back = [
-            f"{1000 * i / count:.1f} {1000 * (1 - value / high):.1f}" for i, value in reversed(_stairs(floor))
-        ]
-        shapes.append(
-            f'<path class="part {escape(area.css_class)}" d="M{"L".join(points + back)}Z"><title>{escape(area.label)}</title></path>'
-        )
+        around = [*_stairs(top), *reversed(_stairs(floor))]
+        line = "L".join(f"{1000 * i / count:.1f} {1000 * (1 - value / high):.1f}" for i, value in around)
+        named = f"<title>{escape(area.label)}</title>"
+        shapes.append(f'<path class="part {escape(area.css_class)}" d="M{line}Z">{named}</path>')
         floor = top
     ends = [*(span.start for span in spans[1:]), count]
     marks = "".join(
@@ -289,11 +281,10 @@ def stacked_areas(
         for span, end in zip(spans, ends, strict=True)
         for at in (percent(span.start / count),)
     )
-    over = (
-        ""
-        if limit is None
-        else f'<line class="capacity" x1="0" x2="100%" y1="{percent(1 - limit / high)}" y2="{percent(1 - limit / high)}"/>'
-    )
+    over = ""
+    if limit is not None:
+        at = percent(1 - limit / high)
+        over = f'<line class="capacity" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
     return (
         f'<svg class="areas" role="img" aria-label="{escape(title)}">{grid}'
         f'<text class="tick" x="-8" y="0" dy="-0.6em" text-anchor="end">{escape(unit)}</text>'

@@ -18,7 +18,7 @@ from isotype.checkpoint.merge.report import ENOUGH, share
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS, why_kept
 from isotype.core.names import format_bytes, grouped, listed, plural, stacked, starred
-from isotype.report.text import fitting, show_commands, wrapped
+from isotype.report.text import fitting, say, show_commands
 
 if TYPE_CHECKING:
     from isotype.checkpoint.consumers import Fit
@@ -36,15 +36,12 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
     console.print()
     console.print(fitting(_total_table(inspection), console))
     console.print()
-    facts = [
-        ("quantization", inspection.quantization or "none"),
-        ("config.json", inspection.config_dtype or ""),
-    ]
-    for name, text in facts:
+    facts = {"quantization": inspection.quantization or "none", "config.json": inspection.config_dtype}
+    for name, text in facts.items():
         if text:
             console.print(Text.assemble((f"{name:<14}", "dim"), text), soft_wrap=True)
     for line in mismatch_lines(inspection):
-        console.print(Text(wrapped(line, console), style="yellow"), soft_wrap=True)
+        say(console, line, "yellow")
 
 
 _STYLES = {
@@ -59,10 +56,7 @@ _STYLES = {
 def render_fit(fit: Fit, console: Console) -> None:
     """Print what a program does with an adapter: each kind of module, the reasons with fixes, the verdict."""
     console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("module", overflow="fold")
-    table.add_column("tensors", justify="right")
-    table.add_column(f"in {fit.consumer}")
+    table = _table("module", "tensors", f"in {fit.consumer}")
     for use in fit.uses:
         table.add_row(Text(use.module), str(use.tensors), Text(use.effect, style=_STYLES[use.effect]))
     console.print(fitting(table, console))
@@ -70,16 +64,22 @@ def render_fit(fit: Fit, console: Console) -> None:
     for (effect, why, fix), uses in grouped(fit.uses, lambda use: (use.effect, use.why, use.fix)).items():
         if effect != "applied":
             count = plural(sum(use.tensors for use in uses), "tensor")
-            console.print(
-                Text(wrapped(f"{effect}: {count}: {why}; {fix}", console), style=_STYLES[effect]),
-                soft_wrap=True,
-            )
+            say(console, f"{effect}: {count}: {why}; {fix}", _STYLES[effect])
     for note in fit.notes:
-        console.print(Text(wrapped(f"note: {note}", console), style="yellow"), soft_wrap=True)
+        say(console, f"note: {note}", "yellow")
     if fit.ok:
-        console.print(
-            Text(f"{fit.consumer} applies every tensor as it was trained.", style="green"), soft_wrap=True
-        )
+        say(console, f"{fit.consumer} applies every tensor as it was trained.", "green")
+
+
+def _table(first: str, *columns: str) -> Table:
+    """Return an empty table of what the first column names, with numbers at the right of their columns."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        number = name in ("tensors", "count", "weights", "bytes", "share")
+        folds = {"overflow": "fold"} if name == "conversion" else {"no_wrap": number or name == "shape"}
+        table.add_column(name, justify="right" if number else "left", **folds)
+    return table
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
@@ -107,13 +107,7 @@ def inspection_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def _group_table(inspection: Inspection) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("tensors", overflow="fold")
-    table.add_column("count", justify="right")
-    table.add_column("dtype")
-    table.add_column("shape", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
+    table = _table("tensors", "count", "dtype", "shape", "bytes", "share")
     for group in inspection.groups:
         marked = bool(group.mismatched) or group.unlike is not None
         table.add_row(
@@ -128,10 +122,7 @@ def _group_table(inspection: Inspection) -> Table:
 
 
 def _total_table(inspection: Inspection) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
-    table.add_column("dtype")
-    for name in ("tensors", "weights", "bytes", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("dtype", "tensors", "weights", "bytes", "share")
     for total in inspection.totals:
         table.add_row(
             Text(total.dtype),
@@ -171,7 +162,7 @@ _ROLES = ("storage", "compute", "pinned")
 def render_plan(inspection: PlanInspection, console: Console) -> None:
     """Print the result of loading each group of tensors, its reason, and what is not read from a file."""
     console.print(Text(f"{inspection.path}  ({inspection.model})", style="bold"), soft_wrap=True)
-    console.print(fitting(_table(inspection), console))
+    console.print(fitting(_plan_table(inspection), console))
     console.print()
     read, loaded = format_bytes(inspection.file_bytes), format_bytes(inspection.loaded_bytes)
     facts = [("bytes", f"{read} in the files, {loaded} loaded")]
@@ -179,11 +170,9 @@ def render_plan(inspection: PlanInspection, console: Console) -> None:
     roles = _ROLES if policy.pinned else _ROLES[:-1]
     facts += [(role, reason) for role in roles if (reason := policy.reasons.get(role, ""))]
     for name, text in facts:
-        line = f"{name:<9}{text}"
-        console.print(Text(wrapped(line, console)), soft_wrap=True)
+        say(console, f"{name:<9}{text}")
     for line in plan_lines(inspection):
-        style = "yellow" if line.startswith(_REMARKABLE) else "dim"
-        console.print(Text(wrapped(line, console), style=style), soft_wrap=True)
+        say(console, line, "yellow" if line.startswith(_REMARKABLE) else "dim")
 
 
 def plan_lines(inspection: PlanInspection) -> list[str]:
@@ -194,9 +183,8 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
         lines.append(f"initialised: {listed(names)}: {reason}")
     surplus = list(dict.fromkeys(starred(tensor.weight.name) for tensor in plan.match.surplus))
     if surplus:
-        lines.append(
-            f"surplus: {listed(surplus)} ({plural(len(plan.match.surplus), 'tensor')}): not in the model"
-        )
+        count = plural(len(plan.match.surplus), "tensor")
+        lines.append(f"surplus: {listed(surplus)} ({count}): not in the model")
     computed = list(dict.fromkeys(starred(name) for name in plan.match.buffers))
     if computed:
         lines.append(f"computed: {listed(computed)}: in no file, the model computes them")
@@ -268,15 +256,8 @@ def plan_json(inspection: PlanInspection) -> dict[str, Any]:
     }
 
 
-def _table(inspection: PlanInspection) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("tensors", overflow="fold")
-    table.add_column("count", justify="right")
-    table.add_column("stored")
-    table.add_column("loaded")
-    table.add_column("conversion", overflow="fold")
-    table.add_column("shape", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
+def _plan_table(inspection: PlanInspection) -> Table:
+    table = _table("tensors", "count", "stored", "loaded", "conversion", "shape", "bytes")
     for group in inspection.groups:
         changed = group.stored != group.storage
         table.add_row(
@@ -332,18 +313,12 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
         ("merged", f"{len(report.weights)} weights, {report.entries:,} entries changed"),
     ]
     if report.worst is not None:
-        rows += [
-            (
-                "lost to rounding",
-                f"{_weight_share(report.median_error)} a weight's update in the median, "
-                f"{_weight_share(report.worst.relative_error).removesuffix(' of')} in {report.worst.name}",
-            ),
-        ]
+        most = _weight_share(report.worst.relative_error).removesuffix(" of")
+        lost = f"{_weight_share(report.median_error)} a weight's update in the median"
+        rows.append(("lost to rounding", f"{lost}, {most} in {report.worst.name}"))
     if report.weights and report.vanished is not None:
-        what = "have the base's codes" if report.coded else "have the base's values"
-        rows.append(
-            ("as before", f"{report.vanished:,} of these entries {what} ({report.vanished_share:.2%})")
-        )
+        what = f"have the base's {'codes' if report.coded else 'values'} ({report.vanished_share:.2%})"
+        rows.append(("as before", f"{report.vanished:,} of these entries {what}"))
     if report.logits is not None:
         rows += _kept(report.logits)
     if report.cheapest is not None:
@@ -355,15 +330,10 @@ def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
     behind = f", {logits.pictured} behind a picture" if logits.pictured else ""
     texts = f"{logits.source or 'texts of isotype'} ({logits.tokens:,} tokens{behind})"
     if logits.kept is not None:
-        yield (
-            "kept",
-            f"{share(logits.kept)} of what was learned: 1 - KL(trained || merged) / KL(trained || base), on {texts}",
-        )
-    yield (
-        "logits",
-        f"differ by at most {logits.max_abs:.3g}, KL {logits.mean_kl:.3g} nats, from the trained model's in float32; those of the base "
-        f"KL {logits.base_kl:.3g}",
-    )
+        formula = "1 - KL(trained || merged) / KL(trained || base)"
+        yield "kept", f"{share(logits.kept)} of what was learned: {formula}, on {texts}"
+    apart = f"differ by at most {logits.max_abs:.3g}, KL {logits.mean_kl:.3g} nats, from the trained model's in float32"
+    yield "logits", f"{apart}; those of the base KL {logits.base_kl:.3g}"
     if logits.losses is not None:
         base, trained, merged = logits.losses
         fall = "" if logits.fall is None else f" ({share(logits.fall)} of the fall)"

@@ -76,14 +76,11 @@ def _arithmetic(event: NonFinite) -> str:
 def _expected(event: NonFinite) -> str:
     if event.cause == "range":
         dtype = event.result.dtype
-        unscaled = (
-            ""
-            if event.scale is None
-            else f"; without the loss scale of {number(event.scale)} it is {number((event.exact or 0.0) / event.scale)}"
-        )
-        return (
-            f"at most {number(torch.finfo(dtype).max)}, the largest number of {dtype_name(dtype)}{unscaled}"
-        )
+        limit = f"at most {number(torch.finfo(dtype).max)}, the largest number of {dtype_name(dtype)}"
+        if event.scale is None:
+            return limit
+        plain = number((event.exact or 0.0) / event.scale)
+        return f"{limit}; without the loss scale of {number(event.scale)} it is {plain}"
     return {
         "row": "at least one entry that is not -inf",
         "labels": "at least one label that is not ignored",
@@ -108,12 +105,10 @@ def _fix(event: NonFinite) -> str:
     }
     if event.cause == "domain" and event.entries == (0.0, 0.0):
         return f"look at {_rows(event)}: a mean over no labels (all are -100) is 0 / 0"
-    halves = event.result.dtype.itemsize <= 2
-    return (
-        fixes[event.cause]
-        if event.cause != "range" and (event.cause != "inside" or halves)
-        else _fix_of_range(event)
-    )
+    wide = event.result.dtype.itemsize > 2
+    if event.cause == "range" or (event.cause == "inside" and wide):
+        return _fix_of_range(event)
+    return fixes[event.cause]
 
 
 def _fix_of_range(event: NonFinite) -> str:

@@ -127,9 +127,8 @@ def _wrapped(line: str, width: int) -> list[str]:
     indent, lines = len(label), []
     if indent > width // 2:  # the label is a line of its own
         indent, lines = len(label) - len(label.lstrip()) + 4, [label.rstrip()]
-    words = textwrap.wrap(
-        line[len(label) :], width - indent, break_long_words=False, break_on_hyphens=False
-    ) or [""]
+    rest = line[len(label) :]
+    words = textwrap.wrap(rest, width - indent, break_long_words=False, break_on_hyphens=False) or [""]
     first = label if not lines else " " * indent
     return [*lines, first + words[0], *(" " * indent + part for part in words[1:])]
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.adapter import Adapter, attach
-from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
@@ -30,6 +29,7 @@ from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
 from isotype.model.fold import fold as fold_layers
+from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
 from isotype.model.targets import Adapt, choose_targets, save_drawn, task_type_of
 from isotype.precision.policy import PrecisionPolicy

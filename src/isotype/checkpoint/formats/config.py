@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from isotype.checkpoint.blank import NoDraws
 from isotype.checkpoint.formats.gguf import without_vocabulary
 from isotype.checkpoint.formats.headers import CheckpointHeaders, quantization_beside
 from isotype.checkpoint.formats.json_file import Entry, entry_problems, read_json
 from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem, one_line
 from isotype.core.pretrained import pretrained
+from isotype.model.modes import NoDraws
 
 BUILD_ERRORS = (
     ArithmeticError,

@@ -175,10 +175,7 @@ def _memory(report: Record) -> Content | None:
             _memory_row(phase, kinds, scale, shown, phase == memory.peak_phase)
             for phase, kinds in memory.phases.items()
         ],
-        "ticks": [
-            (percent(tick * size / scale), label)
-            for tick, label in zip(ticks, tick_labels(ticks), strict=True)
-        ],
+        "ticks": list(zip((percent(t * size / scale) for t in ticks), tick_labels(ticks), strict=True)),
         "unit": unit,
         "peak_phase": memory.peak_phase,
         "kinds": [(kind, format_bytes(peak[kind])) for kind in MEMORY_KINDS if peak.get(kind)],
@@ -228,10 +225,8 @@ def _timeline(memory: Memory, capacity: int | None) -> str:
         for kind in MEMORY_KINDS
         if any(point.kinds.get(kind) for point in points)
     ]
-    starts = [
-        0,
-        *(at for at, (before, after) in enumerate(pairwise(points), 1) if before.phase != after.phase),
-    ]
+    pairs = enumerate(pairwise(points), 1)
+    starts = [0, *(at for at, (before, after) in pairs if before.phase != after.phase)]
     spans = [Span(points[at].phase, at) for at in starts]
     return stacked_areas("memory by kind along the step", areas, spans, unit, capacity and capacity / size)
 
@@ -378,11 +373,8 @@ def reach_picture(reach: Reach | None) -> dict[str, object] | None:
         for line, (column, tokens) in enumerate(matrix.reached)
         for token in tokens
     ]
-    borders = [
-        token * SIDE
-        for token in range(1, len(matrix.sequences))
-        if matrix.sequences[token] != matrix.sequences[token - 1]
-    ]
+    pairs = enumerate(pairwise(matrix.sequences), 1)
+    borders = [token * SIDE for token, (before, after) in pairs if before != after]
     wrong = sum(css == "wrong" for _, _, css, _ in squares)
     return {
         "squares": squares,

@@ -160,8 +160,6 @@ _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 def to_sarif(report: Record) -> str:
     """Return a log with one run: rules with findings, findings with their places, the end of the trace."""
-    from isotype.core import VERSION
-
     known = {rule.code: rule for rule in all_rules()}
     codes = sorted({finding.code for finding in report.findings})
     index = {code: position for position, code in enumerate(codes)}
@@ -176,9 +174,8 @@ def to_sarif(report: Record) -> str:
         "results": [_result(finding, index, report) for finding in report.findings],
         "properties": {"model": report.trace.model, "verdict": verdict(report), "status": report.status},
     }
-    return (
-        json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, allow_nan=False) + "\n"
-    )
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=1, allow_nan=False) + "\n"
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:

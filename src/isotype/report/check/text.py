@@ -199,20 +199,14 @@ def trust(report: Record) -> list[tuple[str, str]]:
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
-        names = ", ".join(report.assumed)
-        rows.append(
-            ("assumed", f"{names}: no contract was measured on {title}; the rule of the family was used")
-        )
+        unmeasured = f"no contract was measured on {title}; the rule of the family was used"
+        rows.append(("assumed", f"{', '.join(report.assumed)}: {unmeasured}"))
     rows += [("assumed", doubt) for doubt in doubts(report.trace.setup.profile)]
     if failure is not None:
         mixed = "; operands of different dtypes were involved" if failure.dtype_related else ""
         at = f" ({short_source(failure.source)})" if failure.source else ""
-        rows.append(
-            (
-                "not seen",
-                f"whatever follows {_where(failure.phase, failure.module)}{at}: {failure.error}{mixed}",
-            )
-        )
+        place = f"{_where(failure.phase, failure.module)}{at}"
+        rows.append(("not seen", f"whatever follows {place}: {failure.error}{mixed}"))
     rows += [("not seen", note) for note in sharding_notes(report.trace.setup)]
     rows += [("note", note) for note in report.trace.notes]
     if report.ranges in ("known", "unknown"):
@@ -314,12 +308,9 @@ def lines(
         whole: with all details of findings, and the parts of memory and time.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
+    command = (("isotype run" if in_script else "isotype check", "bold"), ("   ", ""))
     text: list[Line] = [
-        *_hang(
-            (("isotype run" if in_script else "isotype check", "bold"), ("   ", "")),
-            f"{report.trace.model or 'model'} on {device_words(setup)}",
-            width,
-        ),
+        *_hang(command, f"{report.trace.model or 'model'} on {device_words(setup)}", width),
         *_hang(((" " * 3, ""),), setup_words(setup, whole), width, "dim"),
         (),
         *_hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status]),
@@ -407,14 +398,9 @@ def _finding(
         text += _field("cost", "; ".join(cost_clauses(finding.cost, title)), width)
     for fix in finding.fixes if whole else finding.fixes[:_FIXES_SHOWN]:
         text += _field("help", f"{fix.description}   ({fix_standing(fix)})", width)
-        text += _command(fix.command, command_width)
+        printed = printed_command(fix.command, command_width, 4).split("\n") if fix.command else []
+        text += [((line, ""),) for line in printed]
     return text
-
-
-def _command(command: Sequence[str], width: int | None) -> list[Line]:
-    """Return a command on lines of its own; none without a command."""
-    lines = printed_command(command, width, 4).split("\n") if command else []
-    return [((line, ""),) for line in lines]
 
 
 def _place(finding: Finding, width: int) -> list[Line]:
@@ -422,10 +408,8 @@ def _place(finding: Finding, width: int) -> list[Line]:
     arrow, module, rest = ("  --> ", "blue"), named(finding.module), "   ".join(parts)
     if len(arrow[0]) + len(module) + 3 + len(rest) <= width:
         return [(arrow, (module, ""), (f"   {rest}", "dim"))]
-    return [
-        (arrow, (elide(module, width - len(arrow[0])), "")),
-        *_hang((("      ", ""),), rest, width, "dim"),
-    ]
+    head = (arrow, (elide(module, width - len(arrow[0])), ""))
+    return [head, *_hang((("      ", ""),), rest, width, "dim")]
 
 
 def _operands(operands: Sequence[Operand]) -> list[Line]:

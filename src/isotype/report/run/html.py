@@ -95,7 +95,7 @@ def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str
     skipped = f"{summary.skipped:,} skipped" if summary.skipped else ""
     final = "not measured" if summary.final_loss is None else format_loss(summary.final_loss)
     mean = f"mean of the last {summary.window}" if summary.window > 1 else ""
-    rate, peak = summary.tokens_per_second, summary.peak_memory_bytes
+    rate, peak, none = summary.tokens_per_second, summary.peak_memory_bytes, "not measured"
     epochs = "" if record.data is None else f"{format_number(record.data.epochs, 3)} epochs"
     steps = ", ".join(filter(None, (epochs, skipped)))
     return [
@@ -103,16 +103,8 @@ def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str
         ("Tokens", format_count(summary.tokens) if summary.tokens else "not measured", ""),
         ("Time", format_duration(summary.seconds), "" if record.finished else "in steps"),
         ("Final loss", final, mean if summary.final_loss is not None else ""),
-        (
-            "Tokens/s",
-            "not measured" if rate is None else format_number(rate, 3),
-            "" if rate is None else "median",
-        ),
-        (
-            "Peak memory",
-            "not measured" if peak is None else format_bytes(peak),
-            "" if peak is None else "in a step",
-        ),
+        ("Tokens/s", none, "") if rate is None else ("Tokens/s", format_number(rate, 3), "median"),
+        ("Peak memory", none, "") if peak is None else ("Peak memory", format_bytes(peak), "in a step"),
     ]
 
 
@@ -163,8 +155,8 @@ def _data(data: DataSummary | None) -> list[tuple[str, str]]:
         return []
     packs = "" if data.packs is None else f" in {plural(data.packs, 'pack')}"
     held_back = f", {data.held_back:,} held back" if data.held_back else ""
-    rows = [("rows", f"{data.rows:,}{packs}{held_back}")]
-    rows += [
+    rows = [
+        ("rows", f"{data.rows:,}{packs}{held_back}"),
         ("effective batch", f"{data.step_words} a step"),
         ("epochs", format_number(data.epochs, 3)),
     ]
@@ -172,12 +164,8 @@ def _data(data: DataSummary | None) -> list[tuple[str, str]]:
         middle, long, longest = data.lengths
         rows.append(("tokens a row", f"{middle:,} in the middle, {long:,} at 90 %, {longest:,} at 99 %"))
     if data.cut_rows:
-        rows.append(
-            (
-                "cut to the length limit",
-                f"{data.cut_rows:,} rows, {format_share(data.cut_share)} of all tokens",
-            )
-        )
+        cut = f"{data.cut_rows:,} rows, {format_share(data.cut_share)} of all tokens"
+        rows.append(("cut to the length limit", cut))
     if data.padding_share is not None:
         rows.append(("padding", f"{format_share(data.padding_share)} of the tokens in a batch"))
     return rows
@@ -280,9 +268,7 @@ def _loss_scale(steps: Sequence[StepRecord]) -> list[Chart]:
 def in_words(chart: Chart, record: RunRecord) -> str:
     """Describe a chart for a screen reader."""
     if chart.id != "loss" or not record.steps:
-        return (
-            f"{chart.title}, {chart.unit}: {chart.remark}" if chart.remark else f"{chart.title}, {chart.unit}"
-        )
+        return f"{chart.title}, {chart.unit}{f': {chart.remark}' if chart.remark else ''}"
     first, last = record.steps[0], record.steps[-1]
     return f"{chart.title}: {format_loss(first.loss)} at step {first.step:,}, {format_loss(last.loss)} at step {last.step:,}"
 

@@ -180,29 +180,20 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
-        times = {"started": self.started, "finished": self.finished}
         parsed: list[datetime] = []
-        for name, text in times.items():
-            if text is None:
-                continue
+        for name, text in (("started", self.started), ("finished", self.finished)):
             try:
-                parsed.append(parse_time(text))
+                parsed += [] if text is None else [parse_time(text)]
             except ValueError:
-                problems.append(
-                    Problem(
-                        f"{name} = {text!r}",
-                        'an ISO-8601 time such as "2026-01-31T09:30:00+00:00"',
-                        "use datetime.now(timezone.utc).isoformat()",
-                    )
-                )
+                expected = 'an ISO-8601 time such as "2026-01-31T09:30:00+00:00"'
+                fix = "use datetime.now(timezone.utc).isoformat()"
+                problems.append(Problem(f"{name} = {text!r}", expected, fix))
         if len({time.utcoffset() is None for time in parsed}) > 1:
-            problems.append(
-                Problem(
-                    f"started = {self.started!r}, finished = {self.finished!r}",
-                    "a UTC offset in both or in neither",
-                    "take both from datetime.now(timezone.utc).isoformat()",
-                )
+            what, fix = (
+                f"started = {self.started!r}, finished = {self.finished!r}",
+                "take both from datetime.now(timezone.utc).isoformat()",
             )
+            problems.append(Problem(what, "a UTC offset in both or in neither", fix))
         if problems:
             raise IsotypeError("this run cannot be recorded", problems)
 
@@ -290,11 +281,8 @@ def _training_sentence(record: RunRecord) -> tuple[str, ...]:
         return ("The training loss was never a finite number.",)
     if last_good + 1 < len(steps):
         lost = steps[last_good + 1]
-        return (
-            "Training loss became ",
-            format_loss(lost.loss),
-            f" at step {lost.step:,} and stayed non-finite.",
-        )
+        where = f" at step {lost.step:,} and stayed non-finite."
+        return ("Training loss became ", format_loss(lost.loss), where)
     if len(steps) == 1:
         return ("Training loss was ", format_loss(summary.final_loss), " in the only step.")
     means = "" if summary.window == 1 else f" (means of the first and the last {summary.window} steps)"
@@ -314,24 +302,16 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
         return ("Held-back loss was not measured.",)
     first, last = evals[0], evals[-1]
     if len(evals) == 1:
-        return (
-            "Held-back loss was ",
-            format_loss(first.loss),
-            f" at step {first.step:,}, the only time it was measured.",
-        )
+        where = f" at step {first.step:,}, the only time it was measured."
+        return ("Held-back loss was ", format_loss(first.loss), where)
     # The same rows are measured each time: there is no noise of sampling.
     change = _change(first.loss, last.loss, _SAME * abs(first.loss))
     finite = [record for record in evals if math.isfinite(record.loss)]
     best = min(finite, key=lambda record: record.loss, default=last)
     if format_loss(best.loss) in (format_loss(first.loss), format_loss(last.loss)):
         return (f"Held-back loss {change[0]}", *change[1:], ".")
-    return (
-        f"Held-back loss {change[0]}",
-        *change[1:],
-        "; its lowest was ",
-        format_loss(best.loss),
-        f" at step {best.step:,}.",
-    )
+    lowest = ("; its lowest was ", format_loss(best.loss), f" at step {best.step:,}.")
+    return (f"Held-back loss {change[0]}", *change[1:], *lowest)
 
 
 @dataclass(frozen=True)
