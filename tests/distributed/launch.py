@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from isotype.data.methods import METHODS
@@ -98,7 +99,7 @@ def argv(model: Path, data: Path, out: Path, processes: int, *more: object) -> l
         "lora_dropout": 0,
         "logging_steps": 1,
         "seed": 0,
-        "device": "cpu",
+        **({"device": "cpu"} if torch.accelerator.is_available() else {}),
         "ranges": "known",
     }
     return [*(str(part) for name, value in fixed.items() for part in (f"--{name}", value)), *map(str, more)]

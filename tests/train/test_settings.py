@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import device_profile
 from isotype.train.command.parse import parse_command
-from isotype.train.command.settings import parse_settings, settings_of
+from isotype.train.command.settings import _values, parse_settings, settings_of
 
 BASE = ("--model_name_or_path", "m", "--dataset_name", "d")
 
@@ -223,6 +224,16 @@ def test_flags_that_are_false_rule_dtypes_out_and_use_cpu_names_the_device():
     assert settings.refused == {"bfloat16"}
     assert settings.extra.device == "cpu"
     assert parse_settings(METHODS["sft"], [*BASE]).refused == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("count", "gpu", "device"), [("2", False, "cpu"), ("2", True, "auto"), ("1", False, "auto")]
+)
+def test_processes_without_an_accelerator_ask_for_the_cpu(count, gpu, device, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", count)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
+    values = _values(parse_command("sft", BASE)[0], {})
+    assert (values.get("device", "auto"), values.get("use_cpu", False)) == (device, device == "cpu")
 
 
 def test_lora_bias_is_an_argument():

@@ -12,6 +12,11 @@ DORA_CACHE: Final = "_dora_cache"
 """Attribute with the cached norms of a DoRA layer."""
 
 
+def without_peft(model: Any) -> Any:
+    """Return the model inside of a PEFT model; any other model, adapters in it or not, unchanged."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def all_linear(config: Any, model: Any) -> set[str]:
     """Return the names of the layers of `model` that PEFT adapts for `all-linear`."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from packaging.version import Version
 
+from isotype.compat.peft import without_peft
 from isotype.compat.replaced import Replacements, replaced
 from isotype.compat.standard import frame_above
 
@@ -71,7 +72,7 @@ def has_own_adapters(model: Any) -> bool:
 
 def has_states(model: Any) -> bool:
     """Return whether a model carries earlier tokens in a state, which masks cannot separate."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     return bool(getattr(base, "_is_stateful", False))
 
 

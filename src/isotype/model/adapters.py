@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from isotype.compat.hub import asking
+from isotype.compat.peft import without_peft
 from isotype.compat.transformers import rename
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import PrecisionError, UsageError
@@ -130,7 +131,7 @@ def remember_base(model: Any, config: Any) -> None:
     PEFT takes the name from the model; a relative path would be another folder, or a hub id, in another
     directory.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     name, settings = getattr(base, "name_or_path", None), getattr(base, "config", None)
     if not name or settings is None:
         return
@@ -172,7 +173,7 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
     import peft
 
     lora_kwargs.setdefault("target_modules", "all-linear")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     lora_kwargs.setdefault("task_type", task_type_of(base))
     return peft.LoraConfig(**lora_kwargs)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from isotype.compat.peft import all_linear
+from isotype.compat.peft import all_linear, without_peft
 from isotype.core.errors import UsageError
 from isotype.core.names import EXPERT, grouped, listed, plain_name, plural
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
@@ -151,7 +151,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     wide = str(config.target_modules).lower() == "all-linear"
     converted = copy.deepcopy(config)
     with seen_dense(base):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.peft import without_peft
 from isotype.compat.transformers import attention_of
 from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import Problem, UsageError
@@ -86,7 +87,7 @@ def setup_of(request: StepRequest) -> Setup:
 
 
 def _towers(model: Any) -> tuple[str, ...]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
     return tuple(names[id(tower)] for _, tower in towers_of(base))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.peft import without_peft
 from isotype.compat.torch import tree_map
 from isotype.core.console import Bar
 from isotype.core.dtypes import dtype_name
@@ -144,7 +145,7 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     Raises:
         UsageError: the model takes no token ids.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = without_peft(model)
     config: Any = getattr(base, "config", None)
     if not hasattr(config, "to_dict") or getattr(base, "main_input_name", "input_ids") != "input_ids":
         named = getattr(base, "main_input_name", "arguments of its own")
@@ -292,7 +293,7 @@ def of_module(model: nn.Module) -> Measured:
 
 def base_of(model: nn.Module) -> nn.Module:
     """Return the base model of a PEFT model; other models unchanged."""
-    base: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    base: nn.Module = without_peft(model)
     return base
 
 

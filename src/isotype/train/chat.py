@@ -17,6 +17,7 @@ from rich.text import Text
 
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.compat.interrupt import Terminated, interrupts_kept
+from isotype.compat.peft import without_peft
 from isotype.compat.templates import render_chat, template_source
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, UsageError, first_line, one_line
@@ -262,7 +263,7 @@ def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
     if not model.can_generate():
         raise UsageError.of(
             "this model does not write text",
-            f"{name}: a {type(model.get_base_model() if hasattr(model, 'get_base_model') else model).__name__}",
+            f"{name}: a {type(without_peft(model)).__name__}",
             "a model with a language head",
             "give another model",
         )

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotype.checkpoint.facts import stored_parameters
+from isotype.compat.peft import without_peft
 from isotype.core.allocator import allocator_setting
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import FORMATS, why_kept
@@ -147,7 +148,7 @@ def show_model(console: Console, model: Any) -> None:
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
     """Return (part, parameters, trainable ones, storage dtypes) per part of a model with pictures or sound."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     parts = Parts(base)
     if not parts.towers:
         return []

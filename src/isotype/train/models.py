@@ -22,6 +22,7 @@ from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.shard import load_sharded
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import concrete_class, skeleton, skipped_modules, store
+from isotype.compat.peft import without_peft
 from isotype.compat.templates import limit_templates
 from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
@@ -180,7 +181,7 @@ def _sharded(
     kwargs: Any,
 ) -> Any:
     model = load_sharded(checkpoint, policy, adapt, reshard=sharding.reshard, **kwargs)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     mark_as_sharded(base)  # `generate` then goes on until every process has its end
     # TRL casts the masters of a model with these to bfloat16, which no assignment to `.data` undoes where they are sharded.
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False

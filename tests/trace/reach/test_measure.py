@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from isotype.records.reach import Reach
 from isotype.trace.reach.measure import measure_reach
@@ -168,13 +169,110 @@ def test_what_cannot_be_measured_says_why() -> None:
         .undecided[0]
         .startswith("the copy could not be run")
     )
-    large = nn.Sequential(nn.Linear(3000, 3000))
+    large = nn.Sequential(nn.Linear(6000, 6000))
     assert measured(large, {"input_ids": ids, "labels": ids}).undecided == (
-        "the model has 9,003,000 weights and no config that a smaller one can be made from",
+        "the model has 36,006,000 weights and no config that a smaller one can be made from",
     )
     unlearned = torch.full_like(ids, -100)
     (why,) = measured(built("llama")[0], {"input_ids": ids, "labels": unlearned}).undecided
     assert why == "the batch has no label that is learned"
+
+
+class Wrapped(nn.Module):
+    """A model around one of transformers, which drops the mask."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+def large_llama() -> nn.Module:
+    """On the meta device, 100 million weights."""
+    with torch.device("meta"):
+        sizes = {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+        }
+        return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32000))
+
+
+def padded_in_front() -> dict[str, torch.Tensor]:
+    ids = torch.arange(1004, 1036).view(2, 16)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_large_model_in_a_users_module_becomes_small(adapted: bool) -> None:
+    inner = large_llama()
+    if adapted:
+        inner = peft.get_peft_model(inner, peft.LoraConfig(target_modules=["q_proj"]))
+    reach = measured(Wrapped(inner), padded_in_front())
+    assert reach.copy == "a copy of the model with a LlamaForCausalLM with a small config"
+    assert [leak.source for leak in reach.leaks] == ["padding", "padding position"]
+    assert [unused.name for unused in reach.unused] == ["attention_mask"]
+    assert reach.undecided == ()
+
+
+def test_adapters_that_transformers_has_added() -> None:
+    model, batch = built("llama")
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))  # type: ignore[operator]
+    assert measured(model, batch).undecided == ()
+    large = large_llama()
+    large.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))  # type: ignore[operator]
+    reach = measured(large, padded_in_front())
+    assert (reach.copy, reach.undecided) == ("a LlamaForCausalLM with a small config", ())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_first_layers_of_a_large_model_of_ones_own(causal: bool) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(16, 30_000), nn.ReLU(), nn.Linear(30_000, 16))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            mean = hidden.cumsum(1) if causal else hidden.sum(1, keepdim=True)
+            return hidden + torch.as_tensor(self.mlp(hidden + mean))
+
+    class Layers(OwnModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(12))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.table(input_ids)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            logits = self.head(hidden)
+            return logits, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    model = Layers()
+    ids = torch.arange(4, 36).view(2, 16)
+    reach = measured(model, {"input_ids": ids, "labels": ids})
+    assert reach.copy == "a copy of the model of the first 2 of 12 layers"
+    assert (reach.leak("later token") is None) == causal
+    assert len(model.layers) == 12
+
+
+def test_a_model_that_cannot_be_copied_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise LookupError("no copies")
+
+    monkeypatch.setattr("isotype.trace.reach.measure.small_copy", refused)
+    model, batch = built("llama")
+    assert measured(model, batch).undecided == ("no small copy could be made: LookupError: no copies",)
 
 
 def test_packed_rows_of_a_loss_beside_the_model() -> None:

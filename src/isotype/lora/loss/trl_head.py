@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
+from isotype.compat.peft import without_peft
 from isotype.compat.torch import FakeTensor
 from isotype.compat.transformers import attention_of
 from isotype.compat.trl import former_forward, head_arguments, is_fused_forward, put_forward, take_forward
@@ -135,7 +136,7 @@ def take_packed_rows(trainer: Any) -> bool:
 
 def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch's inputs for the model's layers under this forward: no mask for packed rows."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     packed = base.__dict__.get(_PACKED, False) and inputs.get("position_ids") is not None
     left_out = ("fused_lm_head", "attention_mask") if packed else ("fused_lm_head",)
     return {name: value for name, value in inputs.items() if name not in left_out}
@@ -143,7 +144,7 @@ def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def put_head(model: Any) -> None:
     """Give a causal language model without a trainer the forward of SFT, for a check of the step."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))
 
@@ -229,7 +230,7 @@ def _projects(model: Any) -> bool:
 def _models(trainer: Any) -> Iterator[Any]:
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
-            yield model.get_base_model() if hasattr(model, "get_base_model") else model
+            yield without_peft(model)
 
 
 def _asked(forward: Any) -> tuple[bool, dict[str, Any]] | None:

@@ -57,10 +57,13 @@ def measure_reach(
         copy = small_copy(model, torch.cat([*map(_all_tokens, (batch, *more))]), most_bytes)
     except NoCopyError as problem:
         return Reach("", rows, tokens, undecided=(str(problem),))
+    except Exception as error:  # noqa: BLE001 - a class may refuse to be copied; the reason is reported
+        why = f"no small copy could be made: {type(error).__name__}: {first_line(error)}"
+        return Reach("", rows, tokens, undecided=(why,))
     batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""
     more = [renumbered(other, copy.tokens) for other in more]
     with random_states_kept():
-        for dtype in SEEN:
+        for dtype in (dtype for dtype in SEEN if dtype.itemsize <= copy.dtype.itemsize):
             try:
                 reach = _measured(Probe(copy, batch.to(dtype), deadline, dtype))
                 return _of_processes(

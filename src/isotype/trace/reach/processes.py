@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from isotype.compat.fake_processes import fake_process_group
+from isotype.compat.peft import without_peft
 from isotype.compat.torch import TorchDispatchMode
 from isotype.compat.transformers import unsplit_classes
 from isotype.model.loss import find_loss
@@ -121,7 +122,7 @@ def _shard(model: Any, mesh: Any) -> None:
     """
     from torch.distributed.fsdp import fully_shard
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     classes = unsplit_classes(base)
     blocks = [module for module in model.modules() if type(module).__name__ in classes]
     for block in blocks or list(blocks_in(model)):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from isotype.compat.peft import without_peft
 from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
 from isotype.compat.transformers import fresh_model, use_plain_experts
 from isotype.core.errors import first_line
 from isotype.core.random_states import random_states_kept
-from isotype.model.walk import empty_copies, fill_copies, kind_of
+from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
 from isotype.trace.reach.flash import use_stand_in
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
@@ -27,6 +28,7 @@ MOST_WEIGHTS_OF_CLASS = 32_000_000
 _JITTER = 0.05
 """Noise added to every weight, in standard deviations of the weight: weights of zero would hide dependencies."""
 _SPARE = 8
+_LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
 
 
@@ -35,16 +37,18 @@ class Copy:
     """A small copy.
 
     Attributes:
-        model: in float64, on the CPU, without dropout.
+        model: in `dtype`, on the CPU, without dropout.
         words: its description.
         tokens: token id of the model -> token id of the copy; None if they are the same.
         plain: the copy's token ids without a special meaning.
+        dtype: float64; float32 for a copy of large layers.
     """
 
     model: nn.Module
     words: str
     tokens: Mapping[int, int] | None
     plain: tuple[int, ...]
+    dtype: torch.dtype = torch.float64
 
 
 class NoCopyError(Exception):
@@ -61,9 +65,9 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
             class is possible; None for no limit.
 
     Raises:
-        NoCopyError: the model is too large, and no class of transformers makes a smaller one.
+        NoCopyError: the model is too large, and so are its first layers beside smaller models of its classes.
     """
-    base = _base(model)
+    base = without_peft(model)
     weights = sum(weight.numel() for weight in _matrices(base))
     config = getattr(base, "config", None)
     special = special_tokens(config) if hasattr(config, "model_type") else {}
@@ -74,15 +78,7 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
     if weights <= MOST_WEIGHTS and fits and _copyable(model):
         plain = tuple(sorted(present - special.keys()))
         return Copy(_quiet(_copied(model), model.training), "a copy of the model", None, plain)
-    if not special and not hasattr(config, "model_type"):
-        raise NoCopyError(
-            f"the model has {weights:,} weights and no config that a smaller one can be made from"
-        )
-    return _of_class(model, base, present)
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return _of_class(model, base, present) if hasattr(config, "model_type") else _of_parts(model, present)
 
 
 def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -101,38 +97,100 @@ def _copyable(model: nn.Module) -> bool:
     )
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """Return the model's own modules with new tensors, in float64."""
+def _of_parts(model: nn.Module, present: set[int]) -> Copy:
+    """Return a copy of a user's module: transformers models in it become small, its own lists of layers short."""
     memo: dict[int, Any] = {}
+    left_out: set[int] = set()
+    tokens: Mapping[int, int] | None = None
+    plain, words = tuple(sorted(present)), []
+    for inner in _transformers_models(model):
+        small = _of_class(inner, without_peft(inner), present)
+        if tokens not in (None, small.tokens):
+            raise NoCopyError("its parts have different special tokens")
+        memo[id(inner)] = small.model
+        left_out |= {id(part) for part in inner.modules()}
+        tokens, plain = small.tokens, small.plain
+        words.append(small.words)
+    short = {}
+    for _, layers in lists_of_blocks(model, 1):
+        surplus = list(layers.children())[_LAYERS_OF_A_COPY:]
+        if surplus and id(layers) not in left_out:
+            short[id(layers)] = len(surplus) + _LAYERS_OF_A_COPY
+            left_out |= {id(part) for layer in surplus for part in layer.modules()}
+    kept = [part for part in model.modules() if id(part) not in left_out]
+    weights_of = {id(weight): weight for part in kept for weight in part.parameters(recurse=False)}
+    tables = {id(part.weight) for part in kept if isinstance(part, nn.Embedding)}
+    weights = sum(weight.numel() for at, weight in weights_of.items() if at not in tables)
+    if weights > MOST_WEIGHTS_OF_CLASS or (len(kept) == 1 and not words):
+        what = "the model" if not short else f"the first {_LAYERS_OF_A_COPY} layers of the model"
+        raise NoCopyError(f"{what} has {weights:,} weights and no config that a smaller one can be made from")
+    dtype = torch.float32 if weights > MOST_WEIGHTS else torch.float64
+    copied = _copied(model, memo, left_out, dtype)
+    for layers in (memo[at] for at in short):
+        for name in list(layers._modules)[_LAYERS_OF_A_COPY:]:
+            del layers._modules[name]
+    cut = [f"of the first {_LAYERS_OF_A_COPY} of {number} layers" for number in dict.fromkeys(short.values())]
+    parts = " and ".join([*cut, *(f"with {part}" for part in words)])
+    return Copy(
+        _quiet(copied.to(dtype), model.training), f"a copy of the model {parts}".strip(), tokens, plain, dtype
+    )
+
+
+def _transformers_models(model: nn.Module) -> Iterator[Any]:
+    """Yield the outermost modules with a config of transformers, adapters around them included."""
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) not in inside and hasattr(getattr(without_peft(module), "config", None), "model_type"):
+            inside |= {id(part) for part in module.modules()}
+            yield module
+
+
+def _copied(
+    model: nn.Module,
+    memo: dict[int, Any] | None = None,
+    left_out: Collection[int] = (),
+    dtype: torch.dtype = torch.float64,
+) -> nn.Module:
+    """Return the model's own modules with new tensors, floats in `dtype`.
+
+    Args:
+        model: unchanged.
+        memo: modules that take the place of the model's, by `id`.
+        left_out: modules that are not copied, by `id`.
+        dtype: float64 or float32.
+    """
+    memo = {} if memo is None else memo
     empty_copies(model, memo)
     generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
+    kept = [part for part in model.modules() if id(part) not in left_out]
+    parameters = {id(weight): weight for part in kept for weight in part.parameters(recurse=False)}
+    for parameter in parameters.values():
         if not parameter.is_floating_point():
             memo[id(parameter)] = nn.Parameter(parameter.detach().cpu().clone(), requires_grad=False)
         else:
-            values = _values(parameter, generator)
+            values = _values(parameter, generator, dtype)
             memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
+    for buffer in (buffer for part in kept for buffer in part.buffers(recurse=False)):
         values = buffer.detach().cpu().clone()
-        memo[id(buffer)] = values.double() if values.is_floating_point() else values
-    fill_copies(model, memo)
+        memo[id(buffer)] = values.to(dtype) if values.is_floating_point() else values
+    fill_copies(model, memo, left_out)
     made: nn.Module = memo[id(model)]
     return made
 
 
-def _values(parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor:
+def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
     shape = parameter.shape
     if parameter.is_meta or isinstance(parameter, FakeTensor):
-        return _generic(shape, generator)
-    values = parameter.detach().cpu().double()
+        return _generic(shape, generator).to(dtype)
+    values = parameter.detach().to("cpu", dtype, copy=True)
     spread = float(values.std()) if values.numel() > 1 else 0.0
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    noise = torch.randn(shape, generator=generator, dtype=dtype)
     if spread == 0.0:  # all equal: a norm of ones, an untrained adapter
         return values + noise * (0.1 if parameter.dim() < 2 else _scale(shape))
     if parameter.dim() < 2:
         return values + noise * (_JITTER * spread)
     # A product that shrinks its inputs hides their effect.
-    return (values / spread + noise * _JITTER) * _scale(shape)
+    return values.div_(spread).add_(noise, alpha=_JITTER).mul_(_scale(shape))
 
 
 def _scale(shape: torch.Size) -> float:
@@ -223,8 +281,8 @@ def _adapted(small: nn.Module, model: Any) -> nn.Module:
             made = peft.get_peft_model(small, again, adapter_name=name)
         else:
             made.add_adapter(name, again)
-    active = model.active_adapters if hasattr(model, "active_adapters") else list(model.peft_config)
-    made.base_model.set_adapter(active)
+    active = getattr(model, "active_adapters", None)  # a method of transformers, a property of PEFT
+    made.base_model.set_adapter(list(model.peft_config) if active is None or callable(active) else active)
     adapted: nn.Module = made
     return adapted
 

@@ -25,7 +25,7 @@ from isotype.train.command.arguments import IsotypeArguments, number_problems
 from isotype.train.command.command import AUTO, HOLDERS, RECOMPUTE, Command
 from isotype.train.command.parse import MODELS, parse_command
 from isotype.train.command.precision import FLAGS, read_precision_request
-from isotype.train.launched import Sharding
+from isotype.train.launched import Sharding, processes
 from isotype.train.libraries import require_names
 
 
@@ -116,7 +116,9 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     # transformers refuses bf16 on some machines while it parses; what the flags ask for is judged by the policy. TRL refuses 8 bits
     # beside 4, alone; they are judged with all that is said about precision.
     values |= {"bf16": False, "fp16": False, "load_in_8bit": False}
-    if values.get("use_cpu") and values.get("device", "auto") == "auto":
+    # On a machine without an accelerator, accelerate connects processes only if they ask for the CPU.
+    on_cpu = values.get("use_cpu") or (processes() > 1 and not torch.accelerator.is_available())
+    if on_cpu and values.get("device", "auto") == "auto":
         values["device"] = "cpu"
     if values.get("device") == "cpu":
         values["use_cpu"] = True

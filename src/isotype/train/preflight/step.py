@@ -13,6 +13,7 @@ import transformers
 
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
+from isotype.compat.peft import without_peft
 from isotype.compat.transformers import documents_told_at, has_states
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError
@@ -328,7 +329,7 @@ def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
 def _by_lengths(plan: StepPlan, model: Any) -> bool:
     """Return True if the training's attention takes packed rows by their lengths, which no weightless model shows."""
     profile = device_profile(plan.device)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_peft(model)
     return goes_by_lengths(base) or (plan.fuse and may_go_by_lengths(base, profile))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.peft import without_peft
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS, Loss
 from isotype.data.tokens import IGNORED
@@ -30,7 +31,7 @@ def synthetic_batch(
     Raises:
         UsageError: the model takes no token ids, or `length` has no room for the tokens of the pictures.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = without_peft(model)
     if getattr(base, "main_input_name", "input_ids") != "input_ids":
         fix = "give package.module:function, where the function returns (model, inputs)"
         problem = Problem(f"{type(base).__name__} takes {base.main_input_name}", "a model of token ids", fix)

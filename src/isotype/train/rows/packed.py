@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.peft import without_peft
 from isotype.compat.transformers import attention_of
 from isotype.lora.loss.trl_head import goes_by_lengths, take_packed_rows
 from isotype.lora.unpadded import hooks_see_one_row, mixes_documents
@@ -55,7 +56,7 @@ def keep_rows(trainer: Any) -> str | None:
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
         return None
-    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    model = without_peft(trainer.model)
     if goes_by_lengths(model):
         return None
     if not trainer.args.packing:
