@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import isotype
-from isotype.lora import fused as fused_layers
+from isotype.lora import modules
 from isotype.lora.attention import registered
 from isotype.model.fold import fold
 from isotype.precision.policy import PrecisionPolicy
@@ -197,7 +197,7 @@ def test_scratch_of_layers_that_run_together(
 ) -> None:
     """Compiled loops hold the weights of a group at a time, torch's operators one: what is foreseen suffices for both."""
     pretend(WITHOUT, monkeypatch)
-    monkeypatch.setattr(fused_layers, "is_used", lambda *_: loops)
+    monkeypatch.setattr(modules, "is_used", lambda *_: loops)
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1, "intermediate_size": 2048})
     with quiet():
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
