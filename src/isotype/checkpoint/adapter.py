@@ -289,10 +289,11 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         mismatches = _SIZE_MISMATCH.findall(str(error))
         if not mismatches:
             raise
-        problems = [
-            Problem(f"{base_name(name)} of shape ({saved})", f"shape ({wanted}), for this base model", _FIX)
+        pairs = (
+            (f"{base_name(name)} of shape ({saved})", f"shape ({wanted})")
             for name, saved, wanted in mismatches
-        ]
+        )
+        problems = [Problem(what, f"{expected}, for this base model", _FIX) for what, expected in pairs]
         raise _incompatible(adapter, base, problems) from error
     prefix = getattr(peft_model.base_model, "prefix", None)
     problems = [
@@ -382,11 +383,8 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
             for name in _EXPRESSIONS
             if isinstance(value := content.get(name), str) or (name == "layers_pattern" and value)
         }
-        expressions |= {
-            f"{path}: {name}": value
-            for name, value in content.items()
-            if name.endswith("_pattern") and isinstance(value, dict)
-        }
+        dicts = {name: value for name, value in content.items() if isinstance(value, dict)}
+        expressions |= {f"{path}: {name}": each for name, each in dicts.items() if name.endswith("_pattern")}
         problems = [*pattern_problems(expressions, names), *_tensor_problems(content, tensors, path)]
     if problems:
         raise CheckpointError(f"the adapter {directory} cannot be read", problems)

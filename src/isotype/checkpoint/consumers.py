@@ -130,9 +130,8 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
     if source is None:
         expected, fix = "a model to place its tensors in", f"--for {consumer} MODEL"
         raise UsageError.of("no base model", f"the adapter {directory}, which names none", expected, fix)
-    base = skeleton(
-        config_of(open_checkpoint(source, adapter.revision if model is None else None)), torch.float32
-    )
+    checkpoint = open_checkpoint(source, adapter.revision if model is None else None)
+    base = skeleton(config_of(checkpoint), torch.float32)
     judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _zeros(adapter))
     judged = [(starred(module_of(tensor.name)), judge.use(tensor)) for tensor in adapter.headers.tensors]
     uses = tuple(

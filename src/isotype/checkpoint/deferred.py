@@ -109,11 +109,8 @@ class DeferredBlocks:
         for header in headers.values():
             weights[header.dtype] += header.elements
         most = weights.most_common(1)[0][0] if weights else None
-        return {
-            name: header.dtype
-            for name, header in headers.items()
-            if header.dtype not in (None, most) and header.dtype.itemsize > 1
-        }
+        dtypes = {name: header.dtype for name, header in headers.items() if header.dtype not in (None, most)}
+        return {name: dtype for name, dtype in dtypes.items() if dtype is not None and dtype.itemsize > 1}
 
     def as_stored(self, name: str) -> torch.Tensor:
         """Return one of `stored_otherwise` without rounding."""

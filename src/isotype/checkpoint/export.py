@@ -108,9 +108,8 @@ def check_exportable(config: Any) -> Architecture:
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
         raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
     if not getattr(text, "norm_topk_prob", True):
-        raise _refused(
-            "norm_topk_prob false", "true: llama.cpp lets the scores of a token's experts sum to 1"
-        )
+        expected = "true: llama.cpp lets the scores of a token's experts sum to 1"
+        raise _refused("norm_topk_prob false", expected)
     return architecture
 
 
@@ -176,9 +175,8 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
         stored = getattr(gguf.GGMLQuantizationType, kinds[each])
         block, size = gguf.GGML_QUANT_SIZES[stored]
         # Of any dtype but uint8 the writer takes the shape for that of the values.
-        writer.add_tensor_info(
-            each, value.shape, np.dtype(np.float32), value.numel() // block * size, raw_dtype=stored
-        )
+        nbytes = value.numel() // block * size
+        writer.add_tensor_info(each, value.shape, np.dtype(np.float32), nbytes, raw_dtype=stored)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -291,9 +289,8 @@ def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
         largest = float(wide.abs().max())
         if largest > torch.finfo(torch.float16).max:
             overflow = f"{name}: values up to {largest:.4g}"
-            raise PrecisionError.of(
-                "f16 cannot hold the merged weights", overflow, "at most 65504", "give --gguf bf16 or f32"
-            )
+            headline, fix = "f16 cannot hold the merged weights", "give --gguf bf16 or f32"
+            raise PrecisionError.of(headline, overflow, "at most 65504", fix)
         return wide.half().numpy()
     if kind == "F32":
         return wide.numpy()
@@ -426,9 +423,8 @@ def _prefixes_space(content: Mapping[str, Any]) -> bool:
     normalizer = content.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer])
     schemes = [part.get("prepend_scheme") for part in _token_parts(content["pre_tokenizer"])]
-    return any(step.get("type") == "Prepend" for step in steps) or any(
-        s in ("always", "first") for s in schemes
-    )
+    prepends = any(step.get("type") == "Prepend" for step in steps)
+    return prepends or any(scheme in ("always", "first") for scheme in schemes)
 
 
 def _split_name(pre_tokenizer: Mapping[str, Any] | None) -> str:

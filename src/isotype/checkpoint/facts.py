@@ -85,10 +85,8 @@ def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | N
             state = getattr(weight, "quant_state", None)
             nested = state.nested if state is not None else weight.compress_statistics
             compute: Any = getattr(module, "compute_dtype", None)
-            facts = QuantizationFacts(
-                "bitsandbytes", weight.quant_type, compute, bool(nested), weight.quant_storage, skip
-            )
-            counts[facts] += 1
+            double, storage = bool(nested), weight.quant_storage
+            counts[QuantizationFacts("bitsandbytes", weight.quant_type, compute, double, storage, skip)] += 1
         elif _is_bnb(module, "Linear8bitLt"):
             counts[QuantizationFacts("bitsandbytes", "int8", skip_modules=skip)] += 1
     return counts.most_common(1)[0][0] if counts else None

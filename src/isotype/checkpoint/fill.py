@@ -131,10 +131,8 @@ def _staged(
 ) -> Generator[tuple[Source, Tensors], None, None]:
     """Yield each source with the buffer of its tensors, or with the mapped files if they fit into none."""
     # A tensor saved quantized may share memory with its weight on the same device: a reused buffer would overwrite it.
-    work = [
-        (source, () if _is_saved(source, placement) and not pinned else tuple(_headers(source)))
-        for source in sources
-    ]
+    saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
+    work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
     with closing(staged(work, size, pinned=pinned)) as read:
         for source, tensors in read:
             held: Tensors = files
@@ -340,9 +338,8 @@ def rows_of(
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda each: each[1]).values()
     if source.conversion not in (None, TURNED) and all(len(each) == shape[0] for each in by_pattern):
-        part = replace(
-            source, tensors=tuple(tensor for tensors in by_pattern for tensor in tensors[start:stop])
-        )
+        some = tuple(tensor for tensors in by_pattern for tensor in tensors[start:stop])
+        part = replace(source, tensors=some)
         if _makes(model, part, name, rows):
             return part, files
     # Rows of a matrix may be permuted; experts are not.
@@ -355,10 +352,8 @@ def rows_of(
 def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
     if source.conversion is TURNED:  # known once it is made
         return True
-    blank = {
-        tensor.name: torch.empty(dense_shape(tensor) or (), dtype=torch.bfloat16, device="meta")
-        for tensor, _ in source.tensors
-    }
+    shapes = {tensor.name: dense_shape(tensor) or () for tensor, _ in source.tensors}
+    blank = {each: torch.empty(size, dtype=torch.bfloat16, device="meta") for each, size in shapes.items()}
     try:
         return converted(model, source, blank)[name].shape == shape
     except CONVERSION_ERRORS:

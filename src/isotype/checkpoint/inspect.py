@@ -124,9 +124,9 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     main = main_form(tensor for tensor in stored if tensor.plain)
     together = grouped(stored, lambda tensor: folded_name(tensor.weight.name))
     groups = tuple(_group(name, together[name], main) for name in sorted(together))
+    by_form = grouped(stored, lambda tensor: tensor.form).items()
     totals = [
-        Total(form, len(some), sum(t.values for t in some), sum(t.bytes for t in some))
-        for form, some in grouped(stored, lambda tensor: tensor.form).items()
+        Total(f, len(some), sum(t.values for t in some), sum(t.bytes for t in some)) for f, some in by_form
     ]
     named = _named_dtype(config)
     notes = []
@@ -175,10 +175,9 @@ def _quantization(config: Mapping[str, Any], stored: Sequence[StoredTensor]) -> 
     if isinstance(options, dict):
         method = str(options.get("quant_method", "bitsandbytes"))
         shown = _SHOWN_8BIT if options.get("load_in_8bit") else _SHOWN
+        held = {name: value for name, value in options.items() if value not in (None, False)}
         details = [
-            f"{name.removeprefix('bnb_4bit_')}={value}"
-            for name, value in options.items()
-            if name.startswith(shown) and value not in (None, False)
+            f"{n.removeprefix('bnb_4bit_')}={value}" for n, value in held.items() if n.startswith(shown)
         ]
         return " ".join([method, *details])
     formats = Counter(tensor.form for tensor in stored if not tensor.plain)
@@ -212,9 +211,8 @@ def _group(name: str, tensors: Sequence[StoredTensor], main: str | None) -> Grou
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key by which `layers.9` is before `layers.10`."""
-    return [
-        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part
-    ]
+    parts = filter(None, re.split(r"(\d+)", name))
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
 @dataclass(frozen=True)

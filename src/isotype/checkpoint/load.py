@@ -217,9 +217,8 @@ def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -
 def _headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
     tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
     form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
-    return CheckpointHeaders(
-        Path(str(source)), form, "model", tensors, {}, quantization_beside(Path(files[0]))
-    )
+    quantization = quantization_beside(Path(files[0]))
+    return CheckpointHeaders(Path(str(source)), form, "model", tensors, {}, quantization)
 
 
 def stream(
@@ -262,11 +261,8 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
 
     quantizer = settings.hf_quantizer
     other = {f"{layer.module}.weight" for layer in policy.layers if layer.storage in QUANTIZATIONS}
-    quantized = {
-        name
-        for name in model.state_dict()
-        if quantizer is not None and (quantizer.param_needs_quantization(model, name) or name in other)
-    }
+    names = () if quantizer is None else model.state_dict()
+    quantized = {n for n in names if quantizer.param_needs_quantization(model, n) or n in other}
     skipped = () if quantizer is None else quantizer.modules_to_not_convert or ()
     stacks = {} if quantizer is None and policy.quantized else formats_of_stacks(model, policy, skipped)
     device_map = settings.device_map or {"": "cpu"}
@@ -296,9 +292,8 @@ def _save_stacks_whole(model: Any) -> None:
         stacked = any(re.search(f"{pattern}$", name) for pattern in patterns for name in stacks)
         return hasattr(step, "operations") and stacked
 
-    set_conversions(
-        model, [each for each in steps if not isinstance(each, PrefixChange) and not splits(each)]
-    )
+    kept = [each for each in steps if not isinstance(each, PrefixChange) and not splits(each)]
+    set_conversions(model, kept)
 
 
 def _is_bnb(quantizer: Any) -> bool:

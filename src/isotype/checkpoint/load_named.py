@@ -199,13 +199,10 @@ def load_module(
         _, broken = fill(model, matched.weights, placement)
     else:
         files = MappedFiles()
-        state = {
-            tensor.name: dense(tensor, files.tensor, policy.plain)
-            for tensor in stored_tensors(headers.tensors, headers.quantization)
-        }
-        tensors = [
-            (name, place(model, name, value, placement)) for name, value in adapter.from_hf(state).items()
-        ]
+        held = stored_tensors(headers.tensors, headers.quantization)
+        state = {tensor.name: dense(tensor, files.tensor, policy.plain) for tensor in held}
+        converted = adapter.from_hf(state).items()
+        tensors = [(name, place(model, name, value, placement)) for name, value in converted]
         broken = not_finite((name, value) for name, value in tensors if isinstance(value, nn.Parameter))
     refuse(path, broken)
     for name, source in matched.tied.items():

@@ -311,9 +311,8 @@ def embedded_file(name: str) -> Path:
     package = EMBEDDED.get(name)
     if package is None:
         known = ", ".join(f"{_SCHEME}{each}" for each in EMBEDDED)
-        raise CheckpointError.of(
-            "no such embedded model", f"model {source}", known, "give one of these, a path or a hub id"
-        )
+        fix = "give one of these, a path or a hub id"
+        raise CheckpointError.of("no such embedded model", f"model {source}", known, fix)
     try:
         files = metadata.distribution(package).files or ()
     except metadata.PackageNotFoundError as error:

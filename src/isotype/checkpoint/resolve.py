@@ -150,10 +150,10 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
     """Return problems of library versions that make the run impossible here; none for another machine's device."""
     if not profile.present:
         return []
+    errors = (each for each in incompatible_here() if each.severity == "error")
     problems = [
         Problem(" and ".join(each.packages), f"versions that fit: {each.fact}", each.change)
-        for each in incompatible_here()
-        if each.severity == "error"
+        for each in errors
     ]
     saved = facts.quantization.method if facts.quantization else None
     if (quantization or saved == "bitsandbytes") and installed().get("bitsandbytes") is None:

@@ -61,9 +61,8 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
                 raise _none(source, why or first_line(error)) from error
             return None
         if lacking := _lacking(str(error)):
-            raise CheckpointError(
-                _HEADLINE, [replace(lacking, given=f"{source}: {lacking.given}")]
-            ) from error
+            lacking = replace(lacking, given=f"{source}: {lacking.given}")
+            raise CheckpointError(_HEADLINE, [lacking]) from error
         reason = _reason(source) or first_line(error)
         raise CheckpointError.of(_HEADLINE, f"{source}: {reason}", "a tokenizer", _AGAIN) from error
     for file, key, reference in code_named(source, revision):
@@ -80,15 +79,13 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
 def _lacking(message: str) -> Problem | None:
     """Return the problem of a missing package for a picture processor; None for other errors."""
     if find_spec("PIL") is None and re.search(r"image processor|\bPIL\b|[Pp]illow", message):
-        return Problem(
-            "its processor of pictures needs pillow", "the package pillow", "pip install 'isotype[vision]'"
-        )
+        what = "its processor of pictures needs pillow"
+        return Problem(what, "the package pillow", "pip install 'isotype[vision]'")
     if re.search(r"[Tt]orchvision", message):
         kind = re.search(r"\w+Processor", message)
         fix = "pip install torchvision; beside a torch for CPUs, from https://download.pytorch.org/whl/cpu (--index-url)"
-        what = (
-            f"{kind.group() if kind else 'its processor'}, which has no class for pillow, needs torchvision"
-        )
+        name = kind.group() if kind else "its processor"
+        what = f"{name}, which has no class for pillow, needs torchvision"
         return Problem(what, "the package torchvision", fix)
     return None
 

@@ -43,9 +43,8 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
         return unpack_blocks(tensor.weight, read(tensor.weight))
     if scheme is None:
         what = f"{tensor.weight.name} ({tensor.form}), which stays quantized, in a layer that is not"
-        raise CheckpointError(
-            "a weight whose values are not read", [tensor.problem or Problem(what, *EXPECTED)]
-        )
+        problem = tensor.problem or Problem(what, *EXPECTED)
+        raise CheckpointError("a weight whose values are not read", [problem])
     codes, scales = read(tensor.weight), read(scheme.scale)
     if scheme.kind == "blocks":
         return mxfp4.unpack(codes, scales, dtype, True)

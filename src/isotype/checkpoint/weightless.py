@@ -68,9 +68,8 @@ def skeleton(
         setattr(config, name, value)
     if attn_implementation is not None:
         set_attention(config, attn_implementation)
-    dtype, quantized = (
-        (policy, False) if isinstance(policy, torch.dtype) else (policy.plain, policy.quantized)
-    )
+    quantized = not isinstance(policy, torch.dtype) and policy.quantized
+    dtype = policy if isinstance(policy, torch.dtype) else policy.plain
     config.dtype = dtype
     loading = class_for_load(cls)
     with building(cls), ExitStack() as stack:

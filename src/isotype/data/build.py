@@ -194,10 +194,8 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
     if not texts:
         return None
     if reading.sees and captioned(files[0]):
-        folders = {path.parent for path in files}
-        pictures = sorted(
-            at for folder in folders for at in folder.iterdir() if at.suffix.lower() in SUFFIXES
-        )
+        beside = (at for folder in {path.parent for path in files} for at in folder.iterdir())
+        pictures = sorted(at for at in beside if at.suffix.lower() in SUFFIXES)
         bare = [at.name for at in pictures if not at.with_suffix(".txt").is_file()]
         return f"{plural(len(bare), 'picture')} without a caption left out: {listed(bare)}" if bare else None
     if reading.lines:

@@ -211,9 +211,8 @@ PART_KEYS = frozenset({"type", "text", "thinking"})
 
 def left_out(message: Mapping[str, Any]) -> bool:
     """Return True if a message is marked as excluded from the loss."""
-    return any(message.get(key) in _NO for key in LEARNED_MARKS) or any(
-        message.get(key) in _YES for key in _LEFT_OUT_MARKS
-    )
+    unlearned = any(message.get(key) in _NO for key in LEARNED_MARKS)
+    return unlearned or any(message.get(key) in _YES for key in _LEFT_OUT_MARKS)
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, sees: bool) -> Iterator[Problem]:

@@ -47,19 +47,15 @@ NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
 
 def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
     """Return the formats of `method`, with `text_field` as the plain text column."""
-    return tuple(
-        Format((text_field,), item.excludes) if item.required == ("text",) else item
-        for item in METHODS[method].formats
-    )
+    formats = METHODS[method].formats
+    return tuple(replace(f, required=(text_field,)) if f.required == ("text",) else f for f in formats)
 
 
 def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None:
     """Return the first of `formats` that matches `columns`."""
     present = set(columns)
-    return next(
-        (item for item in formats if present.issuperset(item.required) and present.isdisjoint(item.excludes)),
-        None,
-    )
+    fit = (item for item in formats if present.issuperset(item.required))
+    return next((item for item in fit if present.isdisjoint(item.excludes)), None)
 
 
 def _near(wanted: str, columns: Sequence[str]) -> str | None:
@@ -146,10 +142,8 @@ class Survey:
 
     def problems(self, word: str = "line") -> list[Problem]:
         """Return the findings as problems that begin with their place; `word` is the unit of the numbers."""
-        return [
-            Problem(f"{source}{_places(word, lines)}: {item.given}", item.expected, item.fix)
-            for (source, item), lines in self.findings.items()
-        ]
+        found = ((f"{source}{_places(word, lines)}", item) for (source, item), lines in self.findings.items())
+        return [replace(item, given=f"{place}: {item.given}") for place, item in found]
 
 
 def _places(word: str, lines: Sequence[int]) -> str:
@@ -195,16 +189,15 @@ class _Plan:
             yield mixed
         elif isinstance(row[self.turns[0]], str) != self.plain:
             here, first = ("messages", "text") if self.plain else ("text", "messages")
-            yield Problem(
-                f"{quoted(self.turns)} hold {here}",
-                f"{first}, as on {self.place}",
-                "write all rows as text, or all as messages",
-            )
+            expected, fix = f"{first}, as on {self.place}", "write all rows as text, or all as messages"
+            yield Problem(f"{quoted(self.turns)} hold {here}", expected, fix)
 
 
 def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
     chosen = matching(row, formats_of(method, text_field))
     judged = (*chosen.required, *METHODS[method].optional) if chosen else ()
+    # The policy methods hand every column to the reward functions.
+    reads_all = chosen is None or METHODS[method].loss == "policy"
     known = {**COLUMNS, text_field: TEXT} if method == "sft" else COLUMNS
     turns = tuple(name for name in TURN_COLUMNS if chosen and name in chosen.required)
     return _Plan(
@@ -215,10 +208,7 @@ def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
         plain=all(isinstance(row[name], str) for name in turns),
         chats=tuple(name for name in judged if name in row and name in CHATS),
         method=method,
-        # The policy methods hand every column to the reward functions.
-        unread=()
-        if chosen is None or METHODS[method].loss == "policy"
-        else tuple(name for name in row if name not in judged),
+        unread=() if reads_all else tuple(name for name in row if name not in judged),
     )
 
 

@@ -59,9 +59,7 @@ class Content:
         return self.form + "s" * (self.number > 1)
 
 
-CONTENTS = tuple(
-    Content(number, colour, form) for number in range(1, 5) for colour in COLOURS for form in FORMS
-)
+CONTENTS = tuple(Content(n, colour, form) for n in range(1, 5) for colour in COLOURS for form in FORMS)
 # One sixth of all, of each number, colour and form.
 HELD_BACK = frozenset(
     Content(number, colour, FORMS[(at // 2 + number) % 3])
@@ -90,14 +88,13 @@ def draw(content: Content, rng: random.Random) -> Any:
 
 def questions(content: Content) -> list[tuple[str, str]]:
     """Return (question, answer) pairs about a picture."""
-    are = "is" if content.number == 1 else "are"
+    are, which = "are", f"{content.forms.capitalize()}."
+    if content.number == 1:
+        are, which = "is", f"A {content.form}."
     return [
         ("What colour is it?", f"{content.colour.capitalize()}."),
         ("How many shapes are there?", f"{NUMBERS[content.number - 1].capitalize()}."),
-        (
-            "Which shape is it?",
-            f"A {content.form}." if content.number == 1 else f"{content.forms.capitalize()}.",
-        ),
+        ("Which shape is it?", which),
         ("What do you see?", f"There {are} {content.words}."),
     ]
 

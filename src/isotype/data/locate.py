@@ -106,9 +106,8 @@ def _mode(path: Path) -> tuple[int | None, Problem | None]:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return None, None
         why = getattr(error, "strerror", None) or str(error)
-        return None, Problem(
-            f"'{path}' cannot be read: {why}", expected, "check the path and its permissions"
-        )
+        fix = "check the path and its permissions"
+        return None, Problem(f"'{path}' cannot be read: {why}", expected, fix)
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return mode, None
     kind = _SPECIAL.get(stat.S_IFMT(mode), "no file")
@@ -213,8 +212,7 @@ def _data_files(paths: Iterable[Path]) -> list[Path]:
 
 def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> list[Problem]:
     """Return the problems of wanted splits that do not exist; the first wanted one is for training."""
-    have = sorted(splits)
-    problems = []
+    have, problems = sorted(splits), []
     for position, split in enumerate(wanted):
         if split in have:
             continue

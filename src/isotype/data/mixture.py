@@ -243,19 +243,15 @@ def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:
     features = dataset.features
     if features is None:
         return dataset
-    target = {
-        name: to_feature(shapes[name])
-        if (own := shape_of_feature(feature)) is not None and own != shapes[name]
-        else feature
-        for name, feature in features.items()
-    }
+    own = {name: shape_of_feature(feature) for name, feature in features.items()}
+    others = (name for name, shape in own.items() if shape is not None and shape != shapes[name])
+    target = dict(features) | {name: to_feature(shapes[name]) for name in others}
     if "images" in shapes:
         target["images"] = to_feature(shapes["images"])
     if target == dict(features):
         return dataset
-    return undecoded(dataset).map(
-        _same, fn_kwargs={"seen": "images" in shapes}, features=datasets.Features(target)
-    )
+    seen = {"seen": "images" in shapes}
+    return undecoded(dataset).map(_same, fn_kwargs=seen, features=datasets.Features(target))
 
 
 def _same(row: Any, seen: bool) -> dict[str, Any]:

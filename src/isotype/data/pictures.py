@@ -148,9 +148,8 @@ def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Proble
         start = 0
         # Arrow gives the stored values, undecoded.
         for table in rows.select_columns(names).with_format("arrow").iter(batch_size=64):
-            found = [
-                (at, each) for at, row in enumerate(table.to_pylist(), start) for each in pictures_in(row)
-            ]
+            rows_of_table = enumerate(table.to_pylist(), start)
+            found = [(at, each) for at, row in rows_of_table for each in pictures_in(row)]
             for (at, _), problem in zip(found, pool.map(read, (each for _, each in found)), strict=True):
                 if problem is not None:
                     yield at, problem

@@ -140,9 +140,8 @@ def _parts(row: Row) -> Iterator[Mapping[str, Any]]:
     for name in CHATS:
         for turn in row[name] if isinstance(row.get(name), list) else ():
             content = turn.get("content") if isinstance(turn, Mapping) else None
-            yield from (
-                part for part in (content if isinstance(content, list) else ()) if isinstance(part, Mapping)
-            )
+            parts = content if isinstance(content, list) else ()
+            yield from (part for part in parts if isinstance(part, Mapping))
 
 
 def _split(content: str) -> list[Any]:
@@ -177,10 +176,11 @@ def _spoken(row: Row, seen: bool) -> Row | Problem:
             return row
         text = _MARK.sub("", row[name], count=1) if row[name].lstrip().startswith("<image>") else row[name]
         if _MARK.search(text) or _TOKENS.search(text):
-            fix = "write 'messages', or 'prompt' and 'completion'"
-            return Problem(
-                f"column '{name}' is text with pictures in it", "a caption, or a conversation", fix
+            what, fix = (
+                f"column '{name}' is text with pictures in it",
+                "write 'messages', or 'prompt' and 'completion'",
             )
+            return Problem(what, "a caption, or a conversation", fix)
         rest = {key: value for key, value in row.items() if key != name}
         question = {"role": "user", "content": [dict(PLACE), {"type": "text", "text": QUESTION}]}
         return {**rest, "prompt": [question], "completion": [{"role": "assistant", "content": text}]}

@@ -49,12 +49,11 @@ class ColumnMap:
                 f"one of the existing columns: {', '.join(map(repr, row))}",
                 f"correct {self.origin}",
             )
-        return {name: value for name, value in row.items() if name not in self.sources} | {
-            target: row[names[0]]
-            if len(names) == 1
-            else "\n\n".join(str(row[name]) for name in names if row.get(name) not in (None, ""))
-            for target, names in self.targets
-        }
+        mapped = {name: value for name, value in row.items() if name not in self.sources}
+        for target, names in self.targets:
+            texts = (str(row[name]) for name in names if row.get(name) not in (None, ""))
+            mapped[target] = row[names[0]] if len(names) == 1 else "\n\n".join(texts)
+        return mapped
 
 
 def column_map(value: object, origin: str) -> ColumnMap | None:
@@ -147,11 +146,9 @@ class Reading:
             if isinstance(standard, Problem):
                 return standard
             if unpaired and pictures_in(standard) and "chosen" in standard:
-                what, expected = (
-                    "a pair of answers with pictures",
-                    "labelled completions, where there are pictures",
-                )
-                return Problem(what, expected, "write two rows of 'prompt', 'completion' and 'label'")
+                expected = "labelled completions, where there are pictures"
+                fix = "write two rows of 'prompt', 'completion' and 'label'"
+                return Problem("a pair of answers with pictures", expected, fix)
         if self.chat or self.joined:
             standard = _spoken(standard)
         return _joined(standard) if self.joined else standard

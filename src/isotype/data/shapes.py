@@ -15,9 +15,7 @@ Shape = str | tuple[str, Any]
 NULL: Shape = "null"
 PICTURE: Shape = "picture"
 STRING: Shape = "string"
-JSON: Shape = (
-    "json"  # an object whose keys or types differ from row to row: kept as JSON text, given back as objects
-)
+JSON: Shape = "json"  # an object whose keys or types differ by row: kept as JSON text, given back as objects
 MIXED: Shape = "mixed"  # no one type holds it
 HUGE: Shape = "huge"  # an integer beyond 64 bits
 DEEP: Shape = "deep"  # nested deeper than `DEEPEST`, which Arrow and JSON libraries do not read

@@ -76,9 +76,8 @@ def roles_line(source: str, names: Counter[str], sample: int | None = None) -> s
     """Describe how speakers' names were mapped to roles; None without; `sample`: rows counted, None if all."""
     if not names:
         return None
-    read = ", ".join(
-        f"{count:,} of '{name}' as {SPEAKERS[name.lower()]}" for name, count in names.most_common()
-    )
+    counts = names.most_common()
+    read = ", ".join(f"{count:,} of '{name}' as {SPEAKERS[name.lower()]}" for name, count in counts)
     among = "" if sample is None else f" (in the first {sample:,} rows)"
     return f"{source}: ShareGPT messages are read by the chat template's roles: {read}{among}"
 
@@ -99,19 +98,16 @@ def _messages(column: str, value: Any, names: Counter[str]) -> list[Row] | Probl
     if not standard:
         unknown = [name for name in dict.fromkeys(m["from"] for m in value) if name.lower() not in SPEAKERS]
         if unknown:
-            return Problem(
-                f"column '{column}' holds a message from {listed(map(repr, unknown))}",
-                f"one of {', '.join(SPEAKERS)}",
-                "rename it; if the chat template has such a role, write {role, content} messages in a column 'messages'",
-            )
+            what = f"column '{column}' holds a message from {listed(map(repr, unknown))}"
+            fix = "rename it; if the chat template has such a role, write {role, content} messages in a column 'messages'"
+            return Problem(what, f"one of {', '.join(SPEAKERS)}", fix)
     messages: list[Row] = []
     for message in value:
         converted = message if standard else _message(column, message)
         if isinstance(converted, Problem):
             return converted
         messages.append(converted)
-    wrong = next(chat_problems(column, messages), None)
-    if wrong is not None:
+    if (wrong := next(chat_problems(column, messages), None)) is not None:
         return wrong
     if not standard:
         names.update(message["from"] for message in value)
@@ -125,11 +121,8 @@ def _message(column: str, message: Row) -> Row | Problem:
         return {"role": role, "content": message["value"], **rest}
     calls = _calls(message["value"])
     if calls is None:
-        return Problem(
-            f"column '{column}' holds a '{message['from']}' whose 'value' is no call",
-            f"JSON: {_CALL_FORM}",
-            "correct it, or let 'gpt' say it as text",
-        )
+        what = f"column '{column}' holds a '{message['from']}' whose 'value' is no call"
+        return Problem(what, f"JSON: {_CALL_FORM}", "correct it, or let 'gpt' say it as text")
     return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
 
 

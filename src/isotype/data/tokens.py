@@ -77,9 +77,8 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
         return f"holds {below}", f"token ids, or {IGNORED} where no loss is computed"
     if name == "attention_mask" and not all(values[slice(*_ends(values))] or [0]):
         return "is 0 for more than the ends", "0 at the ends alone, where padding is"
-    if (name == "token_type_ids" and any(values)) or (
-        name == "position_ids" and values != list(range(count))
-    ):
+    usual = {"token_type_ids": [0] * count, "position_ids": list(range(count))}
+    if values != usual.get(name, values):
         return "has values that the trainer does not read", "'input_ids' with 'labels' or masks"
     return None
 

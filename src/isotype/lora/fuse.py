@@ -203,9 +203,8 @@ class FusionReport:
         kinds = Counter(" ".join(name.rpartition(".")[2] for name in names) for names in self.together)
         lines += [f"together: {names} ({count} times)" for names, count in kinds.items()]
         for gate, count in Counter(self.gated.values()).items():
-            lines.append(
-                f"gated: {plural(count, 'MLP')} ({gate}), whose product is formed again in the backward"
-            )
+            mlps = f"{plural(count, 'MLP')} ({gate})"
+            lines.append(f"gated: {mlps}, whose product is formed again in the backward")
         if self.experts:
             layers = plural(len(self.experts), "layer")
             lines.append(f"experts: those of {layers} in one function a layer, adapters on activations")
@@ -343,10 +342,8 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
     }
     if dtype.itemsize == 2:
         operations[_GRADIENTS] = "float32_product", ""
-    return {
-        name: chosen(operation, parameter.device, dtype, detail)
-        for name, (operation, detail) in operations.items()
-    }
+    device = parameter.device
+    return {name: chosen(each, device, dtype, detail) for name, (each, detail) in operations.items()}
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:

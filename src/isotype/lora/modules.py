@@ -108,10 +108,9 @@ class Siblings:
         reading = self._read(layer, gate_input.first)
         if reading is None:
             return own_path(layer, gate_input.gate.product(gate_input.first, gate_input.second))
-        dtypes = _dtypes(reading.layer.base, gate_input.first)
-        return _run(self.weights, (reading,), (gate_input.first, gate_input.second), dtypes, gate_input.gate)[
-            0
-        ]
+        inputs, dtypes = (gate_input.first, gate_input.second), _dtypes(reading.layer.base, gate_input.first)
+        (output,) = _run(self.weights, (reading,), inputs, dtypes, gate_input.gate)
+        return output
 
     def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
         """Return the outputs for X of the first layer and of the others with the same dtypes."""

@@ -253,9 +253,8 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> _Facts:
         (~present[:, 0] & some).any(),
         (~present[:, -1] & some).any(),
     ]
-    reads, unsound, left, right, *counts = torch.cat(
-        [torch.stack([read.sum(), *(flag.long() for flag in flags)]), lengths]
-    ).tolist()
+    numbers = torch.stack([read.sum(), *(flag.long() for flag in flags)])
+    reads, unsound, left, right, *counts = torch.cat([numbers, lengths]).tolist()
     padded = {side for side, is_there in (("left", left), ("right", right)) if is_there}
     return _Facts(counts, reads, bool(unsound), frozenset(padded))
 
@@ -286,9 +285,8 @@ def tried(model: Any) -> Trial:
         with in_evaluation(model):
             sides = _sound_sides(backbone)
     except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything
-        return Trial(
-            reason=f"a trial without padding failed ({type(error).__name__}: {first_line(error)[:200]})"
-        )
+        failure = f"{type(error).__name__}: {first_line(error)[:200]}"
+        return Trial(reason=f"a trial without padding failed ({failure})")
     return Trial(sides, "" if sides else "its results change when rows are concatenated")
 
 
@@ -334,15 +332,10 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
         states = _states(backbone, packed.inputs)[0]
     order = torch.arange(len(states), device=device)[None]
     seen = _states(backbone, {**packed.inputs, "position_ids": order})[0]
-    rows = {
-        "left": slice(_LENGTH, _LENGTH + _SHORT),
-        "right": slice(_LENGTH + _SHORT, _LENGTH + 2 * _SHORT),
-    }
-    return frozenset(
-        side
-        for side, row in rows.items()
-        if (states - wanted)[row].norm() <= _TOLERANCES[side] * (seen - wanted)[row].norm()
-    )
+    after, change = (states - wanted)[_LENGTH:], (seen - wanted)[_LENGTH:]
+    rows = {"left": slice(0, _SHORT), "right": slice(_SHORT, 2 * _SHORT)}
+    sound = {side: after[row].norm() <= _TOLERANCES[side] * change[row].norm() for side, row in rows.items()}
+    return frozenset(side for side, is_sound in sound.items() if is_sound)
 
 
 def _states(backbone: Any, inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -133,11 +133,8 @@ def _transposed(cls: Any) -> bool:
 
 def codes_of(layer: Any) -> torch.Tensor:
     """Return the codes of an int8 layer, which bitsandbytes moves from the weight to its state."""
-    held = (
-        layer.state.CB,
-        getattr(layer.weight, "CB", None),
-        layer.weight.data,
-    )  # a sharded weight is a plain tensor
+    # A sharded weight is a plain tensor.
+    held = (layer.state.CB, getattr(layer.weight, "CB", None), layer.weight.data)
     codes: torch.Tensor = next(codes for codes in held if codes is not None)
     return codes
 
@@ -238,10 +235,7 @@ class DenseWeights:
         self.forget(layer)
         if not self._has_room(layer, dtype) or (identity := _identity(layer, dtype)) is None:
             return None
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # a training step may read it next
+        with torch.inference_mode(False), torch.no_grad():  # a training step may read it next
             copy = dense(layer, dtype)
         self._copies[layer] = identity, copy
         return copy
@@ -279,11 +273,8 @@ class DenseWeights:
         return DenseWeights, (self.budget,)  # a copy of the model creates its own copies
 
 
-_MULTIPLIED = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # dtypes of X that bitsandbytes' product supports
+_MULTIPLIED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of X that bitsandbytes' product supports."""
 
 # Identity of a copied weight.
 _Identity = tuple[int, int, torch.dtype]

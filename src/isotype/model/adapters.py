@@ -99,9 +99,8 @@ def _adapt(given: str | Sequence[str] | Adapt | None) -> Adapt | None:
     try:
         return Adapt(read_parts(given))
     except ValueError as error:
-        raise UsageError(
-            "no such part of a model", [wrong_choice(f"adapt {error}", str(error), (*PARTS, ALL))]
-        ) from error
+        problem = wrong_choice(f"adapt {error}", str(error), (*PARTS, ALL))
+        raise UsageError("no such part of a model", [problem]) from error
 
 
 def _take_dropout(config: Any) -> float:
@@ -110,12 +109,11 @@ def _take_dropout(config: Any) -> float:
     PEFT 0.21 rejects dropout for parameters (`ParamWrapper`), also when it loads a saved adapter. Inference does not
     use it.
     """
-    rate = (
-        float(getattr(config, "lora_dropout", 0) or 0) if getattr(config, "target_parameters", None) else 0.0
-    )
-    if rate:
-        config.lora_dropout = 0.0
-    return rate
+    rate = getattr(config, "lora_dropout", 0)
+    if not rate or not getattr(config, "target_parameters", None):
+        return 0.0
+    config.lora_dropout = 0.0
+    return float(rate)
 
 
 def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:

@@ -194,10 +194,8 @@ def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
 def _run_on_meta(norm: nn.Module, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bool:
     plain = original_class(norm)
     twin = object.__new__(plain)
-    blank = {
-        name: nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="meta"), requires_grad=False)
-        for name, each in weights.items()
-    }
+    meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in weights.items()}
+    blank = {name: nn.Parameter(each, requires_grad=False) for name, each in meta.items()}
     twin.__dict__.update(norm.__dict__, **{PARAMETERS: {**own_parameters(norm), **blank}})
     size = next(each.shape[0] for each in weights.values() if each.dim() == 1)
     output = result_of(partial(plain.forward, twin), torch.empty(1, size, dtype=dtype, device="meta"))

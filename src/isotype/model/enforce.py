@@ -86,12 +86,8 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
     """Raise if the model's storage is not the policy's: quantizing or dequantizing needs more than a cast."""
     quantized = [place for place in all_places if place.kind in _FORMATS]
-    formats = {
-        form
-        for place in quantized
-        if (form := _FORMATS[place.kind](place.module)) != policy.code_book_of(base_name(place.name))
-    }
-    other = sorted(form for form in formats if form is not None)
+    formats = ((place.name, _FORMATS[place.kind](place.module)) for place in quantized)
+    other = sorted({f for name, f in formats if f is not None and f != policy.code_book_of(base_name(name))})
     # In a model loaded with a quantization config but without quantized layers, all were skipped.
     configured = getattr(getattr(model, "config", None), "quantization_config", None) is not None
     dense = any(place.kind == "linear" and not place.adapter for place in all_places)

@@ -128,10 +128,8 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
     """Return the names of all attributes, and of the forward's hooks."""
     run = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
-    return (
-        frozenset(vars(module)),
-        tuple(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in run),
-    )
+    names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in run)
+    return frozenset(vars(module)), tuple(names)
 
 
 def _is_number(value: object) -> bool:

@@ -111,11 +111,8 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NUMBERS and args[0].is_meta:
             return _number(args[0]) if func is _ITEM else True
-        if (
-            operator_name(func) in BFLOAT16_WITHOUT_MEMORY
-            and args[0].is_meta
-            and args[0].dim() < args[1].dim()
-        ):
+        grouped = operator_name(func) in BFLOAT16_WITHOUT_MEMORY and args[0].is_meta
+        if grouped and args[0].dim() < args[1].dim():
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         schema = operator_schema(func)  # None for higher-order operators
         if schema is not None and schema.is_mutable:

@@ -215,10 +215,5 @@ def _lone_embedding(model: Any) -> nn.Module | None:
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None
-    holders = (
-        module
-        for module in model.modules()
-        for p in module.parameters(recurse=False)
-        if p is embedding.weight
-    )
-    return embedding if list(holders) == [embedding] else None
+    every = ((module, p) for module in model.modules() for p in module.parameters(recurse=False))
+    return embedding if [module for module, p in every if p is embedding.weight] == [embedding] else None

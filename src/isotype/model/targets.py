@@ -165,10 +165,8 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         config.target_modules = converted.target_modules or config.target_modules
     elif experts:
         converted.target_parameters = {name for name in after if not wide or name != "gate.weight"}
-        config.target_modules, config.target_parameters = (
-            converted.target_modules,
-            converted.target_parameters,
-        )
+        config.target_modules = converted.target_modules
+        config.target_parameters = converted.target_parameters
         if not wide:  # PEFT doubles the rank of gate and up, for the names of two layers
             config.rank_pattern, config.alpha_pattern = converted.rank_pattern, converted.alpha_pattern
     left = _left_by_parts(base, adapt)
@@ -226,12 +224,8 @@ def _narrow(base: Any, config: Any, left: Mapping[str, str], adapt: Adapt) -> No
 
 def _nothing_left(adapt: Adapt | None) -> UsageError:
     parts = listed((adapt or Adapt()).parts)
-    return UsageError.of(
-        "nothing to adapt",
-        f"adapters on {parts} alone",
-        "a part that has layers among the targets",
-        "name another part, or leave adapt out",
-    )
+    expected, fix = "a part that has layers among the targets", "name another part, or leave adapt out"
+    return UsageError.of("nothing to adapt", f"adapters on {parts} alone", expected, fix)
 
 
 def _with_experts(base: Any, names: Iterable[str] | None) -> set[str]:
@@ -293,10 +287,8 @@ def _size_on_experts(model: Any) -> tuple[str, ...]:
         experts, ranks = wrapper.num_experts, ranks | {wrapper.r[name] for name in names}
     if not values:
         return ()
-    rank = " or ".join(str(each) for each in sorted(ranks))
-    return (
-        f"adapters of experts hold {values:,} values: rank {rank} for each of {experts} experts in {plural(layers, 'layer')}",
-    )
+    each = f"rank {' or '.join(map(str, sorted(ranks)))} for each of {experts} experts"
+    return (f"adapters of experts hold {values:,} values: {each} in {plural(layers, 'layer')}",)
 
 
 def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
@@ -338,10 +330,8 @@ def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
         stacks = {own: quantized_stack(module, own) for own in getattr(module, "parametrizations", ())}
         for own, stack in stacks.items():
             if stack is not None:
-                has_adapter = (id(module), own) in adapted
-                yield _Weight(
-                    _STACKED, f"{name}.{own}", stack.shape.numel(), repeats[place.name], has_adapter, None
-                )
+                size, has_adapter = stack.shape.numel(), (id(module), own) in adapted
+                yield _Weight(_STACKED, f"{name}.{own}", size, repeats[place.name], has_adapter, None)
         for own, value in module.named_parameters(recurse=False):
             kind = _kind(base, place.name, module, own, value)
             if kind is not None:

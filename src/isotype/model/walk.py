@@ -192,9 +192,7 @@ def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str
         for registered in (own_parameters(holder), own_buffers(holder), own_modules(holder)):
             yield from registered.items()
     else:  # keys that are valid in a dotted name
-        yield from (
-            (key, held) for key, held in holder.items() if isinstance(key, str) and key.isidentifier()
-        )
+        yield from (each for each in holder.items() if isinstance(each[0], str) and each[0].isidentifier())
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])

@@ -107,9 +107,8 @@ def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) 
     for key in content:
         if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(content[key]):
             what = f"{path}: {key} is {content[key]!r:.80}"
-            yield Problem(
-                what, "an implementation of transformers: code of the hub is not run", "leave it out"
-            )
+            expected = "an implementation of transformers: code of the hub is not run"
+            yield Problem(what, expected, "leave it out")
         if kind is not None and not key.startswith("__") and callable(getattr(kind, key, None)):
             yield Problem(f"{path}: {key}, a method of {kind.__name__}", "entries of a config", _AGAIN)
 
@@ -149,11 +148,8 @@ def names_in_other_classes(model: Any) -> frozenset[str]:
     """Return the tensors of transformers' other classes for the model's config, `without_prefix`."""
     from transformers import PreTrainedModel
 
-    homes = {
-        sys.modules[each.__module__]
-        for each in type(model).__mro__
-        if each.__module__.startswith("transformers.models.")
-    }
+    named = {each.__module__ for each in type(model).__mro__}
+    homes = {sys.modules[each] for each in named if each.startswith("transformers.models.")}
     names: set[str] = set()
     cls: Any
     for cls in {kind for home in homes for kind in vars(home).values() if isinstance(kind, type)}:

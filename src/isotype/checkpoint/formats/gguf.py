@@ -166,10 +166,8 @@ def _tensors(
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
-        fix = "pip install gguf"
-        raise CheckpointError.of(
-            "gguf is not installed", str(path), "the library gguf, which knows its types", fix
-        ) from error
+        expected, fix = "the library gguf, which knows its types", "pip install gguf"
+        raise CheckpointError.of("gguf is not installed", str(path), expected, fix) from error
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     problems: list[Problem] = []
     tensors: list[TensorHeader] = []

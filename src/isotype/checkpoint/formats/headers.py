@@ -42,10 +42,7 @@ _LAYOUTS: tuple[tuple[str, Kind], ...] = (
     ("pytorch_model.bin.index.json", "model"),
     ("adapter_model.safetensors", "adapter"),
 )
-_INDEX_SUFFIXES: Mapping[str, Format] = {
-    ".safetensors.index.json": "safetensors",
-    ".bin.index.json": "torch",
-}
+_INDEX_SUFFIXES: Mapping[str, Format] = {".safetensors.index.json": "safetensors", ".bin.index.json": "torch"}
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -113,9 +110,8 @@ def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
     if file.name.endswith(_TORCH_SUFFIXES):
         return CheckpointHeaders(path, "torch", kind, by_name(read_torch_header(file)), {})
     if file.suffix != ".safetensors" and file.exists():
-        expected = (
-            f"a directory, or a file ending in .safetensors, .gguf, .bin, .pt, {' or '.join(_INDEX_SUFFIXES)}"
-        )
+        endings = f".safetensors, .gguf, .bin, .pt, {' or '.join(_INDEX_SUFFIXES)}"
+        expected = f"a directory, or a file ending in {endings}"
         fix = "give the directory or file that holds the weights"
         raise CheckpointError.of("not a checkpoint", f"the file {file}", expected, fix)
     tensors, metadata = read_safetensors(file)
@@ -226,16 +222,10 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
         try:
             held = read_file_headers(file)
         except CheckpointError as error:
-            problems += [
-                Problem(f"{shard}: {problem.given}", problem.expected, problem.fix)
-                for problem in error.problems
-            ]
+            problems += [replace(problem, given=f"{shard}: {problem.given}") for problem in error.problems]
             continue
         tensors += held
-        present, fix = (
-            {tensor.name for tensor in held},
-            "take index and shards from the same save of the model",
-        )
+        present, fix = {each.name for each in held}, "take index and shards from the same save of the model"
         for some, what in ((names - present, "lacks"), (present - names, "holds, against the index,")):
             if some:
                 given = f"{shard} {what} {listed(sorted(some))}"
@@ -265,9 +255,8 @@ def _some(names: set[str]) -> str:
 
 def missing_shards(index: Path) -> list[str]:
     """Return the shards of an index that its directory lacks; raise CheckpointError if the index is damaged."""
-    return sorted(
-        shard for shard in set(_read_index(index)[0].values()) if not (index.parent / shard).is_file()
-    )
+    shards = set(_read_index(index)[0].values())
+    return sorted(shard for shard in shards if not (index.parent / shard).is_file())
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:

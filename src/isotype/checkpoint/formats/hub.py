@@ -101,9 +101,8 @@ def remote_headers(
         raise CheckpointError.of("no readable safetensors on the hub", what, expected, fix) from error
     except (OSError, HTTPError) as error:
         reason = why or error
-        return None, (
-            f"the headers on the hub could not be read ({reason}): the dtypes are those of the config",
-        )
+        unread = f"the headers on the hub could not be read ({reason})"
+        return None, (f"{unread}: the dtypes are those of the config",)
     tensors = tuple(
         TensorHeader(name, info.dtype, tuple(info.shape), end - begin, Path(file))
         for file, content in repository.files_metadata.items()

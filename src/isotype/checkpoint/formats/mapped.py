@@ -58,10 +58,8 @@ class MappedFiles:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is in one of the files."""
         at = tensor.data_ptr() if tensor.device.type == "cpu" else 0
-        return any(
-            storage.data_ptr() <= at < storage.data_ptr() + storage.nbytes()
-            for storage in self._storages.values()
-        )
+        spans = ((each.data_ptr(), each.nbytes()) for each in self._storages.values())
+        return any(begin <= at < begin + size for begin, size in spans)
 
     def _span(self, header: TensorHeader) -> torch.Tensor:
         whole = self._storages.get(header.file)

@@ -68,9 +68,8 @@ def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
         if length > _MAX_HEADER or length < 2:
             kinds = [text for signature, text in _SIGNATURES if start.startswith(signature)]
             fix = kinds[0] if kinds else "it is not a safetensors file, or damaged: download or save it again"
-            raise broken(
-                path, f"a header of {length} bytes", f"2 to {_MAX_HEADER}, for {MAX_TENSORS:,} tensors", fix
-            )
+            expected = f"2 to {_MAX_HEADER}, for {MAX_TENSORS:,} tensors"
+            raise broken(path, f"a header of {length} bytes", expected, fix)
         if 8 + length > size:
             what = f"the header ends at byte {8 + length}, the file at byte {size}"
             raise broken(path, what, "a complete file")
@@ -89,9 +88,8 @@ def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
 
 def _safetensors_entry(name: str, entry: object, path: Path, start: int) -> TensorHeader | Problem:
     if not isinstance(entry, dict):
-        return Problem(
-            f"tensor {name!r}: {entry!r:.80}", "an object with dtype, shape and data_offsets", DAMAGED
-        )
+        expected = "an object with dtype, shape and data_offsets"
+        return Problem(f"tensor {name!r}: {entry!r:.80}", expected, DAMAGED)
     dtype_name, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     bits = _bits(dtype_name) if isinstance(dtype_name, str) else None
     if not printable(name):

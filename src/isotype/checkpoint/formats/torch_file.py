@@ -25,6 +25,7 @@ _REFUSED = re.compile(
     r"unsupported (?:global: )?global (\S+)|unsupported (?:class|operand) [^\n]*", re.IGNORECASE
 )
 _AGAIN = "download, copy or save it again"
+_DAMAGED = f"the file is damaged: {_AGAIN}"
 # Under which a training script may have put the weights.
 _NESTED = ("state_dict", "model")
 
@@ -100,11 +101,8 @@ def _not_an_archive(start: bytes, size: int) -> Problem:
             "the archive that torch.save writes since torch 1.6",
             "take the checkpoint in safetensors; if you trust its author, torch.load it once and torch.save it again",
         )
-    return Problem(
-        f"{size} bytes that begin with {start!r}",
-        "the archive that torch.save writes",
-        f"the file is damaged: {_AGAIN}",
-    )
+    what, expected = f"{size} bytes that begin with {start!r}", "the archive that torch.save writes"
+    return Problem(what, expected, _DAMAGED)
 
 
 def _what_failed(error: BaseException) -> Problem:
@@ -118,6 +116,4 @@ def _what_failed(error: BaseException) -> Problem:
             "take the checkpoint in safetensors; do not load this file unless you trust its author",
         )
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return Problem(
-        f"not readable by torch ({first[:200]})", "what torch.save writes", f"the file is damaged: {_AGAIN}"
-    )
+    return Problem(f"not readable by torch ({first[:200]})", "what torch.save writes", _DAMAGED)

@@ -313,11 +313,9 @@ def _missing_problems(match: Match) -> Iterator[Problem]:
                 f"{again}; if it is meant to start from fresh values, load the model with transformers and "
                 "save_pretrained() it"
             )
-        yield Problem(
-            f"{_named(names)} in no file",
-            f"{'a tensor' if len(names) == 1 else 'tensors'} of shape {list(shape)} under this name in {match.path}",
-            fix,
-        )
+        noun = "a tensor" if len(names) == 1 else "tensors"
+        expected = f"{noun} of shape {list(shape)} under this name in {match.path}"
+        yield Problem(f"{_named(names)} in no file", expected, fix)
 
 
 def _shape_problems(match: Match) -> Iterator[Problem]:
@@ -338,11 +336,8 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
             fix = f"{near.weight.file.name} has {near.weight.name}, which no tensor of the model is made of: rename it"
         else:
             fix = _SAME_PLACE
-        yield Problem(
-            what,
-            f"shape {list(wrong.wanted)}, as {'its metadata say' if match.gguf else 'config.json says'}",
-            fix,
-        )
+        said = "its metadata say" if match.gguf else "config.json says"
+        yield Problem(what, f"shape {list(wrong.wanted)}, as {said}", fix)
 
 
 def _doubled_problems(match: Match) -> Iterator[Problem]:

@@ -128,9 +128,7 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
         # The steps of transformers' `convert_and_load_state_dict_in_model`.
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
-            target, pattern = loading.rename_source_key(
-                name, [], [], base_model_prefix=prefix, meta_state_dict=wanted
-            )
+            target, pattern = loading.rename_source_key(name, [], [], prefix, wanted)
         if target not in wanted:
             return "", name, None
         return target, pattern or name, by_pattern[pattern] if pattern else None

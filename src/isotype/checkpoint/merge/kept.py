@@ -90,9 +90,8 @@ class Learned:
             held.append(logits[:: self.step].clone())
             if self.rows.source is not None and len(logits) == len(labels) > 1:
                 wanted = torch.tensor(labels[1:])
-                losses.append(
-                    nn.functional.cross_entropy(logits[:-1], wanted, reduction="none")[wanted != _IGNORED]
-                )
+                each = nn.functional.cross_entropy(logits[:-1], wanted, reduction="none")
+                losses.append(each[wanted != _IGNORED])
         if self.pictured is not None:
             held.append(model(**self.pictured).logits[0].float()[:: self.step].clone())
         every = torch.cat(losses) if losses else torch.zeros(0)

@@ -133,12 +133,10 @@ class Merging:
             if parameter.requires_grad and prefix not in name and "modules_to_save" not in name
         }
         fill(self._peft, adapter)
-        self._rounding = Rounding(
-            target, dense.pinned, {} if one_dtype else self._deferred.stored_otherwise(), written, instead
-        )
-        self._untouched = set(self._rounding.own) - {
-            base_name(tensor.name) for tensor in adapter.headers.tensors
-        }
+        stored = {} if one_dtype else self._deferred.stored_otherwise()
+        self._rounding = Rounding(target, dense.pinned, stored, written, instead)
+        in_adapter = {base_name(tensor.name) for tensor in adapter.headers.tensors}
+        self._untouched = set(self._rounding.own) - in_adapter
         self.weights: tuple[WeightLoss, ...] = ()
         self.notes: list[str] = []
         replaced = _replaced(self._peft, own)
@@ -212,9 +210,8 @@ class Merging:
             stored = self._deferred.as_stored(name)
             if stored.shape == tensors[name].shape:  # a vocabulary may have grown
                 tensors[name] = stored
-        return self._rounding.rounded(
-            {name: tensors[name] for name in self._names if name in tensors}, self._changed
-        )
+        in_order = {name: tensors[name] for name in self._names if name in tensors}
+        return self._rounding.rounded(in_order, self._changed)
 
     def _tie_again(self, first: str, last: str) -> None:
         """Tie the embeddings if they are still equal after the merge; else note that they are separate weights."""
@@ -268,9 +265,8 @@ def _untie(model: Any) -> bool:
 
 def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
     names = {id(value): name for name, value in _all(model, "named_parameters") if name in stored}
-    first, last = (
-        names[id(each.weight)] for each in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
+    heads = (model.get_input_embeddings(), model.get_output_embeddings())
+    first, last = (names[id(each.weight)] for each in heads)
     return first, last
 
 
@@ -307,9 +303,8 @@ def merge_in_float32(name: str, layer: Any) -> None:
     try:
         layer.merge(safe_merge=True)
     except (NotImplementedError, ValueError) as error:
-        raise UsageError.of(
-            "this adapter cannot be merged", f"{name}: {error}", _MERGEABLE, _BESIDE
-        ) from error
+        what = f"{name}: {error}"
+        raise UsageError.of("this adapter cannot be merged", what, _MERGEABLE, _BESIDE) from error
 
 
 def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:

@@ -347,9 +347,8 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
             "between two codes may have taken the other one"
         )
     if adapter.policy is None and own_base:
-        cautions.append(
-            f"the adapter has no precision_policy.json: the base was taken as it is stored, in {policy.storage}"
-        )
+        as_stored = f"the base was taken as it is stored, in {policy.storage}"
+        cautions.append(f"the adapter has no precision_policy.json: {as_stored}")
     return cautions
 
 
@@ -374,9 +373,8 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
 def check_same_base(adapter: Adapter, base: str, revision: str | None = None) -> None:
     """Raise CheckpointError, with all differences, if `base` is another model than the adapter's own."""
     sources = ((base, revision), (str(adapter.base), adapter.revision))
-    base_config, trained_config = (
-        config_of(open_model(source, of)).get_text_config() for source, of in sources
-    )
+    configs = (config_of(open_model(source, of)) for source, of in sources)
+    base_config, trained_config = (config.get_text_config() for config in configs)
     problems = [
         Problem(
             f"--base {base}: {name} {getattr(base_config, name, None)}",

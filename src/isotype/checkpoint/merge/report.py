@@ -168,11 +168,8 @@ class MergeReport:
             return (*self.passed, *self._unmeasured())
         if kept >= ENOUGH:
             return self.passed
-        fix = (
-            "keep the adapter apart, beside its base"
-            if self.cheapest is None
-            else f"merge with {self.cheapest}"
-        )
+        cheap = self.cheapest
+        fix = "keep the adapter apart, beside its base" if cheap is None else f"merge with {cheap}"
         return (*self.passed, f"the merged model keeps {share(kept)} of what was learned; {fix}")
 
     @property
@@ -254,6 +251,5 @@ def compare_logits(trained: torch.Tensor, merged: torch.Tensor) -> LogitsDiffere
     trained, merged = trained[..., :wide], merged[..., :wide]
     expected, actual = trained.log_softmax(-1), merged.log_softmax(-1)
     divergence = (expected.exp() * (expected - actual)).sum(-1)
-    return LogitsDifference(
-        trained.shape[0], float((trained - merged).abs().max()), float(divergence.mean().clamp(min=0))
-    )
+    largest = float((trained - merged).abs().max())
+    return LogitsDifference(trained.shape[0], largest, float(divergence.mean().clamp(min=0)))

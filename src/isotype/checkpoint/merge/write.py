@@ -284,9 +284,8 @@ class Shards:
         for number, name in enumerate(names):
             self._path(number).rename(self._directory / ("model.safetensors" if count == 1 else name))
         if count > 1:
-            where = {
-                entry: name for name, entries in zip(names, self._files, strict=True) for entry in entries
-            }
+            files = zip(names, self._files, strict=True)
+            where = {entry: name for name, entries in files for entry in entries}
             index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(where.items()))}
             text = json.dumps(index, indent=2) + "\n"
             (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")

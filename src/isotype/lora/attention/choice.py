@@ -37,9 +37,8 @@ OwnKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spec], torch.Ten
 def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
     if kind != "masked":
         return scaled_dot_product_attention(q, k, v, is_causal=kind == "causal", enable_gqa=True)
-    k, v = (
-        x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)
-    )  # as transformers does with a mask
+    # As transformers does with a mask.
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=_mask(q, k))
 
 
@@ -137,17 +136,8 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trai
     rows = max(1, _SCORES // (group * measured * measured))
     key_heads = min(k.shape[1], max(rows, torch.get_num_threads()))
     batch = min(len(q), max(1, rows // key_heads))
-    return Shape(
-        1 << (batch.bit_length() - 1),
-        key_heads,
-        group,
-        q.shape[3],
-        v.shape[3],
-        length,
-        kind,
-        q.dtype,
-        trained,
-    )
+    batch = 1 << (batch.bit_length() - 1)
+    return Shape(batch, key_heads, group, q.shape[3], v.shape[3], length, kind, q.dtype, trained)
 
 
 _CHOICES = measured.Kept(Choice)
@@ -185,12 +175,9 @@ def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
         drawn = torch.randn(shape.batch, length, heads, size, generator=generator).to(shape.dtype)
         return drawn.transpose(1, 2).requires_grad_(shape.trained)
 
-    heads = shape.key_heads * shape.group
-    q, k, v = (
-        random(heads, shape.head),
-        random(shape.key_heads, shape.head),
-        random(shape.key_heads, shape.value_head),
-    )
+    heads, key_heads = shape.key_heads * shape.group, shape.key_heads
+    sizes = ((heads, shape.head), (key_heads, shape.head), (key_heads, shape.value_head))
+    q, k, v = (random(*size) for size in sizes)
     d_out = torch.ones(shape.batch, heads, length, shape.value_head, dtype=shape.dtype)
 
     def call(kernel: Kernel) -> None:

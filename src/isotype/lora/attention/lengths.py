@@ -49,16 +49,10 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
         return f"{profile.title} has no FlashAttention in {dtype_name(dtype)}"
     if not takes_lengths():
         return f"torch {torch.__version__} has no attention by lengths with a scale and windows"
-    dropped = [
-        name
-        for name, value in config.to_dict().items()
-        if "drop" in name and "att" in name and isinstance(value, float) and value > 0
-    ]
-    return (
-        f"attention drops scores ({', '.join(dropped)}), which attention by lengths does not"
-        if dropped
-        else None
-    )
+    rates = {name: value for name, value in config.to_dict().items() if "drop" in name and "att" in name}
+    if dropped := [name for name, value in rates.items() if isinstance(value, float) and value > 0]:
+        return f"attention drops scores ({', '.join(dropped)}), which attention by lengths does not"
+    return None
 
 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
@@ -111,18 +105,10 @@ def by_lengths(
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in inputs)
     window = sequences.window if sequences.window is not None and sequences.window < sequences.longest else 0
     grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() and query.shape[1] != key.shape[1] else {}
-    ends, longest = sequences.ends, sequences.longest
+    ends, longest, sides = sequences.ends, sequences.longest, (window - 1, 0 if causal else -1)
+    sizes = (ends, ends, longest, longest)
     result: torch.Tensor = varlen_attention()(
-        query,
-        key,
-        value,
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(window - 1, 0 if causal else -1),
-        **grouped,
+        query, key, value, *sizes, scale=scale, window_size=sides, **grouped
     )
     return result[None]
 

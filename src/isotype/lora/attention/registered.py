@@ -282,12 +282,9 @@ def _asks_by_name(cls: type) -> bool:
 
 def _implementations(config: Any) -> Any:
     """Return the implementations of a config and its sub-configs, as for `set_attn_implementation`."""
-    inner = {
-        key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None
-    }
-    if not inner:
-        return attention_of(config)
-    return {"": attention_of(config), **{key: _implementations(each) for key, each in inner.items()}}
+    held = ((key, getattr(config, key, None)) for key in config.sub_configs)
+    inner = {key: _implementations(each) for key, each in held if each is not None}
+    return {"": attention_of(config), **inner} if inner else attention_of(config)
 
 
 def _replaced(implementations: Any, name: str) -> Any:
@@ -358,11 +355,8 @@ def attention_forward(
         report.left[reason] += 1
 
     foreseen = reason is None and isinstance(q, FakeTensor)
-    if (
-        foreseen
-        and attention_mask is not None
-        and attention_mask.dtype in (torch.bool, torch.float32, q.dtype)
-    ):
+    dtypes = (torch.bool, torch.float32, q.dtype)
+    if foreseen and attention_mask is not None and attention_mask.dtype in dtypes:
         # isotype's kernels read a mask once and keep none of it; torch's keeps one for every layer.
         attention_mask, is_causal = None, False
 

@@ -236,12 +236,8 @@ def _layer_of(dtype: torch.dtype) -> list[list[Sum]]:
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of)
 
-    x, down, hidden, d_hidden = (
-        random(_ROWS, _WIDTH),
-        random(_RANK, _WIDTH),
-        new(_ROWS, _RANK),
-        new(_ROWS, _RANK),
-    )
+    x, down = random(_ROWS, _WIDTH), random(_RANK, _WIDTH)
+    hidden, d_hidden = new(_ROWS, _RANK), new(_ROWS, _RANK)
     layers = [(random(_WIDTH, _WIDTH), random(_WIDTH, _RANK), random(_ROWS, _WIDTH)) for _ in range(2)]
     d_input = tuple((grad, weight) for weight, _, grad in layers)
     return [

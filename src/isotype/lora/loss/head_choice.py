@@ -156,10 +156,9 @@ def choose(
     card = card or card_of(weight.device)
     file, name = times_file(card), str(shape)
     how = "measured now" if TIMES.get(file, name) is None else "as measured before"
+    timer = timer or event_timer(weight.device)
     try:
-        times, unkept = TIMES.of(
-            file, name, lambda: measure(weight, bias, shape, timer or event_timer(weight.device))
-        )
+        times, unkept = TIMES.of(file, name, lambda: measure(weight, bias, shape, timer))
     except torch.OutOfMemoryError:
         return HeadChoice(False, "TRL's: no room to measure isotype's beside it")
     except TheirsFailedError as failure:
@@ -251,9 +250,8 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
     """
     config, module = model.config.get_text_config(), model.get_output_embeddings()
     if hasattr(module, "lora_A"):
-        raise ValueError(
-            "a LoRA adapter on the language-model head is not supported; train it with modules_to_save"
-        )
+        fix = "train it with modules_to_save"
+        raise ValueError(f"a LoRA adapter on the language-model head is not supported; {fix}")
     weight, bias = _dense(module), getattr(module, "bias", None)
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()

@@ -152,26 +152,21 @@ class _LogProbs(torch.autograd.Function):
             known = (values[name] for name in _KNOWN if name in values)
             ctx.save_for_backward(hidden, weight, bias, targets, *known)
         ctx.again = again
-        ctx.mark_non_differentiable(
-            *(values[name] for name in ("log_sum_sq_probs", "is_top1") if name in call.outputs)
-        )
+        without = {"log_sum_sq_probs", "is_top1"}.intersection(call.outputs)
+        ctx.mark_non_differentiable(*(values[name] for name in without))
         return tuple(values[name] for name in ("log_probs", *call.outputs))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        gradients = {
-            name: grad.float()
-            for name, grad in zip(("log_probs", *call.outputs), grads, strict=True)
-            if grad is not None
-        }
+        named = zip(("log_probs", *call.outputs), grads, strict=True)
+        gradients = {name: grad.float() for name, grad in named if grad is not None}
         # A compiled graph that only reads a result passes a zero gradient.
         others = {name: gradients.pop(name) for name in gradients.keys() - call.gradients}
         if unnamed := sorted(name for name, grad in others.items() if grad.any()):
-            raise RuntimeError(
-                f"a gradient of {', '.join(unnamed)} comes in; `log_probs` was called with gradients={sorted(call.gradients)}"
-            )
+            called = f"`log_probs` was called with gradients={sorted(call.gradients)}"
+            raise RuntimeError(f"a gradient of {', '.join(unnamed)} comes in; {called}")
         if ctx.again:
             with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
                 return None, *_backward(call, ctx.needs_input_grad[1:4], ctx.saved_tensors, gradients), None
@@ -195,10 +190,8 @@ def _forward(
     """Return results by name, and with `ahead` (rows of gradients in the working dtype, their float32 factors)."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
-    outputs = {
-        name: hidden.new_zeros(tokens, dtype=torch.bool if name == "is_top1" else torch.float32)
-        for name in names
-    }
+    dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}
+    outputs = {name: hidden.new_zeros(tokens, dtype=dtype) for name, dtype in dtypes.items()}
     buffers = buffers_for(call, tokens, weight, other="entropy" in names, slope=ahead)
     unit = hidden.new_empty(hidden.shape, dtype=call.working) if ahead else None
     factor = hidden.new_zeros(tokens, dtype=torch.float32) if ahead else None
@@ -250,8 +243,5 @@ def _backward(
             torch.mul(unit, factor[:, None], out=d_hidden[chunk])
         if d_weight is not None:
             add_outer(logits, x, factor, d_weight)
-    return (
-        d_hidden,
-        None if d_weight is None else d_weight.to(weight.dtype),
-        None if d_bias is None else d_bias.to(bias.dtype),
-    )
+    d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+    return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype)

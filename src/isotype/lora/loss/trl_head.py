@@ -109,9 +109,8 @@ def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
     """Return whether `isotype.fuse` would probably use attention by lengths for a weightless model on a device."""
     config, policy = model.config, policy_of(model)
     dtype = model.dtype if policy is None else policy.compute
-    return (
-        attention_of(config.get_text_config()) == "sdpa" and why_not_lengths(profile, dtype, config) is None
-    )
+    by_sdpa = attention_of(config.get_text_config()) == "sdpa"
+    return by_sdpa and why_not_lengths(profile, dtype, config) is None
 
 
 def take_packed_rows(trainer: Any) -> bool:
@@ -371,16 +370,13 @@ def _fused(
     flat = states.flatten(0, 1)
     rows = flat.index_select(0, index if place is None else place.flatten().index_select(0, index))
     targets = labels.flatten().index_select(0, index).clamp(min=0)
-    each = (
-        _projected(model, rows, targets, request)
-        if projects
-        else log_probs_of_logits(rows, targets, request.temperature)
-    )
+    if projects:
+        each = _projected(model, rows, targets, request)
+    else:
+        each = log_probs_of_logits(rows, targets, request.temperature)
     # `masked_scatter` keeps the graph without labels: the gradient is then zero, not missing.
-    fields = {
-        name: value.new_zeros(mask.shape).masked_scatter(chosen, value)
-        for name, value in _trl_fields(each, request).items()
-    }
+    flat_fields = _trl_fields(each, request).items()
+    fields = {name: x.new_zeros(mask.shape).masked_scatter(chosen, x) for name, x in flat_fields}
     items = named["num_items_in_batch"]
     loss = -fields["log_probs"].sum() / (mask.sum().clamp(min=1) if items is None else items)
     aux = None
@@ -434,7 +430,6 @@ def _load_balancing(config: Any, router_logits: Any, attention_mask: torch.Tenso
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     experts = getattr(config, "num_experts", None) or config.num_local_experts  # Llama 4's name
-    loss: torch.Tensor = load_balancing_loss_func(
-        router_logits, experts, config.num_experts_per_tok, attention_mask
-    )
+    each = config.num_experts_per_tok
+    loss: torch.Tensor = load_balancing_loss_func(router_logits, experts, each, attention_mask)
     return loss

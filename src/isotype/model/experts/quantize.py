@@ -73,9 +73,8 @@ def blank_stack(
     experts, rows, columns = shape
     if storage == MXFP4:
         rows, columns = (columns, rows) if transposed else (rows, columns)
-        codes = torch.empty(
-            experts, rows, columns // form.block, form.block // 2, dtype=torch.uint8, device=device
-        )
+        sizes = (experts, rows, columns // form.block, form.block // 2)
+        codes = torch.empty(sizes, dtype=torch.uint8, device=device)
         scales = torch.empty(codes.shape[:-1], dtype=torch.uint8, device=device)
         return codes, QuantizedStack(storage, shape, dtype, {"scales": scales}, transposed=transposed)
     if storage == "int8":
@@ -88,13 +87,10 @@ def blank_stack(
     if double_quant:
         constants["absmax"] = constants["absmax"].to(torch.uint8)
         constants["nested_absmax"] = torch.empty(-(-experts * blocks // NESTED), device=device)
-        constants |= {
-            "nested_code": torch.empty(256, device=device),
-            "offset": torch.empty((), device=device),
-        }
-    return codes, QuantizedStack(
-        storage, shape, dtype, constants, blocksize=form.block, transposed=transposed
-    )
+        constants["nested_code"] = torch.empty(256, device=device)
+        constants["offset"] = torch.empty((), device=device)
+    size = form.block
+    return codes, QuantizedStack(storage, shape, dtype, constants, blocksize=size, transposed=transposed)
 
 
 def _table(code: str, device: Any) -> torch.Tensor:
@@ -130,10 +126,8 @@ def quantize_parts(
     """
     form = FORMATS[storage]
     if storage == MXFP4:
-        what, expected = (
-            f"experts of shape {list(shape)} that are not stored in {storage}",
-            f"{storage} blocks",
-        )
+        what = f"experts of shape {list(shape)} that are not stored in {storage}"
+        expected = f"{storage} blocks"
         fix = "load them with quantization nf4 or int8, or with none"
         raise CheckpointError.of(f"no weights are made into {storage}", what, expected, fix)
     codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device=device)
@@ -172,11 +166,5 @@ def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedS
             quant_type=form.code,
         )
         held = constants_4bit(state, blank.shape[0])
-    return QuantizedStack(
-        blank.storage,
-        blank.shape,
-        blank.dtype,
-        held,
-        blocksize=blank.blocksize,
-        transposed=blank.transposed,
-    )
+    size, turned = blank.blocksize, blank.transposed
+    return QuantizedStack(blank.storage, blank.shape, blank.dtype, held, blocksize=size, transposed=turned)

@@ -147,14 +147,8 @@ class QuantizedStack(UncastBuffers):
         from bitsandbytes.functional import QuantState
 
         code: Any = self.code
-        return QuantState(
-            absmax,
-            shape=shape,
-            code=code,
-            blocksize=self.blocksize,
-            quant_type=FORMATS[self.storage].code,
-            dtype=self.dtype,
-        )
+        form, size = FORMATS[self.storage].code, self.blocksize
+        return QuantState(absmax, shape, code, size, form, self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.storage}, {list(self.shape)}"
@@ -164,13 +158,15 @@ def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
     """Return the constants of a `QuantizedStack`, sharing memory with bitsandbytes' state of a whole stack."""
     constants = {"absmax": state.absmax.view(experts, -1), "code": state.code}
     if state.nested:
-        nested = {
-            "offset": state.offset,
-            "nested_absmax": state.state2.absmax,
-            "nested_code": state.state2.code,
-        }
-        constants |= nested
+        constants |= {"offset": state.offset, "nested_absmax": state.state2.absmax}
+        constants["nested_code"] = state.state2.code
     return constants
+
+
+def _stack_of(state: Any, shape: torch.Size, dtype: torch.dtype, module: nn.Module) -> QuantizedStack:
+    """Return the parametrization of a 4-bit stack by bitsandbytes' state."""
+    held, turned = constants_4bit(state, shape[0]), is_transposed(module)
+    return QuantizedStack(state.quant_type, shape, dtype, held, blocksize=state.blocksize, transposed=turned)
 
 
 # ------------------------------------------------------------------------------------------------------ of a module
@@ -255,14 +251,7 @@ def adopt_stacks(model: nn.Module) -> list[str]:
                 continue
             experts, codes = state.shape[0], held.original.data.view(torch.uint8)
             held.original = nn.Parameter(codes.view(experts, -1), requires_grad=False)
-            held[0] = QuantizedStack(
-                state.quant_type,
-                state.shape,
-                state.dtype,
-                constants_4bit(state, experts),
-                blocksize=state.blocksize,
-                transposed=is_transposed(module),
-            )
+            held[0] = _stack_of(state, state.shape, state.dtype, module)
             hooks = state_dict_hooks(module)
             for number, hook in list(hooks.items()):  # bitsandbytes' hook expects its own parametrization
                 if getattr(hook, "keywords", {}).get("param_name") == name:
@@ -331,11 +320,7 @@ def saved_stack(
         return codes, QuantizedStack(form, shape, dtype, held, transposed=turned)
     from bitsandbytes.functional import QuantState
 
-    state = QuantState.from_dict(dict(constants), device)
-    held, size = constants_4bit(state, shape[0]), state.blocksize
-    stack = QuantizedStack(
-        state.quant_type, shape, dtype, held, blocksize=size, transposed=is_transposed(module)
-    )
+    stack = _stack_of(QuantState.from_dict(dict(constants), device), shape, dtype, module)
     return codes.view(torch.uint8).view(shape[0], -1), stack
 
 
