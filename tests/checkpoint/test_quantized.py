@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import isotype
 from isotype.checkpoint.formats.headers import read_headers
@@ -21,6 +22,7 @@ from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.load_named import load_module
 from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
 from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import dense
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError
@@ -167,6 +169,46 @@ def test_fp8_by_every_name_that_transformers_reads(tmp_path: Path, name: str, sh
         agrees(read(tmp_path, {"weight": codes, name: exponents}, {"quant_method": "fp8", **said}), wanted)
 
 
+def awq(outputs: int, inputs: int, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random tensors as AutoAWQ's version gemm packs them, and their values: (code - zero point) x scale."""
+
+    def packed(codes: torch.Tensor) -> torch.Tensor:
+        order = [0, 2, 4, 6, 1, 3, 5, 7]  # of the columns in a word, from its lowest bits
+        return words(codes.unflatten(1, (-1, 8))[..., order].flatten(1) - 8, 4)
+
+    codes, zeros = torch.randint(0, 16, (inputs, outputs)), torch.randint(0, 16, (inputs // size, outputs))
+    scales = (torch.rand(zeros.shape) + 0.1).half()
+    wanted = torch.empty(outputs, inputs, dtype=torch.float64)
+    for column in range(inputs):
+        group = column // size
+        wanted[:, column] = (codes[column] - zeros[group]) * scales[group].double()
+    return {"qweight": packed(codes), "qzeros": packed(zeros), "scales": scales}, wanted
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (8, 128), (136, 384), (16, 5632)])
+@pytest.mark.parametrize("size", [32, 64, 128, -1])
+def test_awq(tmp_path: Path, outputs: int, inputs: int, size: int) -> None:
+    tensors, wanted = awq(outputs, inputs, inputs if size < 0 else size)
+    config = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "GEMM", "zero_point": True}
+    values = read(tmp_path, tensors, config)
+    # 5 bits x 11 bits: float32 holds every value.
+    assert torch.equal(values.double(), wanted)
+    assert values.is_contiguous()
+    older = {"quant_method": "awq", "w_bit": 4, "q_group_size": size}
+    assert torch.equal(read(tmp_path, tensors, older).double(), wanted)
+
+
+def test_a_word_of_awq(tmp_path: Path) -> None:
+    """Column 1 is in the fifth place from the lowest bits, column 7 in the highest."""
+    tensors = {
+        "qweight": torch.tensor([[0x75316420], [-1]], dtype=torch.int32),
+        "qzeros": torch.zeros(1, 1, dtype=torch.int32),
+        "scales": torch.ones(1, 8).half(),
+    }
+    values = read(tmp_path, tensors, {"quant_method": "awq", "group_size": -1})
+    assert values.tolist() == [[float(column), 15.0] for column in range(8)]
+
+
 def test_what_a_library_writes_beside_config_json(tmp_path: Path) -> None:
     """modelopt has a file of its own, which transformers does not read."""
     codes = torch.randint(-127, 128, (8, 16)).to(FP8)
@@ -281,6 +323,80 @@ def test_its_int8_layers_are_not_those_of_bitsandbytes(tmp_path: Path) -> None:
     assert torch.equal(layer.state.SCB, scales)
 
 
+def in_awq(size: int, wanted: dict[str, torch.Tensor], leave: tuple[str, ...] = ()) -> Change:
+    """All linear layers of the language model as AutoAWQ packs them, without the tensors `leave`."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            parts, wanted[name] = awq(*tensors.pop(name).shape, size)
+            stem = name.removesuffix("weight")
+            tensors |= {f"{stem}{leaf}": value for leaf, value in parts.items() if leaf not in leave}
+
+    return change
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_awq_base_is_loaded_in_the_dtype_of_the_policy(tmp_path: Path, dtype: str) -> None:
+    wanted: dict[str, torch.Tensor] = {}
+    path = checkpoint(tmp_path, in_awq(32, wanted), AWQ)
+    policy = isotype.resolve_precision(path, dtype, device="a100")
+    assert policy.reasons["storage"].startswith("awq-4bit weights are dequantized once at load")
+    model = isotype.load(path, policy)
+    assert len(wanted) == 14
+    for name, value in wanted.items():
+        assert torch.equal(model.get_parameter(name), value.to(policy.plain))
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_an_awq_base_is_quantized_again(tmp_path: Path) -> None:
+    wanted: dict[str, torch.Tensor] = {}
+    path = checkpoint(tmp_path, in_awq(32, wanted), AWQ)
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", "int8", device="cpu"))
+    for name, value in wanted.items():
+        layer: Any = model.get_submodule(name.removesuffix(".weight"))
+        codes, scales = quantize_int8(value.float())
+        assert torch.equal(layer.weight, codes)
+        assert torch.equal(layer.state.SCB, scales)
+    assert main(["inspect", str(path), "--plan", "--quantization", "nf4", "--device", "cpu"]) == 0
+    assert main(["check", str(path), "--quantization", "nf4", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("said", [{"bits": 3}, {"version": "GEMV"}, {"backend": "llm-awq"}])
+def test_awq_that_is_not_read_is_refused_without_weights(
+    tmp_path: Path, said: Mapping[str, Any], capsys: Any
+) -> None:
+    path = checkpoint(tmp_path, in_awq(32, {}), AWQ | said)
+    assert main(["check", str(path), "--device", "cpu"]) == 2
+    (path / "model.safetensors").unlink()
+    assert main(["check", str(path), "--device", "cpu"]) == 2
+    version = said.get("version", said.get("backend", "gemm"))
+    text = f"awq of {said.get('bits', 4)} bits in version {version}: 4 bits in version gemm are read"
+    assert capsys.readouterr().err.count(text) == 2
+
+
+def test_experts_in_awq_are_stacked(tmp_path: Path) -> None:
+    wanted: dict[str, torch.Tensor] = {}
+    path = checkpoint(tmp_path, in_awq(32, wanted), AWQ, "qwen3-moe")
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
+    down = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    for at, held in enumerate(down):
+        assert torch.equal(held, wanted[f"model.layers.0.mlp.experts.{at}.down_proj.weight"].float())
+
+
+def test_rows_of_an_awq_weight_are_columns_of_its_file(tmp_path: Path) -> None:
+    """Also where all of its tensors have as many rows as the weight: a square one in groups of one."""
+    wanted: dict[str, torch.Tensor] = {}
+    path = checkpoint(tmp_path, in_awq(1, wanted), AWQ | {"group_size": 1})
+    model = blank_model(AutoConfig.from_pretrained(path))
+    weights = StoredWeights(model, read_headers(path))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert wanted[name].shape == (64, 64)
+    assert torch.equal(weights.read_rows(name, 8, 24).double(), wanted[name][8:24])
+
+
 def fp8(*scales: tuple[str, Any], dtype: torch.dtype = FP8) -> Change:
     """All linear layers in one byte with these tensors beside them."""
 
@@ -331,6 +447,17 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "bitsandbytes without a config": (fp8(("SCB", ONE), dtype=torch.int8), None, "int8 with SCB, while config.json does not name bitsandbytes"),
     "bitsandbytes of another kind": (fp8(("weight.absmax", ONE), ("weight.quant_map", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True}, "where config.json says fp4"),
     "bitsandbytes, not complete": (fp8(("weight.absmax", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4 without quant_map"),
+    "awq of 3 bits": (in_awq(32, {}), AWQ | {"bits": 3}, "quantized by awq of 3 bits in version gemm: 4 bits in version gemm are read"),
+    **{
+        f"awq, {version}": (in_awq(32, {}), AWQ | {"version": version}, f"quantized by awq of 4 bits in version {version}: 4 bits")
+        for version in ("gemv", "gemv_fast", "marlin")
+    },
+    "awq of llm-awq": (in_awq(32, {}), AWQ | {"backend": "llm-awq"}, "quantized by awq of 4 bits in version llm-awq"),
+    "awq without zero points": (in_awq(32, {}, ("qzeros",)), AWQ, "I32 with scales: a matrix of I32 with scales and qzeros is expected"),
+    "awq in other groups": (in_awq(32, {}), AWQ | {"group_size": 16}, "scales of shape [2, 64] F16 for words of shape [64, 8]; groups of 16 inputs have [4, 64]"),
+    "awq in bits that are none": (in_awq(32, {}), AWQ | {"bits": "4"}, "awq of '4' bits in version gemm"),
+    "awq with other tensors": (fp8(("weight_scale", ONE)), AWQ, "F8_E4M3 with weight_scale: a matrix of I32 with scales and qzeros is expected"),
+    "awq of activations": (lambda tensors: (in_awq(32, {})(tensors), tensors.update({"model.layers.0.mlp.act_fn.scales": ONE}))[1], AWQ, "act_fn.scales of shape [1] in model.safetensors, which LlamaForCausalLM has no place for"),
     "a scale before quantization": (fp8(("weight_scale", ONE), ("pre_quant_scale", ONE)), {"quant_method": "modelopt", "quant_algo": "FP8"}, "pre_quant_scale (2 tensors) of shape [1]"),
 }  # fmt: skip
 
@@ -345,7 +472,7 @@ def test_what_is_not_read_is_refused_before_it_is_loaded(tmp_path: Path, case: s
 
 
 @pytest.mark.parametrize(
-    "method", ["gptq", "awq", "quanto", "hqq", "torchao", "fbgemm_fp8", "aqlm", "eetq", "vptq", "spqr"]
+    "method", ["gptq", "quanto", "hqq", "torchao", "fbgemm_fp8", "aqlm", "eetq", "vptq", "spqr"]
 )
 def test_other_libraries_formats_are_refused_by_name(tmp_path: Path, method: str, capsys: Any) -> None:
     path = checkpoint(tmp_path, fp8(("weight_scale", ONE)), {"quant_method": method, "bits": 4})

@@ -13,7 +13,7 @@ from torch import nn
 from isotype.checkpoint.formats.config import build_on_meta, config_dtype, torch_dtype
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.match import match, unknown_quantization
-from isotype.checkpoint.mapping.schemes import method_of
+from isotype.checkpoint.mapping.schemes import config_problem, method_of
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
 from isotype.core.formats import MXFP4
@@ -202,7 +202,8 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
         # Never bare "int8": that is bitsandbytes' format, and a gptq model of 8 bits is something else.
         form = f"{method}-{bits}bit" if bits else method
         experts = MXFP4 if method == MXFP4 else ""
-        return QuantizationFacts(method, form, skip_modules=tuple(skip), experts=experts)
+        unread = config_problem(options)
+        return QuantizationFacts(method, form, skip_modules=tuple(skip), experts=experts, unread=unread)
     if options.get("load_in_8bit"):
         return QuantizationFacts(method, "int8", skip_modules=tuple(skip))
     return QuantizationFacts(

@@ -397,6 +397,8 @@ def _sliced(
         if not alike or tensor.problem is not None or (tensor.constants and tensor.scheme is None):
             return None
         scheme = tensor.scheme
+        if scheme is not None and scheme.kind == "turned":
+            return None
         if scheme is not None:
             scheme = replace(
                 scheme,

@@ -94,7 +94,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):
         what = f"{headers.path}, quantized by {quantization.method}"
-        expected = "weights in float dtypes, or quantized by bitsandbytes, mxfp4, fp8, compressed-tensors or modelopt"
+        expected = "weights in float dtypes, or quantized by bitsandbytes, mxfp4, fp8, compressed-tensors, modelopt or awq"
         fix = "load it with transformers, or take the checkpoint before it was quantized"
         raise CheckpointError.of("no plan for this quantization", what, expected, fix)
     packed = quantization.format if quantization is not None else "packed"

@@ -32,6 +32,8 @@ _PIECE = 1 << 19
 """Elements dequantized at a time: they stay in the caches, and use all of torch's threads."""
 _GGUF_PIECE = 1 << 17
 """Elements dequantized at a time: they and gguf's temporaries stay in the caches."""
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AutoAWQ puts each of eight columns in a word."""
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
@@ -53,6 +55,10 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
         second = read(scheme.second).to(torch.float32)
         factors = factors / second if scheme.divides else factors * second
     zeros = None if scheme.zero is None else read(scheme.zero)
+    if scheme.kind == "turned" and zeros is not None:
+        codes = _unpacked(codes, scheme.bits, scheme.shape[::-1], _AWQ)
+        zeros = _unpacked(zeros, scheme.bits, scales.shape, _AWQ)
+        return _scaled(codes, factors, dtype, scheme.block[::-1], zeros).T.contiguous()
     if zeros is not None and zeros.dtype == torch.int32 and scheme.kind == "words":
         rows = (*scheme.shape[:-2], scales.shape[-1], scheme.shape[-2])
         zeros = _unpacked(zeros.transpose(-1, -2), scheme.bits, rows).transpose(-1, -2)
@@ -120,9 +126,14 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
     return mxfp4.powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
 
 
-def _unpacked(words: torch.Tensor, bits: int, shape: Sequence[int]) -> torch.Tensor:
-    """Unpack int32 words to int8 [..., columns], lowest bits first and across words, offset by half."""
-    begin = torch.arange(shape[-1]) * bits
+def _unpacked(
+    words: torch.Tensor, bits: int, shape: Sequence[int], order: Sequence[int] = (0,)
+) -> torch.Tensor:
+    """Unpack int32 words to int8 [..., columns], lowest bits first and across words, offset by half.
+
+    `order`: places of as many neighbouring columns, of which `shape` has a multiple.
+    """
+    begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32
     codes = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=torch.int8)
     step = max(1, _PIECE // max(1, shape[-1]))

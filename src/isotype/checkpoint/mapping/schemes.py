@@ -16,9 +16,10 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.core.formats import FOUR_BITS, STORED
 
 FP8 = "fp8"
+AWQ = "awq"
 CAST = "cast"
 """Method of a model that was cast to float8 as a whole, by its config's dtype: the codes are the values."""
-READABLE = frozenset({"bitsandbytes", "mxfp4", FP8, "compressed-tensors", "modelopt", CAST, ""})
+READABLE = frozenset({"bitsandbytes", "mxfp4", FP8, "compressed-tensors", "modelopt", AWQ, CAST, ""})
 """Methods whose weights can be read; "" is none."""
 
 ACTIVATIONS = (
@@ -61,7 +62,7 @@ def _require(condition: object, otherwise: str) -> None:
         raise UnreadableError(otherwise)
 
 
-Kind = Literal["numbers", "integers", "words", "pairs", "blocks"]
+Kind = Literal["numbers", "integers", "words", "pairs", "blocks", "turned"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Scheme:
 
     Attributes:
         kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1
-            codes per byte, `blocks` those of gpt-oss.
+            codes per byte, `blocks` those of gpt-oss, `turned` words of AWQ, of [columns, rows].
         shape: of the dense weight; empty if it is in a file that is not available.
         block: rows and columns that share a scale.
         bits: of one code.
@@ -111,6 +112,17 @@ def method_of(quantization: Mapping[str, Any] | None) -> str:
     return str(getattr(name, "value", name or "bitsandbytes")) if quantization else ""
 
 
+def config_problem(quantization: Mapping[str, Any]) -> str:
+    """Return why a config alone says that AWQ's weights are not read; "" if it does not, or of another method."""
+    if method_of(quantization) != AWQ:
+        return ""
+    legacy = quantization.get("backend") == "llm-awq"  # as transformers reads it
+    version = "llm-awq" if legacy else quantization.get("version") or quantization.get("format") or "gemm"
+    bits = quantization.get("bits", quantization.get("w_bit", 4))
+    said = f"awq of {bits!r} bits in version {version}: 4 bits in version gemm are read"
+    return "" if bits == 4 and str(version).lower() == "gemm" else said
+
+
 def scheme_of(
     weight: TensorHeader,
     constants: Sequence[TensorHeader],
@@ -136,6 +148,8 @@ def scheme_of(
         return None
     if form == "mxfp4":
         return _blocks(weight, constants)
+    if method == AWQ:
+        return _turned(weight, constants, quantization)
     stem = weight.name.removesuffix("_packed")
     roles = {}
     for part in constants:
@@ -198,6 +212,30 @@ def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
     what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"
     _require(fits and weight.dtype_name == scale.dtype_name == "U8", f"{what}: mxfp4 has 16 bytes to a scale")
     return Scheme("blocks", (*shape[:-3], shape[-2] * 32, shape[-3]), scale)
+
+
+def _turned(
+    weight: TensorHeader, constants: Sequence[TensorHeader], quantization: Mapping[str, Any]
+) -> Scheme:
+    """Return the scheme of AutoAWQ's [inputs, outputs / 8] words: a group of inputs shares scales and zero points."""
+    problem = config_problem(quantization)
+    _require(not problem, f"quantized by {problem}")
+    size = _size(quantization.get("group_size", quantization.get("q_group_size", 128)), "group_size")
+    parts = {part.name.rpartition(".")[2]: part for part in constants}
+    words = weight.dtype_name == "I32" and len(weight.shape) == 2 and parts.keys() == {"scales", "qzeros"}
+    what = f"{list(weight.shape)} {weight.dtype_name} with {_names(constants)}"
+    _require(words, f"{what}: a matrix of I32 with scales and qzeros is expected")
+    (inputs, columns), scale, zero = weight.shape, parts["scales"], parts["qzeros"]
+    size = size or inputs or 1
+    groups, outputs = -(-inputs // size), columns * 8
+    for part, shape, dtypes in (
+        (scale, (groups, outputs), _FLOATS),
+        (zero, (groups, columns), frozenset({"I32"})),
+    ):
+        what = f"{part.name} of shape {list(part.shape)} {part.dtype_name} for words of shape {list(weight.shape)}"
+        fits = part.shape == shape and part.dtype_name in dtypes
+        _require(fits, f"{what}; groups of {size} inputs have {list(shape)} {_either(dtypes)}")
+    return Scheme("turned", (outputs, inputs), scale, (1, size), 4, zero)
 
 
 def _kind(weight: TensorHeader, form: str, options: _Options, experts: object) -> Kind:
