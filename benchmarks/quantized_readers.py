@@ -1,9 +1,9 @@
-"""Values of quantized weights against the libraries that write them: compressed-tensors, modelopt and transformers.
+"""Values of quantized weights against the libraries that write them: compressed-tensors, modelopt, AutoAWQ and transformers.
 
 Run: python benchmarks/quantized_readers.py. Each library compresses random weights of even and odd shapes in each of its
 schemes, and decompresses them again; isotype reads the same tensors from a file with the config that belongs to them. Prints
 for each scheme how many weights agree, how many are refused, and the largest difference in units of the weight's largest value.
-A library that is not installed is left out: pip install --no-deps compressed-tensors loguru nvidia-modelopt.
+A library that is not installed is left out: pip install --no-deps compressed-tensors loguru nvidia-modelopt autoawq.
 """
 
 from __future__ import annotations
@@ -169,6 +169,24 @@ def modelopt() -> Iterator[Case]:
             )
 
 
+def autoawq() -> Iterator[Case]:
+    from awq.utils.packing_utils import dequantize_gemm
+
+    for (outputs, inputs), size in itertools.product(((64, 96), (8, 128), (136, 320)), (32, -1)):
+        groups = inputs // size if size > 0 else 1
+        words, zeros = (
+            torch.randint(-(2**31), 2**31, (rows, outputs // 8)).to(torch.int32) for rows in (inputs, groups)
+        )
+        scales = torch.rand(groups, outputs) + 0.1
+        yield (
+            "gemm " + ("in groups of 32" if size > 0 else "by channel"),
+            {"qweight": words, "qzeros": zeros, "scales": scales},
+            {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"},
+            dequantize_gemm(words, zeros, scales, 4, inputs // groups).T,
+            0.0,
+        )
+
+
 def transformers_fp8() -> Iterator[Case]:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -267,7 +285,7 @@ def main() -> None:
     """Compare and print."""
     torch.manual_seed(0)
     random.seed(0)
-    for library in (compressed_tensors, modelopt, transformers_fp8):
+    for library in (compressed_tensors, modelopt, autoawq, transformers_fp8):
         totals: dict[str, list[Any]] = defaultdict(lambda: [0, 0, 0.0, ""])
         try:
             for name, tensors, config, wanted, tolerance in library():

@@ -41,6 +41,7 @@ from isotype.model.adapters import add_lora
 from isotype.precision.policy import POLICY_FILE, ModuleException
 from isotype.report.inspect import show_merge
 from tests.adapters import save_trained
+from tests.checkpoint.test_quantized import AWQ, in_awq
 from tests.pairwise import few, pairwise
 from tests.refusals import refused
 
@@ -374,6 +375,28 @@ def test_a_base_saved_in_nf4_is_dequantized(base: Path, make: Make, tmp_path: Pa
         atol=2e-6,
         rtol=2e-6,
     )
+
+
+def test_an_awq_base_is_dequantized(base: Path, make: Make, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(base, tmp_path / "awq"))
+    tensors = load_file(path / "model.safetensors")
+    before, wanted = tensors[f"{Q}.weight"].double(), dict[str, torch.Tensor]()
+    in_awq(32, wanted)(tensors)
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
+    adapter = make(on=path)
+    report = merge_adapter(adapter, tmp_path / "merged")
+    assert report.logits is not None
+    assert report.logits.max_abs < 1e-3
+    merged = load_file(tmp_path / "merged" / "model.safetensors")[f"{Q}.weight"].double()
+    expected = reference(base, adapter, Q, None) - before + wanted[f"{Q}.weight"]
+    torch.testing.assert_close(merged, expected, atol=2e-6, rtol=2e-6)
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
 @few("storage", [None, "nf4"], "nf4")

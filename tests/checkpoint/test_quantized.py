@@ -364,17 +364,21 @@ def test_an_awq_base_is_quantized_again(tmp_path: Path) -> None:
     assert main(["check", str(path), "--quantization", "nf4", "--device", "cpu"]) == 0
 
 
+def refused_with_and_without_weights(path: Path, text: str, capsys: Any) -> None:
+    for _ in range(2):
+        assert main(["check", str(path), "--quantization", "nf4", "--device", "cpu"]) == 2
+        assert f": {text}\n" in capsys.readouterr().err
+        (path / "model.safetensors").unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("said", [{"bits": 3}, {"version": "GEMV"}, {"backend": "llm-awq"}])
 def test_awq_that_is_not_read_is_refused_without_weights(
     tmp_path: Path, said: Mapping[str, Any], capsys: Any
 ) -> None:
     path = checkpoint(tmp_path, in_awq(32, {}), AWQ | said)
-    assert main(["check", str(path), "--device", "cpu"]) == 2
-    (path / "model.safetensors").unlink()
-    assert main(["check", str(path), "--device", "cpu"]) == 2
-    version = said.get("version", said.get("backend", "gemm"))
-    text = f"awq of {said.get('bits', 4)} bits in version {version}: 4 bits in version gemm are read"
-    assert capsys.readouterr().err.count(text) == 2
+    version = said.get("version", said.get("backend", "gemm")).lower()
+    text = f"quantized by awq of {said.get('bits', 4)} bits in version {version}: 4 bits in version gemm are read"
+    refused_with_and_without_weights(path, text, capsys)
 
 
 def test_experts_in_awq_are_stacked(tmp_path: Path) -> None:
@@ -472,14 +476,47 @@ def test_what_is_not_read_is_refused_before_it_is_loaded(tmp_path: Path, case: s
 
 
 @pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quantized by modelopt as W4A8_AWQ"),
+        (COMPRESSED | {"format": "marlin-24"}, "stored in compressed-tensors' format marlin-24"),
+        (BLOCKS | {"weight_block_size": 128}, "blocks of 128 in config.json"),
+    ],
+)
+def test_a_config_alone_is_refused_as_its_weights_are(
+    tmp_path: Path, config: dict[str, Any], text: str, capsys: Any
+) -> None:
+    path = checkpoint(tmp_path, fp8(("weight_scale", ONE)), config)
+    refused_with_and_without_weights(path, text, capsys)
+
+
+def test_a_config_alone_is_read_where_one_group_is(tmp_path: Path) -> None:
+    """Only headers show which layers a group has."""
+    path = checkpoint(tmp_path, lambda tensors: None, MIXED)
+    (path / "model.safetensors").unlink()
+    groups = MIXED["config_groups"] | {"other": {"targets": ["none"], "format": "marlin-24"}}
+    (path / "config.json").write_text(
+        (path / "config.json").read_text().replace(json.dumps(MIXED["config_groups"]), json.dumps(groups))
+    )
+    assert '"marlin-24"' in (path / "config.json").read_text()
+    assert main(["check", str(path), "--device", "cpu"]) == 0
+
+
+def test_weights_that_are_plain_are_read_whatever_the_config_says(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, lambda tensors: None, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"})
+    assert main(["check", str(path), "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize(
     "method", ["gptq", "quanto", "hqq", "torchao", "fbgemm_fp8", "aqlm", "eetq", "vptq", "spqr"]
 )
 def test_other_libraries_formats_are_refused_by_name(tmp_path: Path, method: str, capsys: Any) -> None:
     path = checkpoint(tmp_path, fp8(("weight_scale", ONE)), {"quant_method": method, "bits": 4})
     assert main(["inspect", str(path)]) == main(["check", str(path), "--device", "cpu"]) == 2
     assert capsys.readouterr().err.count(f"is quantized with {method}-4bit") == 2
-    with pytest.raises(isotype.PrecisionError, match=f"is quantized with {method}-4bit"):
-        isotype.resolve_precision(path, device="cpu")
+    for quantization in (None, "nf4"):
+        with pytest.raises(isotype.PrecisionError, match=f"is quantized with {method}-4bit"):
+            isotype.resolve_precision(path, quantization=quantization, device="cpu")
 
 
 @pytest.mark.parametrize("config", ["fp8", ["fp8"], 8])

@@ -13,9 +13,10 @@ from torch import nn
 from isotype.checkpoint.formats.config import build_on_meta, config_dtype, torch_dtype
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.match import match, unknown_quantization
-from isotype.checkpoint.mapping.schemes import config_problem, method_of
+from isotype.checkpoint.mapping.schemes import EXPECTED, config_problem, method_of
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
+from isotype.core.errors import CheckpointError
 from isotype.core.formats import MXFP4
 from isotype.model.experts.stack import held_stack
 from isotype.model.parts import Parts
@@ -129,8 +130,10 @@ def facts_of_config(
     source: str, config: Any, headers: CheckpointHeaders | None = None, notes: tuple[str, ...] = ()
 ) -> ModelFacts:
     """Return the facts of a config and, if there are weights, their headers; raise CheckpointError on a mismatch."""
-    model = build_on_meta(config, source)
     quantization = quantization_of(config)
+    if headers is None and (problem := config_problem(quantization_options(config))):
+        raise CheckpointError.of("quantized weights that cannot be read", f"{source}: {problem}", *EXPECTED)
+    model = build_on_meta(config, source)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if headers is not None and not unknown_quantization(quantization):
         match(model, headers).require_complete()
@@ -202,8 +205,7 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
         # Never bare "int8": that is bitsandbytes' format, and a gptq model of 8 bits is something else.
         form = f"{method}-{bits}bit" if bits else method
         experts = MXFP4 if method == MXFP4 else ""
-        unread = config_problem(options)
-        return QuantizationFacts(method, form, skip_modules=tuple(skip), experts=experts, unread=unread)
+        return QuantizationFacts(method, form, skip_modules=tuple(skip), experts=experts)
     if options.get("load_in_8bit"):
         return QuantizationFacts(method, "int8", skip_modules=tuple(skip))
     return QuantizationFacts(

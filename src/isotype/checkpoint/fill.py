@@ -397,7 +397,7 @@ def _sliced(
         if not alike or tensor.problem is not None or (tensor.constants and tensor.scheme is None):
             return None
         scheme = tensor.scheme
-        if scheme is not None and scheme.kind == "turned":
+        if scheme is not None and scheme.turned:  # rows of the weight are columns of the file
             return None
         if scheme is not None:
             scheme = replace(

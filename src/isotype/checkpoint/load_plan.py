@@ -19,7 +19,8 @@ from isotype.checkpoint.mapping.weight_map import Source, steps
 from isotype.compat.transformers import pinned
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError
-from isotype.core.formats import QUANTIZATIONS
+from isotype.core.formats import METHODS, QUANTIZATIONS
+from isotype.core.names import alternatives
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.experts.quantize import formats_of_stacks
 from isotype.model.walk import places
@@ -94,7 +95,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):
         what = f"{headers.path}, quantized by {quantization.method}"
-        expected = "weights in float dtypes, or quantized by bitsandbytes, mxfp4, fp8, compressed-tensors, modelopt or awq"
+        expected = f"weights in float dtypes, or quantized by {alternatives(METHODS)}"
         fix = "load it with transformers, or take the checkpoint before it was quantized"
         raise CheckpointError.of("no plan for this quantization", what, expected, fix)
     packed = quantization.format if quantization is not None else "packed"

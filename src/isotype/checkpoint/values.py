@@ -55,7 +55,7 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
         second = read(scheme.second).to(torch.float32)
         factors = factors / second if scheme.divides else factors * second
     zeros = None if scheme.zero is None else read(scheme.zero)
-    if scheme.kind == "turned" and zeros is not None:
+    if scheme.turned and zeros is not None:
         codes = _unpacked(codes, scheme.bits, scheme.shape[::-1], _AWQ)
         zeros = _unpacked(zeros, scheme.bits, scales.shape, _AWQ)
         return _scaled(codes, factors, dtype, scheme.block[::-1], zeros).T.contiguous()

@@ -1,4 +1,7 @@
-"""Quantization formats of frozen weights. bitsandbytes has the code books of all but mxfp4."""
+"""Quantization formats of frozen weights, and the methods of stored ones that can be read.
+
+bitsandbytes has the code books of all formats but mxfp4.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,36 @@ MIXED = "mixed"
 
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
 """Formats in which a base can be stored, besides `mixed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A library or scheme of quantized checkpoints whose weights can be read.
+
+    Attributes:
+        name: `quant_method` in config.json.
+        dequantized: whether loading dequantizes its weights; else they stay as they are stored.
+        in_memory: whether a model in memory counts as dequantized, too.
+    """
+
+    name: str
+    dequantized: bool = True
+    in_memory: bool = False
+
+
+_METHODS = (
+    Method("bitsandbytes", dequantized=False),
+    Method(MXFP4, in_memory=True),
+    Method("fp8"),
+    Method("compressed-tensors"),
+    Method("modelopt"),
+    Method("awq"),
+)
+METHODS: Mapping[str, Method] = {each.name: each for each in _METHODS}
+"""Methods that can be read, by name."""
+
+DEQUANTIZED: tuple[str, ...] = tuple(each.name for each in _METHODS if each.dequantized)
+"""Methods whose weights loading dequantizes."""
 
 
 def why_dense(shape: Iterable[int], storage: str) -> str | None:

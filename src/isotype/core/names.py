@@ -33,6 +33,12 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
     return ", ".join(named_ones[:shown]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
+def alternatives(names: Iterable[str]) -> str:
+    """Return names as `a, b or c`; at least one."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 _COPIES = re.compile(r"\.(token_adapter|modules_to_save\.default|default)(?=\.|$)")
 
 

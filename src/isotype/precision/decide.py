@@ -170,7 +170,9 @@ class _Draft:
                 )
             self.reasons["storage"] = f"the checkpoint is saved in {saved}"
             return saved
-        if requested == MXFP4 and not (self.facts.quantization and self.facts.quantization.experts):
+        if problem := unreadable(self.facts):
+            self.problems.append(problem)
+        elif requested == MXFP4 and not (self.facts.quantization and self.facts.quantization.experts):
             trained = self.facts.trained_dtype
             stores = saved or (dtype_name(trained) if trained else "another format")
             self._refuse(
@@ -181,8 +183,6 @@ class _Draft:
         elif requested and requested != MXFP4:
             self.reasons["storage"] = "as asked"
             return requested
-        if problem := unreadable(self.facts):
-            self.problems.append(problem)
         return None
 
     def _compute(self, storage_format: str | None) -> torch.dtype:

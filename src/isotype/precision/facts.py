@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from isotype.core.errors import Problem
-from isotype.core.formats import QUANTIZATIONS
-
-_DEQUANTIZED = frozenset({"mxfp4", "fp8", "compressed-tensors", "modelopt", "awq"})
+from isotype.core.formats import DEQUANTIZED, METHODS, QUANTIZATIONS
+from isotype.core.names import alternatives
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class QuantizationFacts:
         quant_storage: dtype of the packed bytes; None if unknown.
         skip_modules: unquantized modules.
         experts: the format that stacked experts can keep if linear layers cannot: `"mxfp4"`; else "".
-        unread: why the weights of a method that is read are not; else "".
         in_memory: whether this is a model in memory instead of a checkpoint.
     """
 
@@ -36,15 +34,13 @@ class QuantizationFacts:
     quant_storage: torch.dtype | None = None
     skip_modules: tuple[str, ...] = ()
     experts: str = ""
-    unread: str = ""
     in_memory: bool = field(default=False, compare=False)
 
     @property
     def dequantized(self) -> bool:
         """True if loading dequantizes the weights."""
-        return (
-            self.method in _DEQUANTIZED and not self.unread and (self.method == "mxfp4" or not self.in_memory)
-        )
+        method = METHODS.get(self.method)
+        return method is not None and method.dequantized and (method.in_memory or not self.in_memory)
 
 
 @dataclass(frozen=True)
@@ -92,9 +88,8 @@ def unreadable(facts: ModelFacts) -> Problem | None:
     """Return the problem of a quantized model that cannot be read; None if it can."""
     if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
-    unread = facts.quantization.unread if facts.quantization else ""
     return Problem(
-        f"{facts.source} is quantized with {unread or facts.saved_format}",
-        "float weights, mxfp4, fp8, compressed-tensors, modelopt, awq, or bitsandbytes nf4, fp4 or int8",
+        f"{facts.source} is quantized with {facts.saved_format}",
+        f"float weights, {', '.join(DEQUANTIZED)}, or bitsandbytes {alternatives(QUANTIZATIONS)}",
         f"give the unquantized original and a quantization of {', '.join(QUANTIZATIONS)}",
     )

@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 from isotype.checkpoint.formats.gguf import unpackable
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.core.formats import FOUR_BITS, STORED
+from isotype.core.formats import FOUR_BITS, METHODS, STORED
 
 FP8 = "fp8"
 AWQ = "awq"
+MODELOPT = "modelopt"
+COMPRESSED = "compressed-tensors"
 CAST = "cast"
 """Method of a model that was cast to float8 as a whole, by its config's dtype: the codes are the values."""
-READABLE = frozenset({"bitsandbytes", "mxfp4", FP8, "compressed-tensors", "modelopt", AWQ, CAST, ""})
+READABLE = frozenset({*METHODS, CAST, ""})
 """Methods whose weights can be read; "" is none."""
 
 ACTIVATIONS = (
@@ -62,7 +64,7 @@ def _require(condition: object, otherwise: str) -> None:
         raise UnreadableError(otherwise)
 
 
-Kind = Literal["numbers", "integers", "words", "pairs", "blocks", "turned"]
+Kind = Literal["numbers", "integers", "words", "pairs", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,14 @@ class Scheme:
 
     Attributes:
         kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1
-            codes per byte, `blocks` those of gpt-oss, `turned` words of AWQ, of [columns, rows].
+            codes per byte, `blocks` those of gpt-oss.
         shape: of the dense weight; empty if it is in a file that is not available.
         block: rows and columns that share a scale.
         bits: of one code.
         zero: its zero points; None if there are none.
         second: a scale of the scales, or None.
         divides: `second` divides them.
+        turned: the file has [columns, rows] (AWQ); words and zero points are packed along the rows.
     """
 
     kind: Kind
@@ -88,6 +91,7 @@ class Scheme:
     zero: TensorHeader | None = None
     second: TensorHeader | None = None
     divides: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,14 +117,44 @@ def method_of(quantization: Mapping[str, Any] | None) -> str:
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return why a config alone says that AWQ's weights are not read; "" if it does not, or of another method."""
-    if method_of(quantization) != AWQ:
-        return ""
+    """Return why config.json alone says that no quantized weight can be read; "" if it does not say so.
+
+    A method that is not in `core/formats.py:METHODS` is refused by its name, not here.
+    """
+    method = method_of(quantization)
+    try:
+        if method == AWQ:
+            _check_awq(quantization)
+        elif method == FP8 or (method == MODELOPT and quantization.get("quant_algo")):
+            _options(quantization, method, (), ())
+        elif method == COMPRESSED:
+            _check_groups(quantization)
+    except UnreadableError as error:
+        return str(error)
+    return ""
+
+
+def _check_groups(quantization: Mapping[str, Any]) -> None:
+    """Raise the first group's error if no group of weights can be read: a group may be of no layer."""
+    errors = []
+    for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
+        try:
+            _options_of_group(quantization, _object(group, f"config_groups.{name}"))
+        except UnreadableError as error:
+            errors.append(error)
+        else:
+            return
+    if errors:
+        raise errors[0]
+
+
+def _check_awq(quantization: Mapping[str, Any]) -> None:
     legacy = quantization.get("backend") == "llm-awq"  # as transformers reads it
     version = "llm-awq" if legacy else quantization.get("version") or quantization.get("format") or "gemm"
+    version = _word(version)
     bits = quantization.get("bits", quantization.get("w_bit", 4))
-    said = f"awq of {bits!r} bits in version {version}: 4 bits in version gemm are read"
-    return "" if bits == 4 and str(version).lower() == "gemm" else said
+    said = f"quantized by awq of {bits!r} bits in version {version}: 4 bits in version gemm are read"
+    _require(bits == 4 and version == "gemm", said)
 
 
 def scheme_of(
@@ -218,8 +252,7 @@ def _turned(
     weight: TensorHeader, constants: Sequence[TensorHeader], quantization: Mapping[str, Any]
 ) -> Scheme:
     """Return the scheme of AutoAWQ's [inputs, outputs / 8] words: a group of inputs shares scales and zero points."""
-    problem = config_problem(quantization)
-    _require(not problem, f"quantized by {problem}")
+    _check_awq(quantization)
     size = _size(quantization.get("group_size", quantization.get("q_group_size", 128)), "group_size")
     parts = {part.name.rpartition(".")[2]: part for part in constants}
     words = weight.dtype_name == "I32" and len(weight.shape) == 2 and parts.keys() == {"scales", "qzeros"}
@@ -235,7 +268,7 @@ def _turned(
         what = f"{part.name} of shape {list(part.shape)} {part.dtype_name} for words of shape {list(weight.shape)}"
         fits = part.shape == shape and part.dtype_name in dtypes
         _require(fits, f"{what}; groups of {size} inputs have {list(shape)} {_either(dtypes)}")
-    return Scheme("turned", (outputs, inputs), scale, (1, size), 4, zero)
+    return Scheme("words", (outputs, inputs), scale, (1, size), 4, zero, turned=True)
 
 
 def _kind(weight: TensorHeader, form: str, options: _Options, experts: object) -> Kind:
@@ -325,7 +358,7 @@ def _options(
     quantization: Mapping[str, Any], method: str, modules: Sequence[str], classes: Sequence[str]
 ) -> _Options:
     numbers = frozenset({"numbers"})
-    if method == "compressed-tensors":
+    if method == COMPRESSED:
         return _options_of_group(quantization, group_of(quantization, modules, classes))
     if method == FP8:
         size, experts = quantization.get("weight_block_size", (128, 128)), quantization.get("expert_dtype")
@@ -333,7 +366,7 @@ def _options(
         four_bits = (("group", (1, 32)),) if experts == "fp4" else ()
         kinds = numbers | {"pairs"} if experts == "fp4" else numbers
         return _Options((*blocks, *four_bits, *_WHOLE), kinds, exponents=True)
-    if method == "modelopt":
+    if method == MODELOPT:
         algorithm = str(quantization.get("quant_algo"))
         _require(algorithm in _MODELOPT, f"quantized by modelopt as {algorithm}")
         size = _size(quantization.get("group_size") or (32 if algorithm == "MXFP8" else 16), "group_size")
@@ -350,12 +383,12 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
     form = str(group.get("format") or quantization.get("format") or "mixed-precision")
     _require(form in _FORMATS, f"stored in compressed-tensors' format {form}")
     weights = _object(group.get("weights"), "weights")
-    bits, numeric = _size(weights.get("num_bits", 8), "num_bits"), str(weights.get("type", "int")).lower()
+    bits, numeric = _size(weights.get("num_bits", 8), "num_bits"), _word(weights.get("type", "int"))
     ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
     _require(not ordered, "columns in the order of activations (actorder: group)")
     size = 0 if weights.get("group_size") is None else _size(weights["group_size"], "group_size")
     usual = "tensor" if weights.get("group_size") is None else "group" if size else "channel"
-    strategy = str(weights.get("strategy") or usual).lower()
+    strategy = _word(weights.get("strategy") or usual)
     layouts = {
         "tensor": _WHOLE,  # the library multiplies by any of them
         "channel": _WHOLE[1:],
@@ -410,6 +443,11 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
 def _size(value: Any, name: str) -> int:
     _require(isinstance(value, int) and not isinstance(value, bool), f"{name} {value!r} in config.json")
     return max(int(value), 0)
+
+
+def _word(value: Any) -> str:
+    """Return a word of config.json in small letters; a config object has an enum in its place."""
+    return str(getattr(value, "value", value)).lower()
 
 
 def _pair(value: Any) -> tuple[int, int]:
