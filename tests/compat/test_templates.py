@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import threading
+from datetime import date
 from typing import Any
 
 import pytest
@@ -84,6 +85,13 @@ def test_a_sound_template_writes_what_it_wrote():
 
     text, spans = render_jinja_template([TURNS], chat_template=marked, return_assistant_tokens_mask=True)
     assert (text, spans) == (["bbb"], [[(0, 3)]])
+
+
+def test_a_day_that_is_held_is_written_and_let_go():
+    template = "{{ strftime_now('%d %b %Y') }} {{ strftime_now(format='%H:%M') }}"
+    with templates.day_held(date(2024, 7, 26)):
+        assert render_chat(Tokenizer(template), TURNS) == "26 Jul 2024 00:00"
+    assert "2024" not in render_chat(Tokenizer(template), TURNS)
 
 
 def test_templates_still_run_without_an_end():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from transformers.utils import chat_template_utils
 
 from isotype.core.errors import CheckpointError
 from isotype.data.methods import METHODS
@@ -19,7 +21,7 @@ from isotype.report.run.record import from_json, to_json
 from isotype.train import training
 from isotype.train.command.settings import parse_settings
 from isotype.train.output.resume import RUN_FILE
-from tests.train.tiny import rows, save_chat_model, save_rows
+from tests.train.tiny import TEMPLATE, rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -127,6 +129,128 @@ def test_a_checkpoint_of_another_program_is_compared_as_far_as_it_says(begun: Pa
         (run / "out" / "checkpoint-2" / name).unlink()
     found = refused(run, "--model_name_or_path", begun / "model", "--lora_r", 4, "--learning_rate", 1e-3)
     assert [given for given, _, _ in found] == ["--lora_r 4"]
+
+
+# The date that a chat template writes
+
+DATED = "{{ (date if date is defined else 'w' + strftime_now('%d')) + ' ' }}" + TEMPLATE
+
+
+def on(day: int, patch: pytest.MonkeyPatch) -> None:
+    """Set the clocks of transformers and isotype to a day of November 2026."""
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return cls(2026, 11, day, 12, tzinfo=tz)
+
+    class Day(datetime.date):
+        @classmethod
+        def today(cls) -> Any:
+            return cls(2026, 11, day)
+
+    patch.setattr(chat_template_utils, "datetime", Clock)
+    patch.setattr("isotype.train.day.date", Day)
+
+
+@pytest.fixture
+def dated(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run's folder without its output, and a model whose template writes the day as a word."""
+    shutil.rmtree(run / "out")
+    (run / "model" / "chat_template.jinja").write_text(DATED)
+    on(10, monkeypatch)
+    return run
+
+
+@pytest.fixture
+def days(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The first words of the rows of each training, and of its sample questions after it."""
+    found: list[set[str]] = []
+    before, after = training.keep_rows, training.answers_after
+
+    def keep_rows(trainer: Any) -> Any:
+        found.append({trainer.processing_class.decode(ids[0]) for ids in trainer.train_dataset["input_ids"]})
+        return before(trainer)
+
+    def answers_after(trainer: Any, samples: Any, asked: Any, console: Console) -> Any:
+        for _, prompt in asked:
+            found[-1].add(trainer.processing_class.apply_chat_template(prompt, tokenize=False).split()[0])
+        return after(trainer, samples, asked, console)
+
+    monkeypatch.setattr(training, "keep_rows", keep_rows)
+    monkeypatch.setattr(training, "answers_after", answers_after)
+    return found
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
+    cached: bool, dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
+):
+    note = "note: the chat template can write today's date, and gets 2026-11-10: "
+    outcome, text = train(dated)
+    assert days == [{"w10"}]
+    assert note + "the day of the run's start, also where it is resumed" in text
+    assert any("2026-11-10" in each for each in outcome.record.notes)
+    on(11, monkeypatch)
+    if not cached:
+        monkeypatch.setattr("datasets.arrow_dataset.is_caching_enabled", lambda: False)
+    _, text = train(dated, "--max_steps", 3, "--resume_from_checkpoint", "true")
+    assert days[1:] == [{"w10"}]
+    assert note + "as in checkpoint-2, which the run goes on from" in text
+    assert (
+        json.loads((dated / "out" / "checkpoint-3" / RUN_FILE).read_text())["template_date"] == "2026-11-10"
+    )
+    assert "template_date" not in (dated / "out" / "tokenizer_config.json").read_text()
+
+
+def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
+    dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
+):
+    train(dated)
+    on(11, monkeypatch)
+    _, text = train(dated, "--output_dir", dated / "other")
+    assert days == [{"w10"}, {"w11"}]
+    assert "and gets 2026-11-11: " in text
+    # The template of --chat_template_path may be another one than the tokenizer's.
+    template = dated / "given.jinja"
+    (dated / "model" / "chat_template.jinja").rename(template)
+    (dated / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    for day in (12, 13):
+        on(day, monkeypatch)
+        _, text = train(dated, "--chat_template_path", template, "--output_dir", dated / f"given-{day}")
+        assert f"and gets 2026-11-{day}: " in text
+    assert [each & {"w12", "w13"} for each in days[2:]] == [{"w12"}, {"w13"}]
+
+
+def test_a_checkpoint_without_a_day_goes_on_with_today_and_says_so(
+    dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
+):
+    train(dated)
+    checkpoint = dated / "out" / "checkpoint-2"
+    saved = json.loads((checkpoint / RUN_FILE).read_text())
+    del saved["template_date"]
+    (checkpoint / RUN_FILE).write_text(json.dumps(saved))
+    (checkpoint / "isotype_checkpoint.json").unlink()
+    on(11, monkeypatch)
+    _, text = train(dated, "--max_steps", 3, "--resume_from_checkpoint", checkpoint)
+    assert days[1:] == [{"w11"}]
+    assert "2026-11-11: today: checkpoint-2 names no day, and may have been trained with another" in text
+
+
+def test_a_date_in_the_rows_is_the_same_on_every_day(
+    dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
+):
+    save_rows(dated / "train.jsonl", [{**row, "chat_template_kwargs": {"date": "w5"}} for row in rows("sft")])
+    monkeypatch.setattr(training, "answers_after", lambda trainer, samples, *_: samples)
+    for day in (10, 11):
+        on(day, monkeypatch)
+        train(dated, "--output_dir", dated / f"out-{day}")
+    assert days == [{"w5"}, {"w5"}]
+
+
+def test_a_template_without_a_date_says_none(run: Path):
+    _, text = train(run, "--output_dir", run / "other")
+    assert "today's date" not in text
 
 
 # The report

@@ -1,4 +1,4 @@
-"""Limits of time and size for chat templates, which transformers (5.20 to 5.23) renders in jinja's sandbox."""
+"""Limits of time and size for chat templates, which transformers (5.20 to 5.23) renders in jinja's sandbox, and their date."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateRuntimeError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from isotype.compat.replaced import replaced
 
 SECONDS = 5
 """Limit of processor time per conversation."""
@@ -24,6 +27,9 @@ CHARACTERS = 1 << 24
 BITS = 100_000
 """Limit of integers: beyond it, a single product takes seconds and cannot be interrupted by a signal."""
 
+CLOCK = "strftime_now"
+"""Name of the function by which a template writes today's date."""
+
 ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors raised by templates besides jinja's."""
 
@@ -32,6 +38,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """jinja's sandbox with limits of time, memory and text."""
 
     intercepted_binops = frozenset({"*", "**"})
+    day: date | None = None
+    """The date that `strftime_now` writes; None for the clock's."""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Reject integers that take too long to compute."""
@@ -42,7 +50,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile a template within the limits; it renders within them too."""
+        """Compile a template within the limits; it renders within them too, and on the day that is held."""
+        clock: Any = self.globals.get(CLOCK)
+        if clock is not None:
+            self.globals[CLOCK] = partial(_written, clock)
         try:
             with _limits():
                 template = super().from_string(*args, **kwargs)
@@ -52,6 +63,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateError(f"it cannot be compiled: {error.msg}") from error
         template.root_render_func = partial(_limited, template.root_render_func)
         return template
+
+
+def _written(clock: Callable[[str], str], format: str) -> str:  # noqa: A002 - its name in templates
+    day = LimitedEnvironment.day
+    return clock(format) if day is None else day.strftime(format)
 
 
 def _limited(render: Callable[[Any], Iterator[str]], context: Any) -> Iterator[str]:
@@ -122,6 +138,16 @@ def limit_templates() -> None:
     if theirs.ImmutableSandboxedEnvironment is not LimitedEnvironment:
         theirs.ImmutableSandboxedEnvironment = LimitedEnvironment
         theirs._compile_jinja_template.cache_clear()
+
+
+def day_held(day: date) -> AbstractContextManager[None]:
+    """Inside, chat templates write this day in place of today, at midnight."""
+    return replaced(LimitedEnvironment, "day", day)
+
+
+def writes_date(tokenizer: Any) -> bool:
+    """Return True if the chat template of a tokenizer or processor can write today's date."""
+    return CLOCK in str(getattr(tokenizer, "chat_template", None))
 
 
 def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:

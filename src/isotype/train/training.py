@@ -42,6 +42,8 @@ from isotype.train.chat import Prompt, answer, answers_after, as_asked_before
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
+from isotype.train.day import SAVED_AS as DAY
+from isotype.train.day import day_in_templates, day_note, day_of_run, mark
 from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
@@ -146,9 +148,11 @@ def _run(
 ) -> Outcome:
     with interrupts_kept():
         run = _decided(settings, start, profile, rewards)
-        built = _build(run, console)
-    identity = {**run.identity, SAVED_AS: built.choice.arguments}
-    return _train(replace(run, identity=identity), built, console)
+    with day_in_templates(run):
+        with interrupts_kept():
+            built = _build(run, console)
+        identity = {**run.identity, SAVED_AS: built.choice.arguments}
+        return _train(replace(run, identity=identity), built, console)
 
 
 def _here(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
@@ -183,6 +187,7 @@ def _decided(
     require_weights(checkpoint)
     rows = data[settings.script.dataset_train_split]
     identity = identity_of(settings, checkpoint, policy, rows, start)
+    identity[DAY] = day_of_run(resume).isoformat()
     check_resume(identity, resume)
     return Run(
         settings=settings,
@@ -245,6 +250,7 @@ def _build(run: Run, console: Console) -> Built:
     training, method = settings.training, settings.method
     source = tokenizer_source(run.checkpoint)
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
+    mark(run, tokenizer)
     check_tokenizer(settings, source, tokenizer, data)
     said = list(run.notes)
     settings, data = fitting(settings, tokenizer, plain_contents(tokenizer, data, said.append), said.append)
@@ -289,7 +295,8 @@ def _build(run: Run, console: Console) -> Built:
     dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
     cut = lengths and lengths.cut(training.max_length)
     twice = lengths and lengths.begun_twice()
-    more = (twice, cut, dropped, packing, balance(trainer), not_the_best(settings))
+    dated = day_note(run, trainer.processing_class)
+    more = (dated, twice, cut, dropped, packing, balance(trainer), not_the_best(settings))
     notes = tuple(note for note in (*said, *more) if note)
     for note in notes:
         say(console, f"note: {note}")
