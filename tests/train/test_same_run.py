@@ -15,12 +15,14 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers.utils import chat_template_utils
 
+from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import CheckpointError
 from isotype.data.methods import METHODS
 from isotype.report.run.record import from_json, to_json
 from isotype.train import training
 from isotype.train.command.settings import parse_settings
 from isotype.train.output.resume import RUN_FILE
+from isotype.train.rows.measured import rows_of_training
 from tests.train.tiny import TEMPLATE, rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -220,6 +222,18 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
         _, text = train(dated, "--chat_template_path", template, "--output_dir", dated / f"given-{day}")
         assert f"and gets 2026-11-{day}: " in text
     assert [each & {"w12", "w13"} for each in days[2:]] == [{"w12"}, {"w13"}]
+
+
+@pytest.mark.parametrize("folder", ["out", "out/checkpoint-2"])
+def test_a_merge_reads_the_rows_of_the_day_that_the_run_has(
+    folder: str, dated: Path, monkeypatch: pytest.MonkeyPatch
+):
+    train(dated)
+    on(11, monkeypatch)
+    rows, _ = rows_of_training(dated / folder)
+    assert rows is not None
+    words = tokenizer_of(dated / "out")
+    assert {words.decode(ids[0]) for ids, _ in rows.texts} == {"w10"}
 
 
 def test_a_checkpoint_without_a_day_goes_on_with_today_and_says_so(

@@ -9,28 +9,24 @@ from typing import Any
 
 from isotype.compat.templates import day_held, writes_date
 from isotype.train.launched import from_first
-from isotype.train.output.checkpoints import read_json
-from isotype.train.output.resume import RUN_FILE
+from isotype.train.output.resume import TEMPLATE_DATE, template_date
 from isotype.train.run import Run
-
-SAVED_AS = "template_date"
-"""Name of the day in `RUN_FILE`."""
 
 
 def day_of_run(resume: Path | None) -> date:
     """Return the day of the run that is resumed; else today, by the clock of rank 0 for all processes."""
-    return from_first(lambda: _saved(resume) or date.today())
+    return from_first(lambda: template_date(resume) or date.today())
 
 
 def day_in_templates(run: Run) -> AbstractContextManager[None]:
     """Inside, chat templates write the day of the run."""
-    return day_held(date.fromisoformat(run.identity[SAVED_AS]))
+    return day_held(date.fromisoformat(run.identity[TEMPLATE_DATE]))
 
 
 def mark(run: Run, tokenizer: Any) -> None:
     """Put the day on a tokenizer: `datasets` keys its cache of tokenized rows by the tokenizer's attributes."""
     if writes_date(tokenizer) or getattr(run.settings.training, "chat_template_path", None) is not None:
-        getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[SAVED_AS]
+        getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[TEMPLATE_DATE]
 
 
 def day_note(run: Run, tokenizer: Any) -> str | None:
@@ -40,19 +36,11 @@ def day_note(run: Run, tokenizer: Any) -> str | None:
     rows = run.data[run.settings.script.dataset_train_split]
     if not writes_date(tokenizer) or not is_conversational(next(iter(rows), {})):
         return None
-    day = run.identity[SAVED_AS]
+    day = run.identity[TEMPLATE_DATE]
     if run.resume is None:
         which = "the day of the run's start, also where it is resumed"
-    elif _saved(run.resume) is None:
+    elif template_date(run.resume) is None:
         which = f"today: {run.resume.name} names no day, and may have been trained with another"
     else:
         which = f"as in {run.resume.name}, which the run goes on from"
     return f"the chat template can write today's date, and gets {day}: {which}"
-
-
-def _saved(resume: Path | None) -> date | None:
-    saved = {} if resume is None else read_json(resume / RUN_FILE) or {}
-    try:
-        return date.fromisoformat(saved[SAVED_AS])
-    except (KeyError, TypeError, ValueError):
-        return None

@@ -42,7 +42,6 @@ from isotype.train.chat import Prompt, answer, answers_after, as_asked_before
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
-from isotype.train.day import SAVED_AS as DAY
 from isotype.train.day import day_in_templates, day_note, day_of_run, mark
 from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
 from isotype.train.initial_adapter import start_of
@@ -58,6 +57,8 @@ from isotype.train.models import (
 from isotype.train.monitor.recorder import Kept, RunRecorder
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
+    RECOMPUTED,
+    TEMPLATE_DATE,
     check_resume,
     identity_of,
     resume_command,
@@ -74,7 +75,7 @@ from isotype.train.output.run_report import (
 )
 from isotype.train.output.saving import Hooks
 from isotype.train.policy import enforce_trainer, masters_of, policy_of_run, precision_arguments
-from isotype.train.preflight.step import SAVED_AS, choice_of_run
+from isotype.train.preflight.step import choice_of_run
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.contents import fitting, pictures_named, plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
@@ -151,7 +152,7 @@ def _run(
     with day_in_templates(run):
         with interrupts_kept():
             built = _build(run, console)
-        identity = {**run.identity, SAVED_AS: built.choice.arguments}
+        identity = {**run.identity, RECOMPUTED: built.choice.arguments}
         return _train(replace(run, identity=identity), built, console)
 
 
@@ -187,7 +188,7 @@ def _decided(
     require_weights(checkpoint)
     rows = data[settings.script.dataset_train_split]
     identity = identity_of(settings, checkpoint, policy, rows, start)
-    identity[DAY] = day_of_run(resume).isoformat()
+    identity[TEMPLATE_DATE] = day_of_run(resume).isoformat()
     check_resume(identity, resume)
     return Run(
         settings=settings,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,23 @@ def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
 
 RUN_FILE = "isotype_run.json"
 """File in a checkpoint with the settings of its run."""
+
+TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
+"""Names in `RUN_FILE` of what a run decides once and keeps where it is resumed."""
+
+
+def decided_before(resume: Path | None) -> Mapping[str, Any]:
+    """Return the `RUN_FILE` of the checkpoint that is resumed; empty for a new run, or if there is none."""
+    return {} if resume is None else read_json(resume / RUN_FILE) or {}
+
+
+def template_date(resume: Path | None) -> date | None:
+    """Return the day that chat templates have written in a checkpoint's run; None if it names none."""
+    try:
+        return date.fromisoformat(decided_before(resume)[TEMPLATE_DATE])
+    except (KeyError, TypeError, ValueError):
+        return None
+
 
 # Arguments of transformers' trainer that decide which numbers come out. TRL's own arguments do, except those below.
 _DECISIVE = (

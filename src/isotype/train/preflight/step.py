@@ -37,17 +37,13 @@ from isotype.rules.kit.costs import step_time
 from isotype.train.device import sound_attention
 from isotype.train.launched import from_first
 from isotype.train.models import weightless_model
-from isotype.train.output.checkpoints import read_json
-from isotype.train.output.resume import RUN_FILE
+from isotype.train.output.resume import RECOMPUTED, decided_before
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step_plan import DEFAULT_LENGTH, training_plan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_length, step_inputs
 from isotype.train.rows.lengths import Lengths, one_a_row
 from isotype.train.run import Choice, NotForeseenError, Run, choose
-
-SAVED_AS = "gradient_checkpointing"
-"""Name of the choice in `RUN_FILE`."""
 
 MIXED = "documents are traced in padded rows of one each: in one packed row they would see each other"
 
@@ -371,8 +367,8 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
     settings, resume = run.settings, run.resume
     if not settings.auto_checkpointing:
         return Choice(checkpointing(settings.training), "as asked")
-    saved = {} if resume is None else read_json(resume / RUN_FILE) or {}
-    if resume is not None and SAVED_AS in saved:
-        return Choice(saved[SAVED_AS], f"as in {resume.name}, which the run goes on from")
+    saved = decided_before(resume)
+    if resume is not None and RECOMPUTED in saved:
+        return Choice(saved[RECOMPUTED], f"as in {resume.name}, which the run goes on from")
     plan = training_plan(settings, run.start, tokenizer, run.data, lengths)
     return from_first(lambda: choice_of(plan, run.checkpoint, run.policy))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from jinja2 import TemplateError
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
+from isotype.compat.templates import day_held
 from isotype.core.errors import CheckpointError, DataError, IsotypeError, first_line
 from isotype.data.load import load_training_data
 from isotype.ranges.measure import Rows, positions
@@ -22,6 +24,8 @@ from isotype.report.run.record import JSON_NAME, RunRecord, from_json
 from isotype.train.command.parse import parse_command
 from isotype.train.command.settings import Settings, settings_of
 from isotype.train.models import tokenizer_here
+from isotype.train.output.checkpoints import all_checkpoints
+from isotype.train.output.resume import template_date
 from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
 
@@ -85,7 +89,8 @@ _MOST = 64
 def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     """Return the held-back or training rows of an adapter and None, or (None, reason) if they cannot be read again.
 
-    (None, None) for an adapter without a run report. `adapter`: the folder, or one of its checkpoints.
+    (None, None) for an adapter without a run report. `adapter`: the folder, or one of its checkpoints. Chat templates
+    write the day of the run if a checkpoint names it.
     """
     folder = next((each for each in (adapter, adapter.parent) if (each / JSON_NAME).is_file()), None)
     if folder is None:
@@ -100,16 +105,11 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     if tokenizer is None or not len(rows):
         return None, None
     words = getattr(tokenizer, "tokenizer", tokenizer)
-    texts = []
-    for at in spread(len(rows)):
-        try:
-            ids, labels = _labelled(words, rows[at], getattr(settings.training, "dataset_text_field", "text"))
-        except (TemplateError, KeyError, TypeError) as error:
-            return None, f"the rows of the training were not tokenized again: {first_line(error)}"
-        if len(ids) > 1:
-            texts.append((ids, labels))
-        if len(texts) == _MOST:
-            break
+    try:
+        with _day_held(adapter, folder):
+            texts = _texts(words, rows, getattr(settings.training, "dataset_text_field", "text"))
+    except (TemplateError, KeyError, TypeError) as error:
+        return None, f"the rows of the training were not tokenized again: {first_line(error)}"
     if not texts:
         return None, None
     trained = split == settings.script.dataset_train_split
@@ -118,6 +118,24 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     kind = "rows that were trained on" if trained else "held-back rows"
     source = f"{kind} of {settings.script.dataset_name or 'its data'} ({len(rows):,}{changed})"
     return Rows(tuple(texts), source), None
+
+
+def _day_held(adapter: Path, folder: Path) -> AbstractContextManager[None]:
+    days = map(template_date, (adapter, *reversed(all_checkpoints(folder))))
+    day = next(filter(None, days), None)
+    return nullcontext() if day is None else day_held(day)
+
+
+def _texts(tokenizer: Any, rows: Any, text_field: str) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Return ids and labels of up to 64 rows from all over the data."""
+    texts = []
+    for at in spread(len(rows)):
+        ids, labels = _labelled(tokenizer, rows[at], text_field)
+        if len(ids) > 1:
+            texts.append((ids, labels))
+        if len(texts) == _MOST:
+            break
+    return texts
 
 
 def _settings(record: RunRecord, folder: Path) -> Settings:
