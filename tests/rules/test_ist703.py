@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,13 @@ def test_gradients_that_one_process_does_not_reduce() -> None:
     step = replace(trace([weight()], fsdp=2), reach=reach)
     (finding,) = find(step)
     assert finding.message.startswith("the gradients of some batches do not reach the same modules:")
+
+
+def test_a_measurement_leaves_no_process_group_and_no_hook() -> None:
+    hook = sys.excepthook
+    measure_reach(SEES.build(FP32), SEES.batch(), others=[text_alone()], sharing="fsdp")
+    assert not torch.distributed.is_initialized()
+    assert sys.excepthook is hook
 
 
 def test_a_process_with_a_process_group_says_which_modules_are_skipped() -> None:

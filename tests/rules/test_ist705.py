@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,8 @@ def test_every_weight_of_a_plain_model_gets_its_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("unused", [True, False])
-def test_ddp_itself_raises_where_the_rule_finds_one(unused: bool) -> None:
+def test_ddp_itself_raises_where_the_rule_finds_one(unused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch prints the rank from then on
     architecture = ARCHITECTURES["llama"]
     model, batch = architecture.build(FP32), architecture.batch()
     if unused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +20,10 @@ def fake_process_group(size: int) -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # torch replaces it by one that prints the rank before every line
     distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (size,))
     finally:
         distributed.destroy_process_group()
+        sys.excepthook = hook

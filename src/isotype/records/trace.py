@@ -411,6 +411,7 @@ class Trace:
             exponent of a layer that computes on 2^-exponent times its values, 0 for a module in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
         unreached: those without one because they are used with gradients off.
+        without_effect: inputs that no operator of the forward passes on to the loss.
         reach: dependence of predictions on inputs; None if it was not measured.
         stale_casts: whether a forward used autocast's cached casts of weights from before an optimizer
             step.
@@ -429,6 +430,7 @@ class Trace:
     by_ranges: Mapping[str, int] = field(default_factory=dict)
     reached: int | None = None
     unreached: tuple[Unreached, ...] = ()
+    without_effect: tuple[str, ...] = ()
     reach: Reach | None = None
     stale_casts: bool = False
 

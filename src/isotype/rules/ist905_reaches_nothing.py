@@ -15,6 +15,9 @@ picture, or its features are overwritten; a mask is replaced inside. Only the te
 
     return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
+Other values of the input are tried on a small copy of the model. If no copy can be made, the operators decide: an input that none of them passes on
+to the loss cannot change it.
+
 **What is not reported.** A mask of ones, and one that hides only unused positions (padding after the rows of
 a causal model).
 
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.records.finding import Finding
+from isotype.records.finding import Finding, Severity
 from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice
@@ -36,19 +39,35 @@ TITLE = "Inputs that reach no prediction"
 KIND = "wiring"
 
 
+_PICTURES = ("pixel", "features", "audio", "image")
+
+
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield pictures, sounds and masks without any effect on predictions."""
     reach = trace.reach
-    for each in () if reach is None else reach.unused:
-        if reach is not None and each.kind in ("picture", "input"):
-            how = f"pass {each.name} on to the module that uses it"
-            if each.kind == "picture":
-                how += ", and give the row the tokens that stand for it"
-            yield Finding(
-                "IST905",
-                "error" if each.kind == "picture" else "warning",
-                f"{each.name} reaches no prediction",
-                cause=f"other values of {each.name} change no logit, to the last bit",
-                notes=(measured_on(reach),),
-                fixes=(advice(each.name, how),),
-            )
+    if reach is None:
+        return
+    for each in reach.unused:
+        if each.kind in ("picture", "input"):
+            cause = f"other values of {each.name} change no logit, to the last bit"
+            yield _finding(each.name, each.kind == "picture", cause, measured_on(reach))
+    for name in trace.without_effect if reach.undecided else ():
+        picture = any(word in name for word in _PICTURES)
+        if picture or name == "attention_mask":
+            cause = f"no operator of the forward passes {name} on to the loss"
+            yield _finding(name, picture, cause, f"by structure alone: {reach.undecided[0]}")
+
+
+def _finding(name: str, picture: bool, cause: str, note: str) -> Finding:
+    how = f"pass {name} on to the module that uses it"
+    if picture:
+        how += ", and give the row the tokens that stand for it"
+    severity: Severity = "error" if picture else "warning"
+    return Finding(
+        "IST905",
+        severity,
+        f"{name} reaches no prediction",
+        cause=cause,
+        notes=(note,),
+        fixes=(advice(name, how),),
+    )

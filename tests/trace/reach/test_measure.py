@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import isotype
 from isotype.records.reach import Reach
 from isotype.trace.reach.measure import measure_reach
 from tests.faults.wiring import FAULTS, WiringFault, findings_of, healthy, packed, without_labels
@@ -223,6 +224,45 @@ def test_a_large_model_in_a_users_module_becomes_small(adapted: bool) -> None:
     assert [leak.source for leak in reach.leaks] == ["padding", "padding position"]
     assert [unused.name for unused in reach.unused] == ["attention_mask"]
     assert reach.undecided == ()
+
+
+class Deep(nn.Module):
+    """Too large for a copy: one layer of 36 million weights; its mask is not used, or is."""
+
+    def __init__(self, uses_mask: bool) -> None:
+        super().__init__()
+        self.uses_mask = uses_mask
+        self.table, self.wide, self.head = nn.Embedding(2000, 64), nn.Linear(6000, 6000), nn.Linear(64, 2000)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        scratch = torch.zeros_like(pixel_values)
+        scratch += pixel_values  # written, and not used
+        hidden = self.table(input_ids)
+        if self.uses_mask:
+            hidden = hidden * attention_mask[..., None]
+            hidden.add_(self.wide(pixel_values)[:, None, :64])
+        logits = self.head(hidden)
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("uses", [True, False])
+def test_a_model_too_large_for_a_copy_is_judged_by_its_operators(uses: bool) -> None:
+    with torch.device("meta"):
+        model = Deep(uses)
+    report = isotype.check(model, {**padded_in_front(), "pixel_values": torch.zeros(2, 6000)}, verify=False)
+    found = [
+        (each.code, each.severity, each.message.partition(" ")[0])
+        for each in report.findings
+        if each.code == "IST905"
+    ]
+    lost = [("IST905", "error", "pixel_values"), ("IST905", "warning", "attention_mask")]
+    assert sorted(found) == ([] if uses else lost)
 
 
 def test_adapters_that_transformers_has_added() -> None:

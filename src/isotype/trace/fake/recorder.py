@@ -50,6 +50,7 @@ from isotype.trace.fake.arguments import (
 from isotype.trace.fake.code import named_arguments
 from isotype.trace.fake.gradients import Gradients
 from isotype.trace.fake.kernels import Kernels, refusal
+from isotype.trace.fake.reach import InputReach
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
 from isotype.trace.recorder import Place, Recorder, width
@@ -90,6 +91,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             known.
         deadline: of the step, in seconds of `time.monotonic`; the next operator after it ends the step.
         gradients: the trainable parameters that they reach.
+        reach: the inputs that may reach the loss.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.deadline = math.inf
         self.values = Values()
         self.gradients = Gradients()
+        self.reach = InputReach()
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._brings: dict[int, tuple[torch.Tensor, str]] = {}
 
@@ -224,6 +227,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._write(func, args, kwargs, tensors, result, place, breach)
         if self.phase == "forward":
             self.gradients.used(func, tensors, result, self.names, place)
+            self.reach.follow(func, tensors, result)
         if func in _CIRCULAR and value is not None:
             off, rounded = self.values.rounding(tensors[0][1])
             self.calls[-1] = replace(self.calls[-1], off=off, rounded_at=rounded)

@@ -122,6 +122,7 @@ def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
         input_dtypes=frozenset(step.recorder.inputs),
         reached=step.reached,
         unreached=tuple(step.recorder.gradients.unreached()),
+        without_effect=step.without_effect,
         by_ranges={
             base_name(name): exponent
             for name, module in step.twin.named_modules()
@@ -171,6 +172,7 @@ class _Step:
         self.handles: list[Any] = []
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
+        self.without_effect: tuple[str, ...] = ()
         self.stepped: Any = None
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
         self.enough: Callable[[], bool] | None = None
@@ -259,6 +261,7 @@ class _Step:
                 self.recorder.stand_for(value, Origin("input", value.dtype, name))
                 continue
             self.recorder.mark(value, Origin("input", value.dtype, name))
+            self.recorder.reach.begin(name, value)
             ledger.seen(value, "inputs")
             if name in self.known:
                 self.recorder.values.give(value, self.known[name], counted=True)
@@ -286,6 +289,16 @@ class _Step:
     def _forward(self) -> None:
         with self._autocast():
             self.loss = self.loss_of(self.twin, self.inputs)
+        if self.loss is not None:
+            names = self.recorder.reach.without_effect(self.loss)
+            self.without_effect = tuple(
+                name for name in names if name != "attention_mask" or self._padded_in_front()
+            )
+
+    def _padded_in_front(self) -> bool:
+        """Return whether the batch's mask hides a row's first token: padding behind a row reaches no causal prediction."""
+        mask = self.known.get("attention_mask")
+        return mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
     def _backward(self) -> None:
         reached = self.recorder.gradients.reached

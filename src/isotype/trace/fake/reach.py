@@ -1,0 +1,55 @@
+"""The inputs of a step that may reach its loss, by structure: every operator passes its operands' inputs on to its results.
+
+An input that may reach the loss need not change it; one that does not reach it cannot. The measurement on a small copy
+(`trace/reach`) decides the first kind; this one holds for models of every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from isotype.compat.torch import storage_of
+from isotype.core.operators import leaves, schema_of
+from isotype.trace.fake.values import is_data_dependent
+
+
+class InputReach:
+    """The inputs that each tensor of a forward may depend on, by the memory that holds it."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._masks: dict[int, int] = {}  # storage -> a bit for each input
+        self._read = 0
+
+    def begin(self, name: str, tensor: torch.Tensor) -> None:
+        """Follow an input."""
+        self._masks[storage_of(tensor)] = self._mask(tensor) | 1 << len(self._names)
+        self._names.append(name)
+
+    def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
+        """Pass the inputs of an operator's operands on to its results, and to the operands that it writes."""
+        sources = {storage_of(tensor) for _, tensor in operands}
+        mask = 0
+        for storage in sources:
+            mask |= self._masks.get(storage, 0)
+        if is_data_dependent(func):  # the code branches on values: they decide what runs
+            self._read |= mask
+        for tensor in leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = storage_of(tensor)
+                self._masks[storage] = mask | (self._masks.get(storage, 0) if storage in sources else 0)
+        written = schema_of(func).written
+        for name, tensor in operands if written else ():
+            if name.partition("[")[0] in written:
+                self._masks[storage_of(tensor)] = self._mask(tensor) | mask
+
+    def without_effect(self, loss: torch.Tensor) -> tuple[str, ...]:
+        """Return the inputs that no operator passes on to the loss, and whose values no code reads."""
+        reached = self._read | self._mask(loss)
+        return tuple(name for at, name in enumerate(self._names) if not reached >> at & 1)
+
+    def _mask(self, tensor: torch.Tensor) -> int:
+        return self._masks.get(storage_of(tensor), 0)
