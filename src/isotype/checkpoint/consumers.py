@@ -117,13 +117,8 @@ class Fit:
 def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None) -> Fit:
     """Judge an adapter for another program by its config, its headers, the values of its B, and the base's config.
 
-    Args:
-        consumer: of `CONSUMERS`.
-        model: that the program loads; default: the base that the adapter names.
-
-    Raises:
-        CheckpointError: no adapter, or no model.
-        UsageError: the adapter names no base.
+    `consumer`: of `CONSUMERS`; `model`: that the program loads, by default the base that the adapter names. Raises
+    CheckpointError without adapter or model, UsageError for an adapter that names no base.
     """
     adapter, rules = read_adapter(directory), CONSUMERS[consumer]
     source = adapter.base if model is None else model

@@ -198,11 +198,8 @@ def rounded(
 
     Args:
         form: one of `isotype.precision.damages.MEASURED`.
-        moments: `[columns]`, of the layer's input channels, for formats with fitted constants.
+        moments: `[columns]`, of the layer's input channels; ValueError if a format with fitted constants has none.
         exact: bitsandbytes' values to the bit; else `isotype.model.fitted.nearest_values`, in half the time.
-
-    Raises:
-        ValueError: a fitted format without moments.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -303,7 +300,7 @@ def _measured(
 
 @dataclass
 class Session:
-    """A model that is run several times.
+    """A model that is run several times, from `session_of`.
 
     Attributes:
         known: log probabilities `[tokens, vocabulary]` of each batch in float32.
@@ -360,7 +357,6 @@ class Session:
 def session_of(
     measured: Measured, run: Batches, device: str | torch.device | None, passes: int, progress: bool
 ) -> Session:
-    """Return a session that is ready for `passes` runs."""
     where = real_device(device) if device is not None else measured.device
     base: Any = measured.model
     base = without_peft(base)

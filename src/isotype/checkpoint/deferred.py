@@ -99,7 +99,6 @@ class DeferredBlocks:
 
     @property
     def names(self) -> set[str]:
-        """Names of the deferred weights."""
         return {name for block in self.blocks for name in block.sources}
 
     def stored_otherwise(self) -> dict[str, torch.dtype]:
@@ -167,7 +166,6 @@ class DeferredBlocks:
         self._blank_again(block, [name for name, owner in block.owners.items() if owner in block.dense])
 
     def drop(self, block: Block) -> None:
-        """Free the weights of a block."""
         self._blank_again(block, list(block._blank))
         for layer in block.dense.values():
             layer.weight = nn.Parameter(layer.weight.data.to("meta"), requires_grad=False)

@@ -61,7 +61,6 @@ class Placement:
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def owner(self, model: nn.Module, name: str) -> nn.Module:
-        """Return the module of `model` with the tensor `name`."""
         path = name.rpartition(".")[0]
         return self.modules[path] if path in self.modules else model.get_submodule(path)
 

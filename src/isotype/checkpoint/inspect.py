@@ -93,7 +93,6 @@ class Inspection:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(total.bytes for total in self.totals)
 
     @property
@@ -103,19 +102,14 @@ class Inspection:
 
     @property
     def values(self) -> int:
-        """Number of weights."""
         return sum(total.values for total in self.totals)
 
 
 def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Inspection:
     """Read the headers of a checkpoint and group its tensors.
 
-    Args:
-        path: a directory, a .safetensors file, an index of shards, a .gguf file, `embedded:NAME` or a hub id.
-        revision: branch, tag or commit of a hub id.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged, incomplete or pickled.
+    `path`: a directory, a .safetensors file, an index of shards, a .gguf file, `embedded:NAME` or a hub id with its
+    `revision`. Raises CheckpointError if there is no checkpoint, or it is damaged, incomplete or pickled.
     """
     source = local_path(path)
     headers = hub_headers(str(path), revision) if source is None else read_headers(source)

@@ -230,10 +230,8 @@ def stream(
 ) -> tuple[Any, dict[str, str]]:
     """Fill `model` (on the meta device, with bitsandbytes' layers if quantized) from a checkpoint's files.
 
-    Returns transformers' `LoadStateDictInfo`, and the fault of each parameter that is not finite.
-
-    Raises:
-        CheckpointError: tensors are missing, of another shape than the model's or duplicate, or a file is damaged.
+    Returns transformers' `LoadStateDictInfo`, and the fault of each parameter that is not finite. Raises CheckpointError
+    if tensors are missing, of another shape than the model's or duplicate, or a file is damaged.
     """
     store_layers(model, policy)
     matched = match(model, headers)

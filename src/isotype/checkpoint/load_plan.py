@@ -60,17 +60,14 @@ class PlannedTensor:
 
     @property
     def how(self) -> str:
-        """The conversion in words."""
         return ", ".join(self.conversion) or "as stored"
 
     @property
     def bytes(self) -> int:
-        """Bytes to read from the files."""
         return sum(source.bytes for source in self.sources)
 
     @property
     def values(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -89,8 +86,7 @@ class LoadPlan:
 def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
     """Plan how the tensors of a checkpoint become those of a dense model, which may be on the meta device.
 
-    Raises:
-        CheckpointError: the checkpoint is quantized in a format whose tensors isotype does not know.
+    Raises CheckpointError for a checkpoint that is quantized in a format whose tensors isotype does not know.
     """
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):

@@ -65,7 +65,6 @@ class Checkpoint:
 
     @property
     def on_hub(self) -> bool:
-        """True if `source` is a hub id."""
         return isinstance(self.source, str)
 
     @property
@@ -98,11 +97,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
-    """Read the config and the headers of a checkpoint; an open one is returned unchanged.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged or incomplete.
-    """
+    """Read config and headers of a checkpoint, unless it is open; CheckpointError if there is none or it is damaged."""
     if isinstance(name, Checkpoint):
         return name
     source = local_path(name)
@@ -228,9 +223,7 @@ def require_readable(directory: Path) -> None:
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """Return the facts about a model, config or named checkpoint, without reading or allocating a weight.
 
-    Raises:
-        CheckpointError: there is no model, or it is damaged or incomplete.
-        PrecisionError: `model` is none of the above.
+    Raises CheckpointError if there is no model, or it is damaged or incomplete; PrecisionError for another object.
     """
     if isinstance(model, nn.Module):
         return facts_of_module(model)
@@ -291,8 +284,7 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 def local_path(model: str | Path) -> Path | None:
     """Return the local path of a path, `embedded:NAME` or hub id (`owner/name`); None if it can only be a hub id.
 
-    Raises:
-        CheckpointError: the path does not exist and cannot be a hub id, or the embedded model is not installed.
+    Raises CheckpointError if the path does not exist and cannot be a hub id, or the embedded model is not installed.
     """
     text = str(model)
     if text.startswith(_SCHEME):

@@ -96,7 +96,6 @@ def blank_model(config: Any) -> Any:
 
 
 def fill_buffers(model: nn.Module, stored: StoredWeights) -> None:
-    """Fill a model's buffers from the checkpoint."""
     for name, buffer in model.named_buffers():
         if name in stored.shapes:
             buffer.copy_(stored.read(name))

@@ -39,8 +39,7 @@ _ENTRIES = (
 def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
     """Return the tokenizer or processor of a directory or hub id; None if it has none and none is required.
 
-    Raises:
-        CheckpointError: its files are damaged, or need code of the checkpoint; with `required`, there is none.
+    Raises CheckpointError if its files are damaged, or need code of the checkpoint; with `required`, if there is none.
     """
     import transformers
 

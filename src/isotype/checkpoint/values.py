@@ -221,7 +221,6 @@ class DenseStack:
         self._put(stack(codes).to("cpu", self.dtype))
 
     def drop(self) -> None:
-        """Free the weight."""
         self._put(torch.empty(self.stack.shape, dtype=self.dtype, device="meta"))
 
     def _put(self, weight: torch.Tensor) -> None:

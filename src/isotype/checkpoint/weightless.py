@@ -51,13 +51,12 @@ def skeleton(
 ) -> Any:
     """Return the dense model on the meta device, its float tensors in the policy's plain dtype.
 
+    Raises CheckpointError if the config names no class of transformers, or an incompatible one.
+
     Args:
         model_class: a transformers model class or auto class; default: the class that the config names.
         buffers: compute the values of buffers, which most checkpoints lack.
         **settings: fields of the (copied) config to set, such as `num_labels`.
-
-    Raises:
-        CheckpointError: the config names no class of transformers, or an incompatible one.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights

@@ -59,7 +59,6 @@ class Job:
 
     @property
     def method(self) -> str:
-        """Training method."""
         return self.reading.method
 
 
@@ -93,7 +92,6 @@ class Prepared:
         return Dataset.from_generator(generate, fingerprint=fingerprint, **self._arguments())
 
     def stream(self) -> Any:
-        """Return the split as a stream."""
         from datasets import IterableDataset
 
         if self.dataset is not None:

@@ -270,9 +270,7 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
     """Describe the unused keys of a data set with their counts; None if everything is used.
 
-    Args:
-        keys: (row, message or part; name) -> count.
-        sample: number of rows counted, None if all.
+    `keys`: (row, message or part; name) -> count; `sample`: number of rows counted, None if all.
     """
     named = {
         where: [f"'{key}' of {plural(n, where)}" for (w, key), n in sorted(keys.items()) if w == where]

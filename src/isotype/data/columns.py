@@ -224,7 +224,7 @@ def survey(
 
     Args:
         records: (source, line, row) in order; a `Problem` in place of a row is passed on.
-        text_field: name of SFT's plain text column (`SFTConfig.dataset_text_field`).
+        text_field: name of SFT's plain text column.
         word: unit of the numbers: "line" of a file or "row" of a table.
         cells: rows come from CSV, where a column of several kinds is text.
     """

@@ -62,7 +62,6 @@ def data_error(name: str, problems: Sequence[Problem]) -> DataError:
 
 
 def embedded_root() -> Path:
-    """Return the directory of the package's data sets."""
     return Path(str(resources.files("isotype"))) / "data"
 
 

@@ -84,7 +84,6 @@ class Method:
         return self.reference == "always" or (self.reference == "beta" and bool(training.beta))
 
     def trainer_class(self) -> Any:
-        """Return the trainer class of `trl`."""
         return getattr(import_module("trl"), self.trainer)
 
     def dataclass_types(self) -> tuple[Any, ...]:

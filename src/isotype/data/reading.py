@@ -110,7 +110,6 @@ class Reading:
 
     @property
     def sees(self) -> bool:
-        """True if the trainer takes pictures."""
         return "images" in METHODS[self.method].optional
 
     @property

@@ -130,7 +130,6 @@ class _Stub(nn.Module):
 
 
 def gated_parts(module: nn.Module) -> GatedParts | None:
-    """Return the parts of a gated MLP; None for any other module."""
     layers = [name for name, child in module.named_children() if is_tuner_layer(child)]
     others = [child for name, child in module.named_children() if name not in layers]
     drops = any(isinstance(part, nn.Dropout) and part.p for child in others for part in child.modules())

@@ -56,10 +56,9 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of an operation on a device in a dtype.
+    """The kernel of an operation on a device in a dtype: `aten`, `triton`, or `torch` for torch's single operators.
 
     Attributes:
-        name: `aten`, `triton` or `torch`, the last for torch's single operators.
         functions: its module; None for torch's operators.
         reasons: why earlier candidates are not used, as clauses.
     """

@@ -158,8 +158,11 @@ class _LoraLinear(torch.autograd.Function):
             x = None if wanted and spec.gate is not None else _product(spec, factors)
             whole = None if spec.drops else down
             d_x, d_down = _through_products(spec, arrived if wanted else (), whole, d_hidden, x)
-            if d_x is not None:
-                _add_dropped(spec, each, masks, down, d_hidden, d_x)
+            if d_x is not None and spec.drops:  # adapters have dropout masks of their own
+                adapters_of = _adapters(each, down, d_hidden.dtype)
+                parts = _split(d_hidden, [adapter.rank for adapter, _ in adapters_of], 1)
+                for part, (adapter, a), mask in zip(parts, adapters_of, masks, strict=True):
+                    d_x.add_(dropped(part @ a, mask, adapter.dropout))
             x, d_inputs = _through_input(ctx, d_x, factors, x)
             del d_x, factors, arrived  # copies in the working dtype, not needed for the gradients of A
             if d_down is None:
@@ -418,23 +421,6 @@ def _through_products(
     return d_x, d_down
 
 
-def _add_dropped(
-    spec: Spec,
-    each: Sequence[_Own],
-    masks: Sequence[torch.Tensor | None],
-    down: torch.Tensor | None,
-    d_hidden: torch.Tensor,
-    d_x: torch.Tensor,
-) -> None:
-    """Add each adapter's input gradient if adapters have separate dropout masks."""
-    if not spec.drops:
-        return
-    adapters = _adapters(each, down, d_hidden.dtype)
-    parts = _split(d_hidden, [adapter.rank for adapter, _ in adapters], 1)
-    for part, (adapter, own), mask in zip(parts, adapters, masks, strict=True):
-        d_x.add_(dropped(part @ own, mask, adapter.dropout))
-
-
 def _through_down(
     spec: Spec,
     each: Sequence[_Own],
@@ -448,17 +434,16 @@ def _through_down(
     places = [own.first_pair + 2 * index for own in each for index in range(len(own.down))]
     if not places:
         return
-    ranks = [rank for own in each for rank in own.layer.ranks]
+    adapters = [adapter for own in each for adapter in own.layer.adapters]
     downs = [down for own in each for down in own.down]
-    if d_down is not None:
-        for place, part, down in zip(places, _split(d_down, ranks, 0), downs, strict=True):
-            found[place] = part.to(down.dtype)
-        return
-    rates = [adapter.dropout for own in each for adapter in own.layer.adapters]
-    parts = _split(d_hidden, ranks, 1)
-    for place, part, down, rate, mask in zip(places, parts, downs, rates, masks, strict=True):
-        each_down = x.new_empty(down.shape, dtype=_summed(x))
-        write_sums([Sum(each_down, ((part.t(), dropped(x, mask, rate)),))], compiled=spec.compiled)
+    whole, dim = (d_hidden, 1) if d_down is None else (d_down, 0)
+    parts = _split(whole, [adapter.rank for adapter in adapters], dim)
+    for place, part, down, adapter, mask in zip(places, parts, downs, adapters, masks, strict=True):
+        each_down = part
+        if d_down is None:
+            each_down = x.new_empty(down.shape, dtype=_summed(x))
+            kept = dropped(x, mask, adapter.dropout)
+            write_sums([Sum(each_down, ((part.t(), kept),))], compiled=spec.compiled)
         found[place] = each_down.to(down.dtype)
 
 

@@ -76,13 +76,11 @@ class Kept(Generic[Result]):
         self._lock = threading.Lock()
 
     def get(self, file: Path, name: str) -> Result | None:
-        """Return the cached result of this name; None if there is none."""
         if (file, name) not in self.known and (result := self.all(file).get(name)) is not None:
             self.known[file, name] = result
         return self.known.get((file, name))
 
     def all(self, file: Path) -> dict[str, Result]:
-        """Return a file's results by name; empty if it is damaged."""
         results = {}
         for name, entry in read(file).items():
             with suppress(TypeError):

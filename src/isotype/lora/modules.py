@@ -279,7 +279,6 @@ def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
 
 
 def take_out(module: nn.Module) -> None:
-    """Restore a module's original class, if it was swapped."""
     if isinstance(module, Fused):
         settings = boundary_of(module)
         set_boundary(module, None)  # a boundary set later is on top

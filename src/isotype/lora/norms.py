@@ -126,5 +126,4 @@ def _factor(weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether the class name is that of an RMSNorm."""
     return "rmsnorm" in type(module).__name__.lower()

@@ -36,27 +36,22 @@ class Layer:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Rank of each adapter."""
         return tuple(adapter.rank for adapter in self.adapters)
 
     @cached_property
     def scales(self) -> tuple[float, ...]:
-        """Scale of each adapter."""
         return tuple(adapter.scale for adapter in self.adapters)
 
     @cached_property
     def drops(self) -> bool:
-        """True if an adapter has dropout."""
         return any(adapter.dropout for adapter in self.adapters)
 
     @cached_property
     def rank(self) -> int:
-        """Rank of all adapters together."""
         return sum(self.ranks)
 
     @cached_property
     def tensors(self) -> int:
-        """Number of its tensors."""
         return len(self.biases) + sum(2 + adapter.magnitude for adapter in self.adapters)
 
 
@@ -90,5 +85,4 @@ class Spec:
 
     @property
     def adapters(self) -> int:
-        """Number of adapters of all layers."""
         return sum([len(layer.adapters) for layer in self.layers])

@@ -78,7 +78,6 @@ class Workspace:
             return torch.empty(size, dtype=dtype, device=device)
 
     def release(self) -> None:
-        """Free all buffers that are not borrowed."""
         with self._lock:
             self._free.clear()
             self._ending = None
@@ -261,12 +260,10 @@ class DenseWeights:
 
     @property
     def copies(self) -> int:
-        """Number of weights with a copy."""
         return len(self._copies)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all copies."""
         return sum(kept.numel() * kept.element_size() for _, kept in self._copies.values())
 
     def __reduce__(self) -> tuple[type[DenseWeights], tuple[int]]:

@@ -58,7 +58,6 @@ class BoundarySettings:
 
     @property
     def returns(self) -> torch.dtype:
-        """The dtype of float outputs."""
         return self.result or self.compute
 
 
@@ -88,12 +87,10 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
 
 
 def boundary_of(module: nn.Module) -> BoundarySettings | None:
-    """Return the boundary of `module`, or None."""
     return module.boundary_settings if isinstance(module, Boundary) else None
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without a boundary."""
     return module.original if isinstance(module, Boundary) else type(module)
 
 

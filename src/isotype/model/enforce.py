@@ -116,7 +116,6 @@ _FORMATS: dict[str, Callable[[Any], str | None]] = {
 
 
 def policy_of(model: Any) -> PrecisionPolicy | None:
-    """Return a model's policy, or None."""
     policy = getattr(model, POLICY_ATTRIBUTE, None)
     return policy if isinstance(policy, PrecisionPolicy) else None
 

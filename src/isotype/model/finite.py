@@ -38,7 +38,6 @@ def refuse(source: object, broken: Mapping[str, str]) -> None:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether no tensor has NaN or infinity."""
     return all(_finite(values) for tensor in tensors for values in _values(tensor))
 
 

@@ -127,7 +127,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the values of every tensor that was written."""
         for tensor, values in self._saved:
             tensor.copy_(values)
 

@@ -33,7 +33,6 @@ class Parts:
         self._language = tuple(names[id(each)] for each in (decoder, head) if id(each) in names)
 
     def of(self, name: str) -> str:
-        """Return the part of the module or parameter `name`."""
         for tower, part in self.towers.items():
             if f"{name}.".startswith(f"{tower}."):
                 return PROJECTOR if _MERGER.search(name[len(tower) :]) else part

@@ -26,12 +26,10 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Return whether a process holds only a part of this parameter."""
     return hasattr(parameter, "placements")
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Return whether a process holds only parts of this model."""
     return any(is_sharded(parameter) for parameter in model.parameters())
 
 

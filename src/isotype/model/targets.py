@@ -46,7 +46,6 @@ TRAINED_WHOLE = {
 
 
 def task_of(config: Any) -> str | None:
-    """Return the task type of a PEFT config."""
     task: str | None = getattr(config.task_type, "value", config.task_type)
     return task
 
@@ -366,7 +365,6 @@ def _routes(base: Any, name: str) -> bool:
 
 
 def _counts(block: Any) -> set[int]:
-    """Return the numbers of experts in a module."""
     lists = [child for child in block.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     stacked = (p for child in block.children() for p in child.parameters(recurse=False) if p.ndim == 3)
     quantized = (held_stack(part) for child in block.children() for part in child.modules())

@@ -95,7 +95,6 @@ def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[In
 
 
 def verdict(report: DoctorReport) -> str:
-    """Return the verdict in one line."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
@@ -217,7 +216,6 @@ def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
 
 
 def render_doctor(report: DoctorReport, console: Console) -> None:
-    """Print the report, folded to the console's width."""
     profile = report.profile
     console.print(Text("isotype doctor", style="bold"))
     console.print(_grid(_device_rows(report)))

@@ -255,13 +255,9 @@ class Span:
 def stacked_areas(
     title: str, areas: Sequence[Area], spans: Sequence[Span], unit: str, limit: float | None = None
 ) -> str:
-    """Return areas stacked over points in order, with a value axis.
+    """Return areas stacked over points in order from the bottom up, with an axis of values in `unit`.
 
-    Args:
-        areas: from the bottom up, all with the same number of points.
-        spans: ranges of the points, in order.
-        unit: of the amounts, the title of the value axis.
-        limit: amount to mark with a line.
+    `spans`: ranges of the points, in order; `limit`: amount to mark with a line.
     """
     count = len(areas[0].amounts)
     sums = [0.0] * count

@@ -33,10 +33,8 @@ _STRING, _ARRAY = 8, 9
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     """Return the tensors of a GGUF file sorted by name, and its metadata: scalars and strings, without arrays.
 
-    The file is mapped and arrays are skipped: gguf.GGUFReader takes seconds for the 10^5 strings of a vocabulary.
-
-    Raises:
-        CheckpointError: the file is missing, truncated, damaged or of an unknown version or tensor type.
+    The file is mapped and arrays are skipped: gguf.GGUFReader takes seconds for the 10^5 strings of a vocabulary. Raises
+    CheckpointError if it is missing, truncated, damaged or of an unknown version or tensor type.
     """
     if file_size(path) == 0:
         raise broken(path, "an empty file", "a GGUF file")

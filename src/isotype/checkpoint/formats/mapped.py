@@ -56,7 +56,6 @@ class MappedFiles:
         self._advise(headers, _DONE)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is in one of the files."""
         at = tensor.data_ptr() if tensor.device.type == "cpu" else 0
         spans = ((each.data_ptr(), each.nbytes()) for each in self._storages.values())
         return any(begin <= at < begin + size for begin, size in spans)
@@ -206,8 +205,6 @@ def _fill(
 
 
 class _Files(dict[Path, FileIO]):
-    """Files open for reading, each once."""
-
     def __missing__(self, path: Path) -> FileIO:
         return self.setdefault(path, FileIO(path))
 

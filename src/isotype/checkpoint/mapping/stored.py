@@ -75,7 +75,6 @@ class StoredTensor:
 
     @property
     def parts(self) -> tuple[TensorHeader, ...]:
-        """All of its tensors in the file."""
         return (self.weight, *self.constants)
 
     @property

@@ -208,7 +208,7 @@ def _vocabulary(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form for a merged model: arguments of `isotype merge`, the format, bits per weight, the policy of the base."""
+    """A form for a merged model: `isotype merge`'s arguments, its format and bits per weight, the policy of the base."""
 
     arguments: str
     form: str

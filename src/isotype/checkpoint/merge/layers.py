@@ -402,16 +402,10 @@ def codes(values: torch.Tensor, form: str) -> torch.Tensor:
 
 
 class WrittenModel:
-    """A merged model in its files.
+    """A merged model in its files: the directory or GGUF file `path`, written in the form `stored`.
 
     Plain transformers opens it; a GGUF file, which it would load into float32 as a whole, is read block by block.
-
-    Args:
-        path: the directory, or the GGUF file.
-        stored: as in `isotype.checkpoint.merge.merge.merge_adapter`.
-
-    Attributes:
-        model: the model, ready for a forward.
+    `model` is ready for a forward.
     """
 
     def __init__(self, model_class: Any, path: Path, stored: str | None) -> None:

@@ -98,12 +98,9 @@ class MergeReport:
     """A completed merge.
 
     Attributes:
-        adapter: directory of the adapter.
         output: directory of the merged model, or its GGUF file.
-        base: the base model merged into.
-        storage: of that base: `"nf4"`, `"fp4"` and `"int8"` were dequantized first.
-        dtype: of the merged weights before they are stored as `stored`.
-        dtype_reason: why this one.
+        storage: of the base: `"nf4"`, `"fp4"` and `"int8"` were dequantized first.
+        dtype: of the merged weights before they are stored as `stored`, and why this one.
         weights: every weight that the adapter changed, with its rounding loss; measured on the written files if
             quantized or GGUF.
         logits: the adapter on its own base compared with the merged model, or None (`notes` tell why).
@@ -146,7 +143,6 @@ class MergeReport:
 
     @property
     def entries(self) -> int:
-        """Number of entries that the adapter changes."""
         return sum(weight.entries for weight in self.weights)
 
     @property
@@ -215,7 +211,6 @@ def rounding_loss(
     """Return the loss of the update `merged - before` by rounding `merged` to `dtype`.
 
     Args:
-        name: the parameter's name.
         before: W, of any shape and float dtype.
         merged: W + D in float32, of the same shape.
         dtype: dtype it is rounded to; None if it is stored in codes of blocks or rows.

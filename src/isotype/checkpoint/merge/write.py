@@ -291,7 +291,6 @@ class Shards:
             (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
     def abandon(self) -> None:
-        """Close the current, incomplete file."""
         if self._file is not None:
             self._file.close()
 

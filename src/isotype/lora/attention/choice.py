@@ -153,7 +153,6 @@ def choose(shape: Shape) -> tuple[Choice, str | None]:
 
 
 def measure(shape: Shape, threads: int) -> Choice:
-    """Time every kernel and choose one."""
     return decided(measured.in_turns(lambda: _calls(shape), _REPETITIONS, threads))
 
 

@@ -227,7 +227,6 @@ def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _opened(mask: torch.Tensor) -> torch.Tensor:
-    """Return where queries attend."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 

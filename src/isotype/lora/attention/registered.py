@@ -115,7 +115,6 @@ class AttentionReport:
         return self.taken and self.name == LENGTHS
 
     def undo(self) -> None:
-        """Restore the model's former attention."""
         while self._undo:
             model, before = self._undo.pop()
             model.set_attn_implementation(before)

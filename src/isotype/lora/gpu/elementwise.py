@@ -100,16 +100,10 @@ def _rms_norm(
     return y, inverse
 
 
-def _rms_norm_backward_shapes(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float
-) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
 @operator(
     "gpu_rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse, float offset) -> Tensor",
     _KEYS,
-    _rms_norm_backward_shapes,
+    lambda grad, x, *_: torch.empty_like(x),
 )
 def _rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float
@@ -126,11 +120,11 @@ def _rms_norm_backward(
     return d_x
 
 
-def _gated_shapes(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
-    return torch.empty_like(gate)
-
-
-@operator("gpu_gated(Tensor gate, Tensor up, int activation) -> Tensor", _KEYS, _gated_shapes)
+@operator(
+    "gpu_gated(Tensor gate, Tensor up, int activation) -> Tensor",
+    _KEYS,
+    lambda gate, *_: torch.empty_like(gate),
+)
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
     from isotype.lora.gpu import kernels
 
@@ -141,16 +135,10 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tenso
     return y
 
 
-def _gated_backward_shapes(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(gate), torch.empty_like(up)
-
-
 @operator(
     "gpu_gated_backward(Tensor(a!) grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)",
     _KEYS,
-    _gated_backward_shapes,
+    lambda grad, gate, up, _: (torch.empty_like(gate), torch.empty_like(up)),
 )
 def _gated_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int

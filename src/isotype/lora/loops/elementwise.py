@@ -32,7 +32,6 @@ class _Heads(ctypes.Structure):
 
 
 def compiled() -> bool:
-    """Return whether there are compiled loops."""
     return _loops().reason is None
 
 

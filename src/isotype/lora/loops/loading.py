@@ -25,7 +25,6 @@ class Loops:
     library: ctypes.CDLL | None = None
 
     def has(self, name: str, dtype: torch.dtype) -> bool:
-        """Return whether a loop was compiled for a dtype."""
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:

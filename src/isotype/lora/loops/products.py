@@ -210,7 +210,6 @@ def _timing(dtype: torch.dtype, threads: int) -> Timing:
 
 
 def measure(dtype: torch.dtype, threads: int) -> Timing:
-    """Time both ways."""
 
     def ways() -> dict[bool, Callable[[], None]]:
         steps = _layer_of(dtype)

@@ -77,7 +77,6 @@ class HeadTimes:
 
     @property
     def own_is_faster(self) -> bool:
-        """True if isotype's head is faster."""
         return self.isotype < self.trl
 
     def __str__(self) -> str:
@@ -85,7 +84,6 @@ class HeadTimes:
 
 
 def token_class(tokens: int) -> int:
-    """Return the class of a number of tokens."""
     return int(min(_MOST, max(_FEWEST, 2 ** ceil(log2(max(tokens, 1))))))
 
 

@@ -125,7 +125,6 @@ def _scratch_on(device: torch.device) -> int:
 
 
 def chunks(buffers: Buffers, tokens: int) -> Iterator[slice]:
-    """Return the tokens of each chunk."""
     rows = buffers.logits.shape[0]
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 

@@ -108,7 +108,6 @@ def experts_output(
     """Return the weighted sum of the experts' outputs for every token, `[tokens, out]` in the dtype of `x`.
 
     Args:
-        spec: parameters of the call.
         x: `[tokens, in]`, any float dtype.
         index: `[tokens, k]` integers: each token's experts; numbers from `spec.count` on mean none.
         scores: `[tokens, k]` routing weights, any float dtype; None: all 1.

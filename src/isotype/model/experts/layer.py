@@ -45,7 +45,6 @@ class Layout:
     Attributes:
         up: name of the weight of the first product.
         inputs_first: whether weights are stored as `[experts, in, out]`.
-        biases: whether they have biases.
         normed: whether outputs are normed before weighting.
         routed: whether the module takes each token's experts and weights; if not, its input is equally
             many tokens of each expert in order.

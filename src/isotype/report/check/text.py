@@ -301,7 +301,6 @@ def lines(
     """Return the report as styled lines: the verdict, the findings, what to do, and the cost of the step.
 
     Args:
-        report: of `check`.
         width: maximum columns, except for long names and words.
         in_script: the step is one of a script run by `isotype run`.
         command_width: columns of a command; None: one line, as for a file.

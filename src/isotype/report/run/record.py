@@ -235,7 +235,6 @@ class RunSummary:
 
 
 def summarize(record: RunRecord) -> RunSummary:
-    """Summarize a run."""
     steps = record.steps
     window = min(10, max(1, len(steps) // 10))
     rates = [rate for step in steps if (rate := tokens_per_second(step)) is not None]
