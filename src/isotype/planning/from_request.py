@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,12 +192,16 @@ def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -
         checkpointing=CHECKPOINTING if least.checkpointing_value else None,
         precision=replace(request.step.precision, quantization=storage),
     )
-    for count in (each for each in COUNTS if each > request.count):
+
+    def fits(count: int) -> bool:
         rows_of_step = None if request.step_rows is None else max(request.step_rows, count)
         again = replace(request, step=step, devices=(profile.name,), count=count, step_rows=rows_of_step)
-        if plan_of_request(replace(again, longest=False, goal="balanced")).chosen is not None:
-            return count
-    return None
+        return plan_of_request(replace(again, longest=False, goal="balanced")).chosen is not None
+
+    # The more devices share a model, the less each of them holds.
+    counts = [count for count in COUNTS if count > request.count]
+    at = bisect_left(counts, True, key=fits)
+    return counts[at] if at < len(counts) else None
 
 
 def measured_layers(checkpoint: Checkpoint) -> Damages | None:

@@ -197,9 +197,13 @@ class Search:
 
     def _options(self) -> Iterator[Option]:
         for step in self._planned_steps():
-            model, _ = step.model(None)
-            for arguments in self._checkpointings(model):
+            for arguments in self._checkpointings(self._model(step)):
                 yield Option(step, arguments)
+
+    def _model(self, step: PlannedStep) -> Any:
+        """Return the weightless model of a choice of recomputed layers that is traced anyway."""
+        pinned = None if self.request.step.auto else self.request.step.checkpointing
+        return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
     def _planned_steps(self) -> Iterator[PlannedStep]:
         base = self.request.step
@@ -222,7 +226,7 @@ class Search:
                 )
                 step = PlannedStep(plan, self.config, policy, ranges)
                 try:
-                    step.model(None)
+                    self._model(step)
                 except (UsageError, CheckpointError) as refusal:
                     if not policy.quantization:
                         raise

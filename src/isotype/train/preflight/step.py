@@ -108,8 +108,11 @@ class PlannedStep:
         A training runs its model to see it; without weights, the trace shows if attention masks depend on the
         documents.
         """
-        plan, (model, _) = self.plan, self.model(None)
-        if not plan.packed or _by_lengths(plan, model):
+        plan = self.plan
+        if not plan.packed:
+            return False
+        model, _ = self.model(None)
+        if _by_lengths(plan, model):
             return False
         inputs = _inputs(replace(plan, rows=1), _TRIAL, model)
         step = StepRequest(model, inputs, self.policy, plan.device, phases=("forward",))
