@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,7 @@ def parse_command(
     Raises:
         UsageError: an unknown argument, a wrong value, an unreadable file: all problems at once.
     """
-    parser, mine = _parser(method, prog or f"isotype {method}", own)
+    parser, mine = _kept_parser(method, prog or f"isotype {method}", own)
     given, stray = parser.parse_known_args(list(argv))
     typed = vars(given)
     problems = list(parser.problems)
@@ -139,6 +140,10 @@ def _parser(
             names = (f"--no_{spec.name}", f"--no-{spec.name.replace('_', '-')}")
             parser.add_argument(*names, dest=spec.name, action="store_const", const=_NEGATED, **hidden)
     return parser, mine
+
+
+_kept_parser = functools.lru_cache(maxsize=32)(_parser)
+"""Parsers that have been built: a command is parsed several times, and its hundreds of arguments take milliseconds."""
 
 
 def training_parser(method: str) -> Parser:
