@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -14,11 +15,18 @@ from isotype.compat.torch import VARLEN_ATTENTION, FakeTensor, operator_packet
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of one call (two per multiply-add); 0 for operators that are no matmul."""
-    own = _OWN.get(str(func).removesuffix(".default"))
+    own, packet = _known(func)
     if own is not None:
         return own(args, result)
-    formula = flop_registry.get(_IN_PLACE.get(operator_packet(func), operator_packet(func)))
+    formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+@functools.cache
+def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
+    """Return the formula here of an operator (None: torch's), and the key of torch's formulas."""
+    packet = operator_packet(func)
+    return _OWN.get(str(func).removesuffix(".default")), _IN_PLACE.get(packet, packet)
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
