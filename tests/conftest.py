@@ -12,6 +12,9 @@ from pathlib import Path
 
 # Importing and tracing make many objects and few cycles: looking for garbage all the time takes a tenth of the suite.
 gc.set_threshold(20_000, 20, 50)
+# Every merge and every trainer collects: what is young is enough for its models, all that lives is looked at between files.
+_collect = gc.collect
+gc.collect = lambda generation=1: _collect(generation)
 # Before torch and bitsandbytes are loaded: threads make tiny models ten times slower where tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is compiled is kept, whatever the shell says: hundreds of processes would compile the libraries again.
@@ -95,7 +98,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """What the imports have made stays to the end: no later collection looks at it again."""
-    gc.collect()
+    gc.collect(2)
     gc.freeze()
 
 
@@ -104,7 +107,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Every trainer looks for garbage in all that lives: what a file's tests have imported and cached is left out for the next."""
     yield
     if nextitem is None or nextitem.path != item.path:
-        gc.collect()
+        gc.collect(2)
         gc.freeze()
 
 

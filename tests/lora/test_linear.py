@@ -427,7 +427,7 @@ def test_a_copy_follows_its_weight() -> None:
         matrix = weights.matrix(base, torch.bfloat16, stack, keep=False)
         assert torch.equal(matrix, layer.weight.bfloat16())
     del base, layer, matrix
-    gc.collect()
+    gc.collect(2)
     assert weights.bytes == 0
 
 

@@ -34,7 +34,7 @@ def smaller(weights: DenseWeights, layers: list[nn.Module]) -> None:
 
 def gone(weights: DenseWeights, layers: list[nn.Module]) -> None:
     del layers[0]
-    gc.collect()
+    gc.collect(2)
 
 
 def more(weights: DenseWeights, layers: list[nn.Module]) -> None:

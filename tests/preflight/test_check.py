@@ -490,7 +490,7 @@ def test_float16_that_a_policy_asked_for_has_a_fix_where_bfloat16_is_faster() ->
 
 def test_a_check_keeps_no_trace_and_no_twin_alive() -> None:
     def alive() -> set[int]:
-        gc.collect()
+        gc.collect(2)
         return {id(each) for each in gc.get_objects() if type(each) in (Trace, FakeRecorder)}
 
     others = alive()  # what earlier tests of this process hold

@@ -121,7 +121,7 @@ def test_the_model_can_be_collected_after_the_watched_step(watches: list[Watch])
     reference, parameter = weakref.ref(model), weakref.ref(model.inner.weight)
     _train(model, 2)
     del model
-    gc.collect()
+    gc.collect(2)
     assert reference() is None
     assert parameter() is None
     assert watch.model is None

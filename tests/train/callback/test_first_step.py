@@ -57,7 +57,7 @@ def test_a_trace_is_gone_before_the_step_begins(tmp_path: Path) -> None:
     def count(_: Report) -> None:
         alive.append(sum(type(each) is Values for each in gc.get_objects()))
 
-    gc.collect()
+    gc.collect(2)
     before_first_step(model, arguments, torch.optim.AdamW(model.parameters()), count)
     gc.disable()
     try:
