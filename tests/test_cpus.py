@@ -15,6 +15,7 @@ from isotype.precision.devices.cpu import compiler_options, this_cpu, this_onedn
 from isotype.precision.devices.probe import measure_all
 from isotype.precision.devices.profile import device_profile, this_cpu_emulates
 from tests import cpus, processes
+from tests.pairwise import pairwise
 from tests.reality import real_step
 
 REALLY = torch.backends.cpu.get_cpu_capability()
@@ -65,7 +66,7 @@ def test_a_benchmark_that_takes_parts_of_the_tests_sees_the_machine() -> None:
 SEES = "from isotype.precision.devices.cpu import this_onednn; print(len(this_onednn().takes))"
 
 
-@pytest.mark.parametrize("imports", ["torch", "a new interpreter"])
+@pairwise("any_cpu, imports", cpus.CPUS, ["torch", "a new interpreter"], strength=1, indirect=["any_cpu"])
 def test_a_process_sees_what_the_test_sees(any_cpu: str, imports: str) -> None:
     onednn = this_onednn()
     assert onednn is not None

@@ -13,6 +13,7 @@ import yaml
 from isotype.cli.main import main
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import save_base
+from tests.pairwise import pairwise
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
@@ -44,12 +45,15 @@ FLAGS = [word for name, value in TRAINED.items() for word in (f"--{name}", str(v
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "typed",
-    [["plan", "a model", "--data", "my.jsonl", *FLAGS], ["plan", "sft", "--config", "c.yaml"]],
-    ids=["flags", "file"],
+@pairwise(
+    "typed, columns",
+    [
+        pytest.param(["plan", "a model", "--data", "my.jsonl", *FLAGS], id="flags"),
+        pytest.param(["plan", "sft", "--config", "c.yaml"], id="file"),
+    ],
+    ["100", None],
+    strength=1,
 )
-@pytest.mark.parametrize("columns", ["100", None])
 def test_each_command_is_printed_by_the_one_before_it(
     typed: list[str],
     columns: str | None,

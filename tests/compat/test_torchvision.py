@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import run_code
 
 FAKE = """
 import torch
@@ -20,9 +20,7 @@ except RuntimeError as error:
 def run(code: str, folder: Path) -> str:
     (folder / "torchvision.py").write_text(FAKE)
     at_first = f"import sys; sys.path.insert(0, {str(folder)!r}); "
-    done = subprocess.run(
-        [sys.executable, "-c", at_first + code], capture_output=True, text=True, check=False
-    )
+    done = run_code(at_first + code)
     return done.stdout + done.stderr
 
 

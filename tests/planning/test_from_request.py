@@ -283,7 +283,7 @@ def test_no_row_that_is_tried_is_too_short_for_a_picture(tmp_path: Path) -> None
     config.vision_config.image_size = 160
     config.text_config.max_position_embeddings = 256
     config.save_pretrained(tmp_path)
-    plan = isotype.plan(tmp_path, device="rtx4090", max_memory="1MiB")
+    plan = isotype.plan(tmp_path, device="rtx4090", max_memory="1MiB", quantization="nf4")
     assert plan.chosen is None
     assert {row.longest for row in plan.rows if row.checkpointing == "every layer"} == {0}
     assert least_length(config) == 102

@@ -45,17 +45,28 @@ def test_gpt_oss_has_linear_layers_beside_its_experts(tmp_path: Path) -> None:
     assert words[1] == "adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
 
 
-def _plan(experts: Path, memory: int | None = None, **arguments: object) -> isotype.Plan:
-    more = {} if memory is None else {"max_memory": str(memory)}
-    arguments = {"quantization": "nf4", "gradient_checkpointing": True, **more, **arguments}
-    return isotype.plan(experts, device="a100-80g", rows=1, length=64, **arguments)
+SETTINGS = {"quantization": "nf4", "gradient_checkpointing": True}
+
+
+def _plan(experts: Path, memory: int, **arguments: object) -> isotype.Plan:
+    return isotype.plan(
+        experts, device="a100-80g", rows=1, length=64, max_memory=str(memory), **SETTINGS, **arguments
+    )
+
+
+def _peak(experts: Path, **arguments: object) -> int:
+    """The bytes of a step; longer rows are not tried."""
+    asked = [str(experts), "--device", "a100-80g", "--rows", "1", "--length", "64"]
+    request, _ = parse_request(asked, {**SETTINGS, **arguments})
+    (row,) = plan_of_request(replace(request, longest=False)).devices[0].rows
+    return row.peak
 
 
 def test_adapters_of_experts_are_given_up_where_nothing_fits_with_them(experts: Path) -> None:
     attention = ["k_proj", "o_proj", "q_proj", "v_proj"]
-    least = min(row.peak for row in _plan(experts, lora_target_modules=attention).devices[0].rows)
-    whole = min(row.peak for row in _plan(experts).devices[0].rows)
-    states = min(row.peak for row in _plan(experts, optim="adamw_bnb_8bit").devices[0].rows)
+    least = _peak(experts, lora_target_modules=attention)
+    whole = _peak(experts)
+    states = _peak(experts, optim="adamw_bnb_8bit")
     assert least < states < whole
 
     plan = _plan(experts, (least + states) // 2)
@@ -73,7 +84,7 @@ def test_adapters_of_experts_are_given_up_where_nothing_fits_with_them(experts: 
 
 
 def test_what_was_asked_for_is_not_given_up(experts: Path) -> None:
-    least = min(row.peak for row in _plan(experts).devices[0].rows)
+    least = _peak(experts)
     plan = _plan(experts, least - 1, lora_target_modules=["all-linear"], optim="adamw_torch")
     assert plan.chosen is None
     assert not any(note.startswith("given up") for note in plan.notes)

@@ -27,6 +27,7 @@ from isotype.train.rows.lengths import Lengths, one_a_row, packed_rows
 from isotype.train.rows.packed import Rows, keep_rows
 from isotype.train.training import run as train
 from tests.models import tiny_model
+from tests.pairwise import few
 from tests.train.tiny import save_chat_model, save_rows
 
 PACKED = [
@@ -153,7 +154,7 @@ def _activations(folder: Path, rows: int, capsys: pytest.CaptureFixture[str]) ->
     return int(report["memory"]["phases"]["forward"]["activations"])
 
 
-@pytest.mark.parametrize("name", ["gemma2", "llama"])
+@few("name", ["gemma2", "llama"], "gemma2")  # two kinds of masks; the other has one of them
 def test_packed_rows_are_foreseen_with_a_mask_of_each(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

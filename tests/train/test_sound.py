@@ -14,6 +14,7 @@ import isotype
 from isotype.cli.main import main
 from isotype.model.parts import Parts
 from tests.models import quiet
+from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, autocast
 from tests.zoo import ARCHITECTURES
 from tests.zoo.shrink import tiny_config
@@ -45,7 +46,10 @@ def whisper() -> tuple[Any, dict[str, torch.Tensor]]:
     return ARCHITECTURES["whisper-s2s"].build(torch.float32), ARCHITECTURES["whisper-s2s"].batch()
 
 
-@pytest.fixture(scope="module", params=[voxtral, whisper], ids=lambda make: make.__name__)
+MODELS = [voxtral, whisper]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda make: make.__name__)
 def heard(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """(folder, class, batch)."""
     model, batch = request.param()
@@ -64,7 +68,7 @@ PRECISIONS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), PRECISIONS)
+@pairwise(["heard", "dtype, quantization"], MODELS, PRECISIONS, strength=1, indirect=["heard"])
 def test_a_step_in_each_dtype(heard: tuple[Path, Any, Any], dtype: str, quantization: str | None) -> None:
     folder, kind, batch = heard
     policy = isotype.resolve_precision(folder, dtype, quantization, "cpu")

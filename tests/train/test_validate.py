@@ -70,7 +70,7 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
 
 
 def test_expressions_that_cannot_be_matched_by_are_refused(monkeypatch):
-    monkeypatch.setattr(names, "_SECONDS", 2)
+    monkeypatch.setattr(names, "_SECONDS", 1)
     assert given("--lora_target_modules", "(")[0].startswith("--lora_target_modules '(': missing )")
     assert given("--lora_target_modules", "(.*)*x") == ["--lora_target_modules '(.*)*x'"]
     check_settings(settings("--lora_target_modules", r".*\.(q|v)_proj"))

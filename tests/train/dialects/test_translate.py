@@ -145,7 +145,7 @@ def test_what_an_example_means_has_arguments_that_the_command_takes(source: str)
 @pytest.mark.parametrize("dialect", ["axolotl", "llama_factory"])
 def test_no_name_of_a_random_file_is_lost(dialect: str) -> None:
     draw = random.Random(0)
-    for _ in range(300):
+    for _ in range(100):
         values = _random_file(draw, dialect)
         _nothing_is_lost(values)
         _arguments_are_known(values)
