@@ -851,6 +851,15 @@ def test_what_the_terminal_shows() -> None:
     ]
 
 
+def test_a_merged_model_that_takes_pictures_is_tried_with_one() -> None:
+    console = Console(width=100)
+    merged = report(0)
+    assert merged.logits is not None
+    with console.capture() as captured:
+        show_merge(console, replace(merged, logits=replace(merged.logits, pictured=3)))
+    assert "try it, with a picture's path for FILE:\n    isotype chat merged --image FILE" in captured.get()
+
+
 # --------------------------------------------------------------------------------------- quantized, and for llama.cpp
 
 

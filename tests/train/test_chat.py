@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.cli.commands import chat_parser
 from isotype.compat.interrupt import Terminated
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.model.adapters import add_lora
@@ -158,12 +159,75 @@ def test_without_a_chat_template_it_continues_the_text(tmp_path: Path) -> None:
 
 def test_what_no_longer_fits_is_forgotten_aloud(tmp_path: Path) -> None:
     short = save_model(tmp_path / "short", max_position_embeddings=24)
-    lines = talk(short, "w1 w2 w3", "w4 w5 w6", " ".join(["w7"] * 40))
+    lines = talk(short, "w1 w2 w3", "w4 w5 w6")
     assert lines[2] == "(the oldest turns no longer fit into the context and are forgotten)"
     assert lines[3] == talk(short, "w4 w5 w6")[1]
-    assert lines[4] == (
-        "(not asked: the question and --max_new_tokens 8 are more than this model's context of 24 tokens)"
+
+
+def test_by_default_an_answer_takes_what_a_short_context_leaves(tmp_path: Path) -> None:
+    short = save_model(tmp_path / "short", max_position_embeddings=64)
+    file = io.StringIO()
+    words = [str(short), "--device", "cpu", "--ask", "w1 w2", "--ask", "w3", "--ask", " ".join(["w7"] * 60)]
+    assert chat(chat_parser().parse_args(words), Console(file=file, width=200)) == 0
+    lines = file.getvalue().splitlines()
+    assert lines[1] == "(this model's context of 64 tokens leaves 60 for the answer)"
+    assert lines[2] == talk(short, "w1 w2", max_new_tokens=60)[1]
+    # The first answer filled the context: what it leaves is not enough for a second one.
+    assert lines[3] == "(the oldest turns no longer fit into the context and are forgotten)"
+    assert lines[4] == "(this model's context of 64 tokens leaves 61 for the answer)"
+    assert lines[5] == talk(short, "w3", max_new_tokens=61)[1]
+    assert lines[7] == "(this model's context of 64 tokens leaves 2 for the answer)"
+    assert lines[8] == talk(short, " ".join(["w7"] * 60), max_new_tokens=2)[1]
+
+
+def test_by_default_an_answer_has_at_most_200_tokens(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(*_: Any, max_new_tokens: int, **__: Any) -> tuple[str, bool]:
+        asked.append(max_new_tokens)
+        return "w1", True
+
+    monkeypatch.setattr("isotype.train.chat.stream_answer", noted)
+    assert len(talk(base, "w1 w2", max_new_tokens=None)) == 1
+    assert asked == [200]
+
+
+@pytest.mark.parametrize(
+    ("words", "most", "given", "fix"),
+    [
+        (4, 60, "6 tokens, and --max_new_tokens 60", "--max_new_tokens 18 or less; or "),
+        (22, 8, "24 tokens, and --max_new_tokens 8", ""),
+        (22, None, "24 tokens", ""),
+    ],
+)
+def test_a_question_that_does_not_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, most: int | None, given: str, fix: str
+) -> None:
+    short = save_model(tmp_path / "short", max_position_embeddings=24)
+    question = " ".join(["w7"] * words)
+    message = (
+        "the question and its answer do not fit into the model's context\n"
+        f"  - a prompt of {given}\n"
+        "    expected  at most 24 tokens with the answer\n"
+        f"    fix       {fix}ask a shorter question"
     )
+    assert refused(UsageError, talk, short, question, max_new_tokens=most) == message
+    at_the_keyboard(monkeypatch, question, EOFError)  # who types may ask otherwise
+    lines = talk(short, max_new_tokens=most)
+    assert [line.removeprefix("> ") for line in lines[1:5]] == [line.strip() for line in message.splitlines()]
+
+
+def test_an_answer_ends_where_learned_positions_do(tmp_path: Path) -> None:
+    """GPT-2 has no embedding of a position behind its context."""
+    base = save_model(tmp_path / "gpt2")
+    config = transformers.GPT2Config(
+        vocab_size=len(WORDS), n_positions=64, n_embd=64, n_layer=1, n_head=4, bos_token_id=2, eos_token_id=2
+    )
+    model, tokenizer = transformers.GPT2LMHeadModel(config), load_for_inference(base, device="cpu")[1]
+    prompt = [user(" ".join(["w7"] * 50))]  # 52 tokens of 64
+    text = answer(model, tokenizer, prompt, 64, eos_token_id=None)
+    assert text
+    assert text == answer(model, tokenizer, prompt, 12, eos_token_id=None)
 
 
 def test_the_system_message_is_never_forgotten(tmp_path: Path) -> None:

@@ -270,6 +270,7 @@ def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch
     assert status == 0, output + errors
     report = json.loads(Path("out/run_report.json").read_text())
     assert len(report["steps"]) == 2
+    assert "try it, with a picture's path for FILE:\n    isotype chat out --image FILE\n" in output
     if method == "sft":
         assert "first example" in output
         asked = [sample for sample in report["samples"] if sample["pictures"]]

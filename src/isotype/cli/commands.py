@@ -376,7 +376,10 @@ def chat_parser() -> Parser:
     parser.add_argument(
         "--model_revision", default=None, help="branch, tag or commit of a hub id; of an adapter, of its base"
     )
-    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=None,
+        help="most tokens of an answer; by default 200, or as many as the model's context leaves",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     return parser
 

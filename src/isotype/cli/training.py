@@ -17,7 +17,7 @@ from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
 from isotype.core.files import unused
 from isotype.core.terminal import printed_command
-from isotype.report.text import say, show_commands, wrapped
+from isotype.report.text import chat_commands, say, show_commands, wrapped
 
 if TYPE_CHECKING:
     from isotype.train.command.command import Command
@@ -164,13 +164,11 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
         else:
             put("\nstopped before the first checkpoint: there is nothing to resume")
     elif outcome.adapter is not None:
-        show_commands(console, _uses(outcome.adapter, settings))
+        show_commands(console, _uses(outcome.adapter, settings, outcome.pictures))
 
 
-def _uses(trained: Path, settings: Settings) -> dict[str, tuple[str, ...]]:
-    chat: dict[str, tuple[str, ...]] = (
-        {"try it": ("isotype", "chat", str(trained))} if settings.method.answers else {}
-    )
+def _uses(trained: Path, settings: Settings, pictures: bool) -> dict[str, tuple[str, ...]]:
+    chat = chat_commands(trained, pictures=pictures) if settings.method.answers else {}
     if not settings.model.use_peft:
         return chat
     merged = ("isotype", "merge", str(trained), "-o", str(unused(trained / "merged")))

@@ -18,7 +18,7 @@ from isotype.checkpoint.merge.report import ENOUGH, share
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS, why_kept
 from isotype.core.names import format_bytes, grouped, listed, plural, stacked, starred
-from isotype.report.text import fitting, say, show_commands
+from isotype.report.text import chat_commands, fitting, say, show_commands
 
 if TYPE_CHECKING:
     from isotype.checkpoint.consumers import Fit
@@ -290,7 +290,8 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
     for warning in report.warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning), highlight=False)
     if report.answers:
-        show_commands(console, {"try it": ("isotype", "chat", str(report.model or report.output))})
+        pictures = report.logits is not None and report.logits.pictured > 0
+        show_commands(console, chat_commands(report.model or report.output, pictures=pictures))
     if report.exportable and export:
         form = shlex.split("" if report.cheapest is None else report.cheapest.arguments)
         # A dtype: 8 bits were tried, and keep too little.

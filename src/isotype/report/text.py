@@ -8,6 +8,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -115,6 +116,14 @@ def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> No
     """Print commands to type next: a description, and the tokens below on lines that can be pasted."""
     for words, tokens in commands.items():
         say(console, f"\n{words}:\n{printed_command(tokens, indent=4)}")
+
+
+def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
+    """Return the command that talks to a model, for `show_commands`; `pictures`: with one of them."""
+    command = ("isotype", "chat", str(model))
+    if pictures:
+        return {"try it, with a picture's path for FILE": (*command, "--image", "FILE")}
+    return {"try it": command}
 
 
 def _wrapped(line: str, width: int) -> list[str]:

@@ -35,6 +35,8 @@ PLAIN |= {"num_beams": 1}
 """Of a checkpoint's generation settings, those that are code of the hub, or that a stream of words has no use for, are off."""
 Prompt = str | Sequence[Message]
 """A plain text to continue, or a conversation."""
+LONGEST = 200
+"""Tokens of an answer in a chat without `--max_new_tokens`; fewer if the context leaves fewer."""
 
 
 @contextmanager
@@ -81,9 +83,15 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the model's greedy answer (sampling with `do_sample=True, …`), without autocast, as under a policy."""
+    """Return the model's greedy answer (sampling with `do_sample=True, …`), without autocast, as under a policy.
+
+    It ends where the model's context is full: learned positions have no row behind it.
+    """
     device = next(model.parameters()).device
     inputs = {k: v.to(device) for k, v in encode(tokenizer, messages).items()}
+    limit, length = _context(model), inputs["input_ids"].shape[1]
+    if limit is not None and length < limit:
+        max_new_tokens = min(max_new_tokens, limit - length)
     words = getattr(tokenizer, "tokenizer", tokenizer)
     end = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
     with evaluating(model):
@@ -93,7 +101,7 @@ def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 6
             pad_token_id=end,
             **{**PLAIN, "do_sample": False, **kwargs},
         )
-    return str(words.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+    return str(words.decode(out[0, length:], skip_special_tokens=True)).strip()
 
 
 def as_asked_before(asked: Sequence[tuple[Sample, Prompt]], earlier: RunRecord | None) -> list[Sample]:
@@ -135,7 +143,8 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops only the current answer.
 
     Raises:
-        UsageError: invalid options, a model that generates no text, or a picture that it cannot take.
+        UsageError: invalid options, a model that generates no text, or a picture that it cannot take; except at the
+            keyboard, a question that does not fit into the context.
         CheckpointError, PrecisionError: as `load_for_inference`.
     """
     _check(options)
@@ -248,7 +257,7 @@ def stream_answer(
 
 def _check(options: argparse.Namespace) -> None:
     problems = []
-    if options.max_new_tokens < 1:
+    if options.max_new_tokens is not None and options.max_new_tokens < 1:
         problems.append(
             Problem(f"--max_new_tokens {options.max_new_tokens}", "at least 1", "give a larger one")
         )
@@ -327,39 +336,63 @@ def _turn(
     console: Console,
 ) -> list[Message]:
     asked = [*messages, question]
-    kept = _fitting(model, tokenizer, asked, options.max_new_tokens)
-    if not kept:
-        refusal = (
-            f"(not asked: the question and --max_new_tokens {options.max_new_tokens} are more than this model's context "
-            f"of {_context(model)} tokens)"
-        )
-        console.print(wrapped(refusal, console), style="yellow", highlight=False, soft_wrap=True)
+    try:
+        kept, longest = _fitting(model, tokenizer, asked, options.max_new_tokens)
+    except UsageError as error:
+        if not interactive:
+            raise
+        console.print(wrapped(str(error), console), style="yellow", highlight=False, soft_wrap=True)
         return messages
     if len(kept) < len(asked):
         console.print("(the oldest turns no longer fit into the context and are forgotten)", style="dim")
+    if options.max_new_tokens is None and longest < LONGEST:
+        left = f"(this model's context of {_context(model)} tokens leaves {longest} for the answer)"
+        console.print(wrapped(left, console), style="dim", highlight=False, soft_wrap=True)
     sampling = (
         {"do_sample": False}
         if options.temperature == 0
         else {"do_sample": True, "temperature": options.temperature}
     )
-    text, whole = stream_answer(
-        model, tokenizer, kept, console, max_new_tokens=options.max_new_tokens, **sampling
-    )
+    text, whole = stream_answer(model, tokenizer, kept, console, max_new_tokens=longest, **sampling)
     if not whole and not interactive:
         raise KeyboardInterrupt
     return [*kept, {"role": "assistant", "content": text}]
 
 
-def _fitting(model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int) -> list[Message]:
-    """Return the system message and the latest turns that leave room for an answer; empty if none fits."""
+def _fitting(
+    model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int | None
+) -> tuple[list[Message], int]:
+    """Return the system message and the latest turns that leave room for an answer, and the answer's most tokens.
+
+    Without `max_new_tokens`, earlier turns leave `LONGEST` or half of the context, and a question alone one token.
+
+    Raises:
+        UsageError: the last question does not fit alone.
+    """
     limit = _context(model)
+    if limit is None:
+        return messages, max_new_tokens or LONGEST
     opening = [message for message in messages[:1] if message["role"] == "system"]
     turns = messages[len(opening) :]
-    while limit is not None and turns:
-        if encode(tokenizer, [*opening, *turns])["input_ids"].shape[1] + max_new_tokens <= limit:
-            break
+    while True:
+        length = encode(tokenizer, [*opening, *turns])["input_ids"].shape[1]
+        alone = len(turns) == 1
+        if limit - length >= (max_new_tokens or (1 if alone else min(LONGEST, limit // 2))):
+            return [*opening, *turns], max_new_tokens or min(LONGEST, limit - length)
+        if alone:
+            raise _too_long(length, limit, max_new_tokens)
         turns = turns[2:]
-    return [*opening, *turns] if turns else []
+
+
+def _too_long(length: int, limit: int, max_new_tokens: int | None) -> UsageError:
+    asked = "" if max_new_tokens is None else f", and --max_new_tokens {max_new_tokens}"
+    shorter = "ask a shorter question"
+    return UsageError.of(
+        "the question and its answer do not fit into the model's context",
+        f"a prompt of {length} tokens{asked}",
+        f"at most {limit} tokens with the answer",
+        f"--max_new_tokens {limit - length} or less; or {shorter}" if length < limit else shorter,
+    )
 
 
 def _context(model: Any) -> int | None:

@@ -125,6 +125,7 @@ class Built:
         asked: questions to answer before and after.
         fusion: the fused functions; None if nothing was fused.
         lengths: of the training rows, if known.
+        pictures: the data has pictures.
     """
 
     trainer: Any
@@ -133,3 +134,4 @@ class Built:
     fusion: FusionReport | None = None
     notes: tuple[str, ...] = ()
     lengths: Lengths | None = None
+    pictures: bool = False

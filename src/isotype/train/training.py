@@ -77,7 +77,7 @@ from isotype.train.output.saving import Hooks
 from isotype.train.policy import enforce_trainer, masters_of, policy_of_run, precision_arguments
 from isotype.train.preflight.step import choice_of_run
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.contents import fitting, pictures_named, plain_contents
+from isotype.train.rows.contents import fitting, has_pictures, pictures_named, plain_contents
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import Lengths, lengths_in
 from isotype.train.rows.packed import keep_rows
@@ -103,6 +103,7 @@ class Outcome:
         adapter: directory of the saved adapter (or model), None if nothing was saved.
         checkpoint: the last complete checkpoint of this run, or the resumed one; None if there is none.
         stopped_by: the signal that stopped it; None if it reached its end.
+        pictures: it was trained on data with pictures.
     """
 
     record: RunRecord
@@ -110,6 +111,7 @@ class Outcome:
     report: Path
     checkpoint: Path | None = None
     stopped_by: int | None = None
+    pictures: bool = False
 
 
 def run(settings: Settings, console: Console) -> Outcome:
@@ -301,7 +303,15 @@ def _build(run: Run, console: Console) -> Built:
     notes = tuple(note for note in (*said, *more) if note)
     for note in notes:
         say(console, f"note: {note}")
-    built = Built(trainer=trainer, asked=asked, choice=choice, fusion=fusion, notes=notes, lengths=lengths)
+    built = Built(
+        trainer=trainer,
+        asked=asked,
+        choice=choice,
+        fusion=fusion,
+        notes=notes,
+        lengths=lengths,
+        pictures=has_pictures(settings, data),
+    )
     if run.resume is None:
         example = None if settings.extra.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
@@ -440,7 +450,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         ) -> Outcome:
             record = replace(record, notes=(*record.notes, *filter(None, notes)))
             report = write(record, made_steps=recorder.made_steps)
-            return Outcome(record, adapter, report, trainer.last_checkpoint(), stopped_by=by)
+            return Outcome(record, adapter, report, trainer.last_checkpoint(), by, built.pictures)
 
         stopping, kept = early_stopping(settings), Kept(lambda: write(so_far(), made_steps=True))
         _watch(trainer, PrecisionCallback(run.policy, ranges=run.ranges), recorder, kept, stopping)

@@ -113,6 +113,11 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
             yield Problem(f"{split}, row {at + 1}: {one_line(error)}", expected, "correct the row")
 
 
+def has_pictures(settings: Settings, data: Any) -> bool:
+    """Return True if a split has a column of pictures that the method reads."""
+    return any(_columns(settings, rows) for rows in data.values())
+
+
 def _columns(settings: Settings, rows: Any) -> list[str]:
     seen = {*PICTURE_COLUMNS} & {*settings.method.optional}
     return [name for name in PICTURE_COLUMNS if name in seen and name in next(iter(rows), {})]
