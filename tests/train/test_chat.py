@@ -77,19 +77,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespace:
-    values = {
-        "model": str(model),
-        "ask": list(questions) or None,
-        "image": None,
-        "system": None,
-        "dtype": "auto",
-        "quantization": None,
-        "device": "cpu",
-        "model_revision": None,
-        "max_new_tokens": 8,
-        "temperature": 0.0,
-    }
-    return argparse.Namespace(**(values | more))
+    """The command's options, with answers of at most 8 tokens."""
+    words = [str(model), "--device", "cpu", *(f"--ask={question}" for question in questions)]
+    parsed = vars(chat_parser().parse_args(words)) | {"max_new_tokens": 8}
+    assert more.keys() <= parsed.keys()
+    return argparse.Namespace(**(parsed | more))
 
 
 def talk(*args: Any, **kwargs: Any) -> list[str]:

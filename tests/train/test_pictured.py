@@ -318,3 +318,25 @@ def test_rows_of_unlike_tiles_are_traced_and_more_rows_than_are_counted_are_samp
     assert "IST199" not in output + errors
     assert "within half of the" in output
     assert "nothing says how long rows can be" not in output
+
+
+def test_a_run_on_pictures_that_ends_with_nan_names_a_command_with_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_vision_model("llava", tmp_path / "model")
+    picture(40, 30).save("a.png")
+    row = {"messages": [said("user", "<image>w3"), said("assistant", "w4")], "images": ["a.png"]}
+    Path("t.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    trainer = METHODS["sft"].trainer_class()
+    sound = trainer.compute_loss
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = sound(self, *args, **kwargs)
+        scale = float("nan") if self.state.global_step == 1 else 1.0
+        return (loss[0] * scale, *loss[1:]) if isinstance(loss, tuple) else loss * scale
+
+    monkeypatch.setattr(trainer, "compute_loss", broken)
+    more = "--max_steps 2 --per_device_train_batch_size 2 --save_steps 1 --lora_r 2 --device cpu"
+    data = ("--model_name_or_path", "model", "--dataset_name", "t.jsonl", "--output_dir", "out")
+    assert main(["sft", *data, *more.split()]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "was saved before and is whole: isotype chat out/checkpoint-1 --image FILE" in error

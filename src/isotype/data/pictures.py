@@ -138,10 +138,17 @@ def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
         pool.shutdown(cancel_futures=True)
 
 
+def picture_columns(rows: Any) -> list[str]:
+    """Return the columns of pictures in a data set or split; of a stream without column names, those of its first row."""
+    names: Iterable[str] = getattr(rows, "column_names", None) or next(iter(rows), {})
+    present = {*names}
+    return [name for name in PICTURE_COLUMNS if name in present]
+
+
 def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Problem]]:
     """Yield (row, problem) of the pictures of a `datasets.Dataset`, as `picture_problem` finds them."""
     read = partial(picture_problem, whole=whole)
-    names = [name for name in PICTURE_COLUMNS if name in rows.column_names]
+    names = picture_columns(rows)
     bar = Bar("reading pictures")
     bar.total = len(rows)
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -120,10 +120,13 @@ def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> No
 
 def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
     """Return the command that talks to a model, for `show_commands`; `pictures`: with one of them."""
-    command = ("isotype", "chat", str(model))
-    if pictures:
-        return {"try it, with a picture's path for FILE": (*command, "--image", "FILE")}
-    return {"try it": command}
+    words = "try it, with a picture's path for FILE" if pictures else "try it"
+    return {words: chat_command(model, pictures=pictures)}
+
+
+def chat_command(model: Path, *, pictures: bool) -> tuple[str, ...]:
+    """Return the tokens of the command that talks to a model; `pictures`: with a place for the path of one."""
+    return ("isotype", "chat", str(model), *(("--image", "FILE") if pictures else ()))
 
 
 def _wrapped(line: str, width: int) -> list[str]:

@@ -24,7 +24,7 @@ from isotype.core.errors import CheckpointError, Problem, UsageError, first_line
 from isotype.core.terminal import as_typed, shown
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run.record import RunRecord, Sample
-from isotype.report.text import wrapped
+from isotype.report.text import say
 
 Message = dict[str, Any]
 """`role`, and `content`: a text, or parts if a turn has pictures."""
@@ -171,7 +171,7 @@ def chat(options: argparse.Namespace, console: Console) -> int:
             console.print("(the conversation starts again)", style="dim")
             continue
         if question == _HELP:
-            console.print(wrapped(_HELP_TEXT, console), style="dim", highlight=False, soft_wrap=True)
+            say(console, _HELP_TEXT, "dim")
             continue
         if question.split(" ")[0] == _IMAGE:
             pictures += _shown_picture(question.removeprefix(_IMAGE).strip(), tokenizer, interactive, console)
@@ -206,7 +206,7 @@ def _shown_picture(path: str, processor: Any, interactive: bool, console: Consol
     except UsageError as error:
         if not interactive:
             raise
-        console.print(wrapped(str(error), console), style="yellow", highlight=False, soft_wrap=True)
+        say(console, str(error), "yellow")
         return []
     said = f"({path}: {picture.width} x {picture.height}, with the next question)"
     console.print(said, style="dim", highlight=False, markup=False)
@@ -341,13 +341,13 @@ def _turn(
     except UsageError as error:
         if not interactive:
             raise
-        console.print(wrapped(str(error), console), style="yellow", highlight=False, soft_wrap=True)
+        say(console, str(error), "yellow")
         return messages
     if len(kept) < len(asked):
         console.print("(the oldest turns no longer fit into the context and are forgotten)", style="dim")
     if options.max_new_tokens is None and longest < LONGEST:
         left = f"(this model's context of {_context(model)} tokens leaves {longest} for the answer)"
-        console.print(wrapped(left, console), style="dim", highlight=False, soft_wrap=True)
+        say(console, left, "dim")
     sampling = (
         {"do_sample": False}
         if options.temperature == 0

@@ -26,7 +26,7 @@ from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
 from isotype.core.files import only_writer, recover
 from isotype.core.terminal import printed_command
-from isotype.data.pictures import PICTURE_COLUMNS
+from isotype.data.pictures import picture_columns
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.kernels import float32_reductions
 from isotype.model.enforce import Change
@@ -343,10 +343,10 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
     values = {**precision_arguments(run.policy), "model_init_kwargs": None}
     if run.settings.auto_checkpointing:
         values |= checkpointing_arguments(choice.arguments)
-    columns: set[str] = {*next(iter(rows), {})}
-    if {"input_ids", *PICTURE_COLUMNS} & columns:
+    pictures = picture_columns(rows)
+    if pictures or "input_ids" in next(iter(rows), {}):
         values["assistant_only_loss"] = False  # TRL refuses it beside labels, and templates without markers
-    if {*PICTURE_COLUMNS} & columns and run.settings.method.loss == "labels":
+    if pictures and run.settings.method.loss == "labels":
         values["remove_unused_columns"] = False  # tools, for one, which TRL would take away
     return run.settings.but(**values).training
 
@@ -450,7 +450,14 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         ) -> Outcome:
             record = replace(record, notes=(*record.notes, *filter(None, notes)))
             report = write(record, made_steps=recorder.made_steps)
-            return Outcome(record, adapter, report, trainer.last_checkpoint(), by, built.pictures)
+            return Outcome(
+                record,
+                adapter,
+                report,
+                checkpoint=trainer.last_checkpoint(),
+                stopped_by=by,
+                pictures=built.pictures,
+            )
 
         stopping, kept = early_stopping(settings), Kept(lambda: write(so_far(), made_steps=True))
         _watch(trainer, PrecisionCallback(run.policy, ranges=run.ranges), recorder, kept, stopping)

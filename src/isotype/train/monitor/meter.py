@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from isotype.core.errors import Problem, TrainingError, first_line
 from isotype.core.random_states import RandomStates
 from isotype.records.nonfinite import NonFinite
 from isotype.report.nonfinite import problem_of
+from isotype.report.text import chat_command
 from isotype.trace.nonfinite.again import Verdict, first_nonfinite
 from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
@@ -159,6 +161,7 @@ def not_finite(
     checkpoint: Path | None,
     replay: Replay | None = None,
     script: bool = False,
+    pictures: bool = False,
 ) -> TrainingError:
     """Return the error that ends a run.
 
@@ -167,6 +170,7 @@ def not_finite(
         checkpoint: the complete one to resume from, None if there is none.
         replay: result of running the step again, None if not tried.
         script: the trainer belongs to a user's script, with arguments in Python.
+        pictures: the run is trained on pictures.
     """
     figures = ", ".join(f"{name} {value}" for name, value in seen.items())
     what = f"step {step}{': ' if figures else ''}{figures}"
@@ -180,11 +184,17 @@ def not_finite(
     problems = [Problem(what, "finite numbers", "; ".join(tries) or "see the operator below")]
     if first is not None:
         problems.append(problem_of(first))
-    return TrainingError(headline, problems, _hint(checkpoint, script))
+    return TrainingError(headline, problems, _hint(checkpoint, script, pictures))
 
 
 def stopped(
-    what: str, arguments: Any, step: Step, checkpoint: Path | None, replay: Replay, script: bool = False
+    what: str,
+    arguments: Any,
+    step: Step,
+    checkpoint: Path | None,
+    replay: Replay,
+    script: bool = False,
+    pictures: bool = False,
 ) -> TrainingError:
     """Return `not_finite` for a step without update; `what` is not finite, by `isotype.trace.nonfinite.again`."""
     parts = {
@@ -195,21 +205,20 @@ def stopped(
     }
     seen = {name: f"{value:g}" for name, value in parts.items() if value is not None}
     headline = f"{what}: stopped before the update"
-    return not_finite(headline, arguments, step.number, seen, checkpoint, replay, script)
+    return not_finite(headline, arguments, step.number, seen, checkpoint, replay, script, pictures)
 
 
-def _hint(checkpoint: Path | None, script: bool) -> str:
+def _hint(checkpoint: Path | None, script: bool, pictures: bool) -> str:
     if script:
         return (
             f"{checkpoint} was saved before: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
             if checkpoint
             else "no checkpoint had been saved before; save_steps=N keeps one every N steps"
         )
-    return (
-        f"{checkpoint} was saved before and is whole: isotype chat {checkpoint}"
-        if checkpoint
-        else "no checkpoint had been saved before; --save_steps N keeps one every N steps"
-    )
+    if checkpoint is None:
+        return "no checkpoint had been saved before; --save_steps N keeps one every N steps"
+    command = shlex.join(chat_command(checkpoint, pictures=pictures))
+    return f"{checkpoint} was saved before and is whole: {command}"
 
 
 def _tries(arguments: Any, step: int, script: bool) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from isotype.core.errors import SaveError, first_line
+from isotype.data.pictures import picture_columns
 from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
 from isotype.train.monitor.memory import HeadroomMeter
@@ -141,7 +142,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._end(step.number)
         self.steps.append(step.record())
         replay, checkpoint = meter.replay(step), self.trainer.last_checkpoint()
-        raise stopped(what, self.trainer.args, step, checkpoint, replay)
+        pictures = bool(picture_columns(self.trainer.train_dataset))
+        raise stopped(what, self.trainer.args, step, checkpoint, replay, pictures=pictures)
 
     def _end(self, number: int) -> Step:
         if self._headroom is not None:

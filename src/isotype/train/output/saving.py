@@ -25,6 +25,7 @@ from isotype.core.files import (
     write_failure,
     write_whole,
 )
+from isotype.data.pictures import picture_columns
 from isotype.model.finite import all_finite
 from isotype.train.monitor.meter import not_finite
 from isotype.train.output.checkpoints import (
@@ -95,6 +96,7 @@ class WholeCheckpoints(Sharded):
                 self.state.global_step,
                 {},
                 self.last_checkpoint(),
+                pictures=bool(picture_columns(self.train_dataset)),
             )
 
     def folder_of_run(self: Any, trial: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.errors import Problem
 from isotype.core.names import plural
 from isotype.data.build import undecoded
-from isotype.data.pictures import PICTURE_COLUMNS, pictures_in, size_of
+from isotype.data.pictures import picture_columns, pictures_in, size_of
 from isotype.ranges.pictures import NONE, Pictures, pictures_of
 from isotype.train.models import parts_to_adapt, tokenizer_here
 from isotype.train.rows.assistant import labelled_rows
@@ -37,7 +37,7 @@ def with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any
     rows = data[split]
     lengths = lengths_in(settings, tokenizer, rows)
     packed = bool(getattr(training, "packing", False))
-    limit, pictured = getattr(training, "max_length", None), _has_pictures(rows)
+    limit, pictured = getattr(training, "max_length", None), bool(picture_columns(rows))
     longest, _ = longest_possible(
         lengths, limit, packed=packed, completion=plan.completion, pictured=pictured
     )
@@ -51,7 +51,7 @@ def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | No
         learned = getattr(training, "completion_only_loss", None) is False
         plan = replace(plan, prompt=0 if learned else lengths.prompt)
     limit = getattr(training, "max_length", None)
-    packed, pictured = bool(getattr(training, "packing", False)), _has_pictures(rows)
+    packed, pictured = bool(getattr(training, "packing", False)), bool(picture_columns(rows))
     longest, why = longest_possible(
         lengths, limit, packed=packed, completion=plan.completion, pictured=pictured
     )
@@ -64,10 +64,6 @@ def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | No
     return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen)
 
 
-def _has_pictures(rows: Any) -> bool:
-    return bool({*PICTURE_COLUMNS} & {*(getattr(rows, "column_names", None) or ())})
-
-
 _TRIED = 8
 """Rows whose pictures go through the processor: those with the most pixels, and with the most pictures."""
 
@@ -76,7 +72,7 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
     """Return the most expensive pictures of any sampled row; None if unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
-    if not _has_pictures(rows):
+    if not picture_columns(rows):
         return NONE
     if not hasattr(processor, "image_processor"):
         return None
@@ -99,7 +95,7 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     rows = data[script.dataset_train_split]
     adapt = parts_to_adapt(settings, next(iter(rows), {}))
     plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None, adapt=adapt)
-    if not {*PICTURE_COLUMNS} & {*(getattr(rows, "column_names", None) or PICTURE_COLUMNS)}:
+    if not picture_columns(rows):
         plan = replace(plan, pictures=NONE)
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:

@@ -16,7 +16,7 @@ from isotype.core.names import listed, plural
 from isotype.data.build import undecoded
 from isotype.data.cells import CHATS
 from isotype.data.locate import data_error
-from isotype.data.pictures import PICTURE_COLUMNS, broken_rows
+from isotype.data.pictures import broken_rows, picture_columns
 from isotype.train.command.settings import Settings
 from isotype.train.rows.pictured import Pictured, answers_in
 
@@ -119,8 +119,7 @@ def has_pictures(settings: Settings, data: Any) -> bool:
 
 
 def _columns(settings: Settings, rows: Any) -> list[str]:
-    seen = {*PICTURE_COLUMNS} & {*settings.method.optional}
-    return [name for name in PICTURE_COLUMNS if name in seen and name in next(iter(rows), {})]
+    return [name for name in picture_columns(rows) if name in settings.method.optional]
 
 
 def fitting(
@@ -189,7 +188,7 @@ def pictures_named(trainer: Any) -> Iterator[None]:
             )
             splits = {"train": trainer.train_dataset, **held}
             for split, rows in splits.items():
-                if hasattr(rows, "__len__") and {*PICTURE_COLUMNS} & {*rows.column_names}:
+                if hasattr(rows, "__len__") and picture_columns(rows):
                     for at, problem in broken_rows(rows, whole=True):
                         what = replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
                         raise data_error("datasets", [what]) from error
