@@ -376,7 +376,7 @@ def resident(key: str) -> int:
 
 def timed(folder: str, what: str) -> None:
     """In a process of its own: seconds of processor, and bytes that the peak lies above what was there before."""
-    from isotype.checkpoint.damage import session_of
+    from isotype.checkpoint.damage import Session
     from isotype.checkpoint.measure_ranges import TOKENS, to_measure
 
     small = Path(folder) / "small"
@@ -384,7 +384,7 @@ def timed(folder: str, what: str) -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins again
     before, started = resident("VmRSS"), time.process_time()
     if what == "run":
-        session = session_of(*to_measure(open_checkpoint(folder), None, TOKENS), None, 1, progress=False)
+        session = Session(*to_measure(open_checkpoint(folder), None, TOKENS), None, 1, progress=False)
         assert list(session.distributions())
     else:
         isotype.measure_quality(folder, exact=("nf4",) if what == "exact" else (), progress=False)

@@ -16,7 +16,6 @@ from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.measure_ranges import TOKENS, measured_and_kept
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.compat.bitsandbytes import dequantize_4bit
-from isotype.compat.peft import without_peft
 from isotype.compat.torch import UncompiledMode, without_dispatch
 from isotype.core.console import Bar
 from isotype.core.dtypes import dtype_name, parse_dtype
@@ -32,7 +31,7 @@ from isotype.precision.damages import MEASURED, Damages, LayerDamage
 from isotype.precision.devices.probe import real_device
 from isotype.precision.policy import read_moments, write_moments
 from isotype.ranges.measure import Batches, Measured, on_device, undisturbed
-from isotype.ranges.twin import Twin, twin_of
+from isotype.ranges.twin import twin_of
 from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
 
 _PIECE = 1 << 20
@@ -266,7 +265,7 @@ def measure_quality(
 def _measured(
     model: Measured, run: Batches, exact: Sequence[str], device: str | torch.device | None, progress: bool
 ) -> Damages:
-    session = session_of(model, run, device, 3 + len(exact), progress)
+    session = Session(model, run, device, 3 + len(exact), progress)
     with closing(session.bar):
         count = session.backward()
         measured = {form: session.divergence(form) for form in exact}
@@ -298,23 +297,30 @@ def _measured(
     )
 
 
-@dataclass
 class Session:
-    """A model that is run several times, from `session_of`.
+    """A model that is run `passes` times.
 
     Attributes:
         known: log probabilities `[tokens, vocabulary]` of each batch in float32.
         rows: materializes the embedding rows that are looked up.
     """
 
-    measured: Measured
-    run: Batches
-    layers: Layers
-    twin: Twin
-    device: torch.device
-    bar: Bar
-    known: list[torch.Tensor]
-    rows: EmbeddedRows
+    def __init__(
+        self, measured: Measured, run: Batches, device: str | torch.device | None, passes: int, progress: bool
+    ) -> None:
+        self.measured, self.run = measured, run
+        self.device = real_device(device) if device is not None else measured.device
+        self.known: list[torch.Tensor] = []
+        self.rows = EmbeddedRows()  # type: ignore[no-untyped-call]
+        base: Any = measured.model
+        base = base.get_base_model() if hasattr(base, "peft_config") else base
+        chosen = quantized_weights(base)
+        named = base.named_parameters(remove_duplicate=False)
+        self.layers = Layers([base_name(n.removesuffix(".weight")) for n, _ in named if n in chosen])
+        weights = PlainWeights(torch.float32, self.device)
+        self.bar = Bar("measuring quantization damage", progress)
+        self.twin = twin_of(measured.model, weights, self.layers, self.bar.advance, measured.read)
+        self.bar.total = passes * len(run.batches) * sum(map(len, self.twin.blocks))
 
     def backward(self) -> int:
         """Run forward and backward of every batch for the layers' sums; return the number of counted tokens."""
@@ -352,23 +358,6 @@ class Session:
             raise UsageError.of("the damage of quantization cannot be measured", what, expected, fix)
         counted = _counted(batch, logits.shape[:-1])
         return logits, counted, torch.log_softmax(logits.detach()[counted.to(logits.device)].float(), -1)
-
-
-def session_of(
-    measured: Measured, run: Batches, device: str | torch.device | None, passes: int, progress: bool
-) -> Session:
-    where = real_device(device) if device is not None else measured.device
-    base: Any = measured.model
-    base = without_peft(base)
-    chosen = quantized_weights(base)
-    named = base.named_parameters(remove_duplicate=False)
-    wanted = [base_name(name.removesuffix(".weight")) for name, _ in named if name in chosen]
-    layers, weights = Layers(wanted), PlainWeights(torch.float32, where)
-    bar = Bar("measuring quantization damage", progress)
-    twin = twin_of(measured.model, weights, layers, bar.advance, measured.read)
-    bar.total = passes * len(run.batches) * sum(map(len, twin.blocks))
-    rows = EmbeddedRows()  # type: ignore[no-untyped-call]
-    return Session(measured, run, layers, twin, where, bar, [], rows)
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:

@@ -151,12 +151,12 @@ def unpadded(
     if not sides:
         return None
     present = mask.bool()
-    facts = _facts(present, read)
-    tokens = sum(facts.lengths)
+    lengths, reads, unsound, padded = _facts(present, read)
+    tokens = sum(lengths)
     enough = 0 < tokens <= (1 - _LEAST_SHARE) * ids.numel() and (most is None or tokens <= most)
-    if not enough or facts.unsound or facts.padded - sides:
+    if not enough or unsound or padded - sides:
         return None
-    return _without(batch, present, tuple(length for length in facts.lengths if length), facts.reads)
+    return _without(batch, present, tuple(filter(None, lengths)), reads)
 
 
 def _without(
@@ -228,24 +228,11 @@ def _is_hooked(model: Any) -> bool:
     return bool(homes - {"isotype", "torch"})
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """Facts about a batch before its padding is removed.
+def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
+    """Return (tokens of each row, number of read positions, unsound, sides with padding of nonempty rows).
 
-    Attributes:
-        lengths: tokens of each row.
-        reads: number of positions whose results are read.
-        unsound: whether results at padding are read, or padding is between tokens.
-        padded: sides with padding of nonempty rows.
+    Unsound are reads at padding, and padding between tokens.
     """
-
-    lengths: list[int]
-    reads: int
-    unsound: bool
-    padded: frozenset[str]
-
-
-def _facts(present: torch.Tensor, read: torch.Tensor) -> _Facts:
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
@@ -256,7 +243,7 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> _Facts:
     numbers = torch.stack([read.sum(), *(flag.long() for flag in flags)])
     reads, unsound, left, right, *counts = torch.cat([numbers, lengths]).tolist()
     padded = {side for side, is_there in (("left", left), ("right", right)) if is_there}
-    return _Facts(counts, reads, bool(unsound), frozenset(padded))
+    return counts, reads, bool(unsound), padded
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -49,25 +48,16 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
     work = spec.work if strips.has("forward", spec.work) else torch.float32
-    out: torch.Tensor = _Attention.apply(q, k, v, _call_of(spec, work))  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attention.apply(q, k, v, _arguments(spec), work)  # type: ignore[no-untyped-call]
     return out
 
 
-@dataclass(frozen=True)
-class _Call:
-    """Arguments of the operators: `blocks` are nine numbers each, the last one the index of its tile, -1 for none.
+def _arguments(spec: Spec) -> tuple[list[torch.Tensor], list[int], float, bool]:
+    """Return (tiles, blocks, scale, whole) of the operators.
 
-    `whole`: every query is in a block; otherwise the result is zeroed first.
+    A block is nine numbers, the last one the index of its tile, -1 for none. `whole`: every query is in a block;
+    otherwise the result is zeroed first.
     """
-
-    blocks: list[int]
-    tiles: list[torch.Tensor]
-    scale: float
-    whole: bool
-    work: torch.dtype
-
-
-def _call_of(spec: Spec, work: torch.dtype) -> _Call:
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []
     for part in spec.plan.parts:
@@ -75,15 +65,17 @@ def _call_of(spec: Spec, work: torch.dtype) -> _Call:
             blocks += (*part.batch, *block.rows, *block.keys, *block.masked)
             blocks.append(-1 if block.tile is None else len(tiles))
             tiles += [] if block.tile is None else [block.tile.contiguous()]
-    return _Call(blocks, tiles, spec.scale, spec.plan.whole, work)
+    return tiles, blocks, spec.scale, spec.plan.whole
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: _Call) -> torch.Tensor:
-        ctx.spec = spec
-        q_, k_, v_ = (_readable(x, spec.work) for x in (q, k, v))
-        out, sums = _forward(q_, k_, v_, spec.tiles, spec.blocks, spec.scale, spec.whole)
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Any, work: torch.dtype
+    ) -> torch.Tensor:
+        ctx.arguments, ctx.work = arguments, work
+        q_, k_, v_ = (_readable(x, work) for x in (q, k, v))
+        out, sums = _forward(q_, k_, v_, *arguments)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, sums)
         result: torch.Tensor = out.to(q.dtype)
@@ -93,10 +85,12 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sums = ctx.saved_tensors
-        spec, needed = ctx.spec, list(ctx.needs_input_grad[:3])
-        d_, q_, k_, v_ = (_readable(x, spec.work) for x in (d_out, q, k, v))
-        grads = _backward(d_, q_, k_, v_, sums, spec.tiles, spec.blocks, spec.scale, spec.whole, needed)
-        return *(grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True)), None
+        needed = list(ctx.needs_input_grad[:3])
+        d_, q_, k_, v_ = (_readable(x, ctx.work) for x in (d_out, q, k, v))
+        tiles, blocks, scale, whole = ctx.arguments
+        grads = _backward(d_, q_, k_, v_, sums, tiles, blocks, scale, whole, needed)
+        wanted = (grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True))
+        return *wanted, None, None
 
 
 def _readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -80,24 +80,22 @@ def is_experts_wrapper(module: nn.Module) -> bool:
     return _wraps(type(module)) and layout_of(module.get_base_layer()) is not None  # type: ignore[operator]
 
 
+def _with_wrappers(outer: Any) -> list[Any]:
+    """Return the wrappers of one experts module from the outermost to the innermost, and the module."""
+    modules = [outer]
+    while _wraps(type(modules[-1])):
+        modules.append(modules[-1].base_layer)
+    return modules
+
+
 def wrappers_of(outer: Any) -> list[Any]:
     """Return the wrappers of one experts module from the outermost to the innermost."""
-    wrappers = []
-    while _wraps(type(outer)):
-        wrappers.append(outer)
-        outer = outer.base_layer
-    return wrappers
+    return _with_wrappers(outer)[:-1]
 
 
 def base_of(outer: Any) -> Any:
     """Return the experts module inside the outermost wrapper, or the module itself."""
-    wrappers = wrappers_of(outer)
-    return wrappers[-1].base_layer if wrappers else outer
-
-
-def _with_wrappers(outer: Any) -> list[Any]:
-    """Return the wrappers of one experts module, and the module."""
-    return [*wrappers_of(outer), base_of(outer)]
+    return _with_wrappers(outer)[-1]
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:

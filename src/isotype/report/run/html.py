@@ -230,28 +230,26 @@ def charts_of(record: RunRecord) -> tuple[Chart, ...]:
     logged = {name for step in steps for name, _ in step.metrics}
     charts += [chart for chart in _METRICS if logged.issuperset(chart.columns)]
     if steps:
-        peak = max(step.learning_rate for step in steps)
-        charts.append(
-            Chart("learning-rate", "Learning rate", "learning rate", ("learning_rate",), ("learning rate",), f"peak {format_number(peak, 3)}", zero=True)
-        )  # fmt: skip
+        remark = f"peak {format_number(max(step.learning_rate for step in steps), 3)}"
+        charts.append(_line("learning-rate", "Learning rate", "learning rate", "learning_rate", remark))
     norms = [step.grad_norm for step in steps if step.grad_norm is not None]
     if norms:
         finite = [norm for norm in norms if math.isfinite(norm)]
         remark = f"median {format_number(statistics.median(finite), 3)}" if finite else "never finite"
-        charts.append(
-            Chart("gradient-norm", "Gradient norm before clipping", "L2 norm", ("grad_norm",), ("gradient norm",), remark, zero=True)
-        )  # fmt: skip
+        title = "Gradient norm before clipping"
+        charts.append(_line("gradient-norm", title, "L2 norm", "grad_norm", remark, "gradient norm"))
     if summary.tokens_per_second is not None:
         remark = f"median {format_number(summary.tokens_per_second, 3)}"
-        charts.append(
-            Chart("speed", "Speed", "tokens/s", ("tokens_per_second",), ("tokens/s",), remark, zero=True)
-        )
+        charts.append(_line("speed", "Speed", "tokens/s", "tokens_per_second", remark))
     if summary.peak_memory_bytes is not None:
         remark = f"peak {format_bytes(summary.peak_memory_bytes)}"
-        charts.append(
-            Chart("memory", "Peak memory of a step", "GiB", ("memory_gib",), ("memory",), remark, zero=True)
-        )
+        charts.append(_line("memory", "Peak memory of a step", "GiB", "memory_gib", remark, "memory"))
     return (*charts, *_loss_scale(steps))
+
+
+def _line(name: str, title: str, unit: str, column: str, remark: str, label: str = "") -> Chart:
+    """Return a chart of one column from 0 on; `label`: default the unit."""
+    return Chart(name, title, unit, (column,), (label or unit,), remark, zero=True)
 
 
 def _loss_scale(steps: Sequence[StepRecord]) -> list[Chart]:
