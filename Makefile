@@ -35,6 +35,7 @@ static: $(VENV)/.installed  ## lint and types; nothing is changed
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tools.private_names
+	$(BIN)/python -m tools.plain_english --where
 	$(BIN)/mypy
 
 tests: $(VENV)/.installed  ## the test suite

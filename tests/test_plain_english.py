@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from tools import plain_english
-from tools.plain_english import counts, excess, idioms
+from tools.plain_english import Idiom, counts, excess, idioms
 from tools.sources import read_sources
 
 FILE = '''
@@ -22,7 +21,7 @@ def sums(each, rows):
 
 
 def test_idioms_are_no_more_than_allowed() -> None:
-    assert excess(counts(idioms(read_sources()))) == [], "python -m tools.plain_english --where"
+    assert excess(idioms(read_sources()), where=True) == []
 
 
 def test_idioms_of_a_file_are_counted_by_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,5 +45,10 @@ def test_idioms_of_a_file_are_counted_by_place(tmp_path: Path, monkeypatch: pyte
 
 def test_a_count_above_its_ceiling_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_english, "CEILINGS", {("pages", "nobody"): 1})
-    assert excess(Counter({("pages", "nobody"): 1})) == []
-    assert excess(Counter({("pages", "nobody"): 2})) == ["nobody in pages: 2, at most 1 allowed"]
+    first, second = (Idiom("pages", "nobody", f"README.md:{line}") for line in (3, 5))
+    other = Idiom("names", "own", "core/names.py:1")
+    monkeypatch.setitem(plain_english.CEILINGS, ("names", "own"), 1)
+    assert excess([first, other], where=True) == []
+    line = "nobody in pages: 2, at most 1 allowed"
+    assert excess([first, other, second]) == [line]
+    assert excess([first, other, second], where=True) == [line, "  README.md:3", "  README.md:5"]

@@ -1,7 +1,7 @@
 """Count idioms that a reader has to read twice, in docstrings, messages, pages and names.
 
 python -m tools.plain_english            # prints the table
-python -m tools.plain_english --where    # and the place of every idiom
+python -m tools.plain_english --where    # prints only kinds that are above their ceiling, with file and line
 
 A docstring is a string that stands alone as a statement, a message any other string of three words or more.
 """
@@ -87,23 +87,26 @@ def counts(items: list[Idiom]) -> Counter[tuple[str, str]]:
     return Counter((idiom.place, idiom.kind) for idiom in items)
 
 
-def excess(numbers: Counter[tuple[str, str]]) -> list[str]:
-    """Return a line for every count above its ceiling."""
-    return [
-        f"{kind} in {place}: {number}, at most {CEILINGS.get((place, kind), 0)} allowed"
-        for (place, kind), number in sorted(numbers.items())
-        if number > CEILINGS.get((place, kind), 0)
-    ]
+def excess(items: list[Idiom], where: bool = False) -> list[str]:
+    """Return a line for every count above its ceiling; with `where`, a line for each of its places below it."""
+    lines = []
+    for (place, kind), number in sorted(counts(items).items()):
+        if number > (most := CEILINGS.get((place, kind), 0)):
+            lines.append(f"{kind} in {place}: {number}, at most {most} allowed")
+            lines += [
+                f"  {idiom.where}" for idiom in items if where and (idiom.place, idiom.kind) == (place, kind)
+            ]
+    return lines
 
 
 def main() -> int:
-    """Print the table, and return 1 if a count is above its ceiling."""
-    numbers = counts(all_idioms := idioms(read_sources()))
-    for (place, kind), number in sorted({**dict.fromkeys(CEILINGS, 0), **numbers}.items()):
+    """Print the table or, with `--where`, places above a ceiling; return 1 if a count is above its ceiling."""
+    items, where = idioms(read_sources()), "--where" in sys.argv[1:]
+    numbers = {**dict.fromkeys(CEILINGS, 0), **counts(items)}
+    for (place, kind), number in () if where else sorted(numbers.items()):
         print(f"{place:12}{kind:32}{number:5}  of {CEILINGS.get((place, kind), 0)}")
-    if "--where" in sys.argv[1:]:
-        print("\n".join(f"{idiom.where}: {idiom.kind}" for idiom in all_idioms))
-    print(*(lines := excess(numbers)), sep="\n", file=sys.stderr)
+    lines = excess(items, where)
+    print("\n".join(lines), end="\n" if lines else "", file=sys.stderr)
     return bool(lines)
 
 
