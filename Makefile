@@ -18,7 +18,7 @@ CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules
 # What needs neither fork, flock nor bash.
 PORTABLE := $(addprefix tests/,precision rules data model ranges planning) $(wildcard tests/preflight/test_*.py)
 
-.PHONY: demo demo-pictures test tests static test-all test-cpus test-core test-portable test-oldest test-newest test-mains fuzz lint types bench
+.PHONY: demo demo-pictures test tests static coverage test-all test-cpus test-core test-portable test-oldest test-newest test-mains fuzz lint types bench
 .PHONY: docs dist try-dist check-tag publish help clean
 
 demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
@@ -27,8 +27,9 @@ demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded dat
 demo-pictures: $(VENV)/.installed  ## fine-tune a small vision-language model, made here, on drawn pictures
 	$(BIN)/isotype demo --pictures
 
-test: $(VENV)/.installed  ## lint, types and the whole test suite
+test: $(VENV)/.installed  ## lint, types and the whole test suite; what it covers, as last measured
 	$(MAKE) --jobs 2 static tests
+	@if [ -f tests/coverage.txt ]; then cat tests/coverage.txt; else echo 'coverage by room: not measured (make coverage)'; fi
 
 static: $(VENV)/.installed  ## lint and types; nothing is changed
 	$(BIN)/ruff check .
@@ -40,6 +41,13 @@ static: $(VENV)/.installed  ## lint and types; nothing is changed
 
 tests: $(VENV)/.installed  ## the test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+coverage: $(VENV)/.installed  ## statements and branches that the suite runs, by room: what `make test` prints
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n auto --dist worksteal
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage json --quiet -o build/coverage.json
+	$(BIN)/python -m tools.coverage_table build/coverage.json
 
 test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
