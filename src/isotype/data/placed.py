@@ -36,13 +36,6 @@ _ANSWERS = ("completion", "chosen", "rejected")
 _FIX = 'write {"type": "image"} or <image> for each of them, and as many pictures in a column \'images\''
 
 
-def has_pictures(row: Row) -> bool:
-    """Return True if a row has a column of pictures, or a place for one in a message."""
-    return not row.keys().isdisjoint(PICTURE_COLUMNS) or any(
-        part.get("type") in PART_KINDS for part in _parts(row)
-    )
-
-
 def with_places(
     row: Row, folder: Path | None = None, *, listed: bool = True, pictured: bool = False
 ) -> Row | Problem:
@@ -55,7 +48,8 @@ def with_places(
         listed: move a single picture of a column `image` into `images`.
         pictured: use the form of rows with pictures even if there are none.
     """
-    if not pictured and not has_pictures(row):
+    pictured = pictured or not row.keys().isdisjoint(PICTURE_COLUMNS)
+    if not pictured and not any(part.get("type") in PART_KINDS for part in _parts(row)):
         return row
     beside = pictures_in(row)
     spoken = _spoken(row, bool(beside))

@@ -153,9 +153,3 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
             if is_close(product, gate.product(results[first], results[second]), rtol=1e-6, atol=1e-8):
                 return GatedParts(first, second, down, gate, (one, two))
     return None
-
-
-def call_in_order(module: Any, parts: GatedParts, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (result of `first`, result of `second`), called in the module's order."""
-    outputs = {name: module._modules[name](x) for name in parts.order}
-    return outputs[parts.first], outputs[parts.second]

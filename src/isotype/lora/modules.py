@@ -18,7 +18,7 @@ from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.compat.torch import FakeTensor, forward_hooks, forward_pre_hooks, is_transformed, version_of
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.adapted import Reading, read
-from isotype.lora.gates import Gate, GatedParts, call_in_order
+from isotype.lora.gates import Gate, GatedParts
 from isotype.lora.linear import lora_linear
 from isotype.lora.loops.products import is_used
 from isotype.lora.norms import NormParts, rms_norm
@@ -240,8 +240,8 @@ def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     hooked = must_be_called(forward_hooks(down)) or must_be_called(forward_pre_hooks(down))
     if args or kwargs or hooked or _is_left_to_torch() or not isinstance(down, FusedLora):
         return self.lora_original.forward(self, x, *args, **kwargs)
-    first, second = call_in_order(self, parts, x)
-    return down(GatedInput(parts.gate, first, second))  # type: ignore[operator]
+    outputs = {name: self._modules[name](x) for name in parts.order}
+    return down(GatedInput(parts.gate, outputs[parts.first], outputs[parts.second]))  # type: ignore[operator]
 
 
 def _forward_norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

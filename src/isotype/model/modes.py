@@ -110,7 +110,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NUMBERS and args[0].is_meta:
-            return _number(args[0]) if func is _ITEM else True
+            dtype = args[0].dtype
+            number = True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+            return number if func is _ITEM else True
         grouped = operator_name(func) in BFLOAT16_WITHOUT_MEMORY and args[0].is_meta
         if grouped and args[0].dim() < args[1].dim():
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
@@ -129,10 +131,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def undo(self) -> None:
         for tensor, values in self._saved:
             tensor.copy_(values)
-
-
-def _number(tensor: torch.Tensor) -> bool | float:
-    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

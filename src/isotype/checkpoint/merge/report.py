@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -160,9 +159,12 @@ class MergeReport:
     def warnings(self) -> tuple[str, ...]:
         """Recommended changes."""
         kept = None if self.logits is None else self.logits.kept
-        if kept is None:
-            return (*self.passed, *self._unmeasured())
-        if kept >= ENOUGH:
+        if kept is None and self.coded and self.median_error >= 1:
+            off = f"a weight is off by {self.median_error:,.1f} × its update in the median"
+            fix = "store it in more bits, or keep the adapter apart, beside its base"
+            lost = f"stored as {self.stored}, {off}: what was learned may not show; {fix}"
+            return (*self.passed, lost)
+        if kept is None or kept >= ENOUGH:
             return self.passed
         cheap = self.cheapest
         fix = "keep the adapter apart, beside its base" if cheap is None else f"merge with {cheap}"
@@ -177,13 +179,6 @@ class MergeReport:
     def coded(self) -> bool:
         """True if weights are stored in codes of blocks or rows."""
         return self.stored is not None and self.stored not in ("f32", "f16", "bf16")
-
-    def _unmeasured(self) -> Iterator[str]:
-        if self.coded and self.median_error >= 1:
-            yield (
-                f"stored as {self.stored}, a weight is off by {self.median_error:,.1f} × its update in the median: what was "
-                "learned may not show; store it in more bits, or keep the adapter apart, beside its base"
-            )
 
 
 def share(part: float) -> str:

@@ -102,7 +102,10 @@ def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, s
     on_cpu = weight.device.type == "cpu"
     # On other devices a block is a whole chunk: the number of kernels dominates.
     wide = 0 if on_cpu else 4 * (1 + other + slope)
-    scratch = _scratch_on(weight.device) if call.scratch is None else call.scratch
+    scratch = call.scratch
+    if scratch is None:
+        memory = total_memory(weight.device)
+        scratch = SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
     most = _ROWS if on_cpu else _ROWS_OF_A_GPU
     rows = min(most, max(1, scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
     rows = ceil(tokens / ceil(tokens / rows)) if tokens else 1  # chunks of equal size
@@ -117,11 +120,6 @@ def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, s
         block_of(other),
         block_of(slope),
     )
-
-
-def _scratch_on(device: torch.device) -> int:
-    memory = total_memory(device)
-    return SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
 
 
 def chunks(buffers: Buffers, tokens: int) -> Iterator[slice]:

@@ -168,7 +168,8 @@ def _sorted(
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     if isinstance(x, FakeTensor) or x.is_meta:
-        counts = _balanced(flat.numel(), spec.count)
+        share, more = divmod(flat.numel(), spec.count)  # as under a balanced router
+        counts = [share + (expert < more) for expert in range(spec.count)]
     else:
         counts = torch.bincount(flat, minlength=spec.count)[: spec.count].tolist()
     return order, list(_groups(spec, counts, x.device, _together(spec, x, sum(counts), factors)))
@@ -194,12 +195,6 @@ def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tens
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
     return spec.working.itemsize <= 4 and not any(size % _ALIGNED for size in sizes)
-
-
-def _balanced(rows: int, experts: int) -> list[int]:
-    """Return the rows of each expert under a balanced router."""
-    share, more = divmod(rows, experts)
-    return [share + (expert < more) for expert in range(experts)]
 
 
 def _groups(spec: Experts, counts: list[int], device: torch.device, together: int) -> Iterator[_Group]:

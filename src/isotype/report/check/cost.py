@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, plural
-from isotype.records.memory import Products
 from isotype.records.trace import Setup
 from isotype.report.check.record import Record
 from isotype.report.html import format_number
@@ -122,20 +121,19 @@ def roofline_words(report: Record) -> str:
     time = report.time
     if time is None:
         return ""
-    products = ", ".join(
-        f"{dtype_name(dtype)} {format_flops(each.flops)} at {format_flops(each.flops_per_second)}/s{_emulated(each)}"
-        for dtype, each in sorted(time.products.items(), key=lambda entry: -entry[1].seconds)
-    )
+    products = []
+    for dtype, each in sorted(time.products.items(), key=lambda entry: -entry[1].seconds):
+        other, rate = (
+            each.emulated_in,
+            f"{format_flops(each.flops)} at {format_flops(each.flops_per_second)}/s",
+        )
+        emulated = "" if other is None else f", the rate of {dtype_name(other)}, which emulates it"
+        products.append(f"{dtype_name(dtype)} {rate}{emulated}")
     return (
-        f"products {format_duration(time.products_seconds)} ({products}); memory traffic {format_duration(time.traffic_seconds)} "
+        f"products {format_duration(time.products_seconds)} ({', '.join(products)}); memory traffic {format_duration(time.traffic_seconds)} "
         f"({_figure(time.bytes / 1e9)} GB at {_figure(time.bytes_per_second / 1e9)} GB/s); launch-bound if the host needs more "
         f"than {_figure(time.launch_seconds * 1e6)} µs per launch ({time.launches:,} launches)"
     )
-
-
-def _emulated(products: Products) -> str:
-    other = products.emulated_in
-    return "" if other is None else f", the rate of {dtype_name(other)}, which emulates it"
 
 
 def time_rows(report: Record) -> tuple[tuple[str, str], ...]:

@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
-import torch
-
 from isotype.contracts.contract import judged_by
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, plural
-from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Finding, Fix
 from isotype.records.memory import MEMORY_KINDS, Memory, MemoryKind
 from isotype.records.reach import Reach
@@ -235,7 +232,7 @@ def _work(report: Record) -> Content | None:
     total, profile = sum(report.flops.values()), report.trace.setup.profile
     if not total:
         return None
-    ranked = sorted(report.flops.items(), key=lambda entry: -entry[1])
+    ranked, rates = sorted(report.flops.items(), key=lambda entry: -entry[1]), profile.peak_flops
     parts = [Part(dtype_name(dtype), amount, dtype_class(dtype_name(dtype))) for dtype, amount in ranked]
     return {
         "total": f"{format_flops(total)} a step",
@@ -245,19 +242,14 @@ def _work(report: Record) -> Content | None:
                 "dtype": dtype_name(dtype),
                 "share": format_share(amount / total),
                 "flops": format_flops(amount),
-                "at_best": _at_best(amount, dtype, profile),
+                # A lower bound, to compare dtypes.
+                "at_best": f"{_duration(amount / rates[dtype])} at best" if dtype in rates else "",
                 "support": profile.supports(dtype),
                 "reason": profile.reason(dtype),
             }
             for dtype, amount in ranked
         ],
     }
-
-
-def _at_best(flops: int, dtype: torch.dtype, profile: DeviceProfile) -> str:
-    """Return the time of the products at the device's peak rate: a lower bound, to compare dtypes."""
-    rate = profile.peak_flops.get(dtype)
-    return "" if rate is None else f"{_duration(flops / rate)} at best"
 
 
 def _duration(seconds: float) -> str:
