@@ -128,6 +128,7 @@ def main() -> int:
         if not (row + column) % arguments.every
     ]
     counts: dict[str, Counter[str]] = defaultdict(Counter)
+    families: dict[str, Counter[str]] = defaultdict(Counter)
     seconds: list[float] = []
     for at, end in run_all(ended, cases, arguments.jobs, prepare=prepare):
         case = cases[at]
@@ -136,11 +137,34 @@ def main() -> int:
         seconds.append(end.seconds)
         for verdict, detail in end.ends:
             counts[case.fault or "healthy"][verdict] += 1
+            kind = verdict if case.fault else f"healthy, {verdict}"
+            families[ARCHITECTURES[case.architecture].family][kind] += 1
             if verdict not in ("found", "absent", "harmless", "silent"):
                 print(
                     f"{verdict:12} {case.architecture:28} {case.fault or 'healthy':36} {detail}", flush=True
                 )
+    _by_family(families, arguments.record)
     return _tables(counts, seconds, arguments)
+
+
+def _by_family(families: dict[str, Counter[str]], record: bool) -> None:
+    for family, counted in families.items():
+        numbers = {
+            "cases": _cases(counted),
+            "found": counted["found"],
+            "undecided": counted["undecided"] + counted["lost"],
+            "steps": sum(
+                counted[f"healthy, {verdict}"] for verdict in ("silent", "false alarm", "true finding")
+            ),
+            "true": counted["healthy, true finding"],
+            "false": counted["healthy, false alarm"],
+            "unread": counted["healthy, undecided"],
+        }
+        print(f"{family:38} {numbers}")
+        if record:
+            results.append(
+                f"wiring-family/{family}", {name: results.Measure(value) for name, value in numbers.items()}
+            )
 
 
 def _tables(counts: dict[str, Counter[str]], seconds: list[float], arguments: argparse.Namespace) -> int:
