@@ -243,3 +243,66 @@ def test_of_fused_siblings_one_may_be_ignored() -> None:
     assert len(isotype.fuse(model).fused) == 2
     report = isotype.check(model, WORDS, device="cpu", verify=False)
     assert "IST199" not in [each.code for each in report.findings]
+
+
+class Net:
+    """What a training loop switches on around its forward."""
+
+    active = False
+
+
+class Switched(nn.Module):
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net, self.base = net, nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.base(x)
+        return made + self.up(self.down(x)) if self.net.active else made
+
+
+class Checkpointed(nn.Module):
+    """Blocks of adapters under gradient checkpointing."""
+
+    def __init__(self, net: Net, reentrant: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(Switched(net) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x)
+        for block in self.blocks:
+            hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=self.reentrant)
+        return hidden
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("until", ["backward", "forward"])
+def test_adapters_that_are_off_while_a_layer_is_computed_again(reentrant: bool, until: str) -> None:
+    net = Net()
+    model = Checkpointed(net, reentrant)
+
+    def loss(module: nn.Module) -> torch.Tensor:
+        net.active = True
+        made: torch.Tensor = module(torch.ones(2, 8)).square().sum()
+        net.active = until == "backward"
+        return made
+
+    report = isotype.check(model, loss, verify=False)
+    codes = [(each.code, each.severity) for each in report.findings]
+    if until == "backward":
+        assert codes == []
+    else:
+        assert codes == [("IST307", "warning") if reentrant else ("IST107", "error")]
+        assert "computes its layer again without it" in report.findings[0].cause or not reentrant
+    assert "active" not in vars(net)  # the trace leaves nothing behind
+    made = loss(model)
+    if until == "forward" and not reentrant:
+        with pytest.raises(torch.utils.checkpoint.CheckpointError):
+            made.backward()
+        return
+    made.backward()
+    grads = [block.down.weight.grad is not None for block in model.blocks]  # type: ignore[union-attr]
+    assert all(grads) == (until == "backward")

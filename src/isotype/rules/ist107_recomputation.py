@@ -48,6 +48,22 @@ def find(trace: Trace) -> Iterator[Finding]:
     failure = trace.failure
     if failure is None or not failure.recomputed:
         return
+    if failure.error.startswith("CheckpointError"):
+        how = (
+            "let the forward and its recomputation run the same code: flags, adapters and random branches stay as they are "
+            "until the backward has ended"
+        )
+        fixes = (advice("checkpoint", how),)
+    else:
+        fixes = (
+            setting("run the step without autocast", "autocast", "None", "unsafe"),
+            advice(
+                "autocast cache",
+                "keep casts out of what is saved: torch.autocast(…, cache_enabled=False), or checkpoint without a "
+                "selective policy",
+                "cache_enabled=False",
+            ),
+        )
     kept = "autocast caches the cast of a weight in the forward, and casts it again in the recomputation"
     yield Finding(
         code="IST107",
@@ -58,14 +74,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         source=failure.source,
         cause=f"the forward ran, its recomputation raises {failure.error}",
         notes=(kept,) if trace.setup.autocast is not None else (),
-        fixes=(
-            setting("run the step without autocast", "autocast", "None", "unsafe"),
-            advice(
-                "autocast cache",
-                "keep casts out of what is saved: torch.autocast(…, cache_enabled=False), or checkpoint without a "
-                "selective policy",
-                "cache_enabled=False",
-            ),
-        ),
+        fixes=fixes,
         places=(failure.module,),
     )

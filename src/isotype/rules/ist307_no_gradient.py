@@ -29,7 +29,7 @@ head of a vision tower) are a note.
 
 **How safe is the fix?** Safe: requiring gradients of hidden states changes no number.
 
-**Seen in** lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
+**Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826 (adapters that are off while gradient checkpointing computes a layer again); lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
 locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039.
 """
 
@@ -42,7 +42,7 @@ from isotype.core.names import short
 from isotype.records.finding import Finding, Fix, in_library
 from isotype.records.trace import GRADIENTLESS, Call, Trace, Unreached, Weight
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, finding_of, names, trained
+from isotype.rules.kit.weight_sets import count, finding_of, layer_of, names, trained
 from isotype.rules.kit.words import advice, and_its_like, device_says, fix
 
 TITLE = "Trainable parameters that get no gradient"
@@ -65,7 +65,15 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield _finding(
             trace, refused, [trace.owners[each.weight] for each in unreached], *why(trace, unreached)
         )
-    ignored = [each for each in trace.unreached if each.ignored and trace.owners[each.weight].adapter]
+    left_out = set(_left_out(trace))
+    if left_out and refused is None:
+        weights = [trace.owners[name] for name in sorted(left_out)]
+        yield _finding(trace, None, weights, *_not_repeated(weights))
+    ignored = [
+        each
+        for each in trace.unreached
+        if each.ignored and each.weight not in left_out and trace.owners[each.weight].adapter
+    ]
     if ignored and refused is None and trace.reached:
         weights = [trace.owners[each.weight] for each in ignored]
         yield replace(_finding(trace, None, weights, *_ignored(trace, ignored)), severity="note")
@@ -127,6 +135,27 @@ def _ignored(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterato
     return f"the loss does not depend on what is computed with {named}", iter(
         (advice("exclude_modules", how),)
     )
+
+
+def _left_out(trace: Trace) -> Iterator[str]:
+    """Yield parameters without a gradient whose layer is computed again in the backward, but without them."""
+    again = [call for call in trace.calls if call.recomputed]
+    layers = {layer_of(call.module) for call in again}
+    used = {operand.origin.name for call in again for operand in call.operands}
+    for each in trace.unreached:
+        if each.ignored and layer_of(each.weight) in layers and each.weight not in used:
+            yield each.weight
+
+
+def _not_repeated(weights: Sequence[Weight]) -> tuple[str, Iterator[Fix]]:
+    """Return (cause, fixes) of gradient checkpointing that computes something else again than the forward has."""
+    named = and_its_like(weight.name for weight in weights)
+    how = (
+        "keep in the backward what switches them on in the forward (a context manager that ends too early, a flag), "
+        "or checkpoint with use_reentrant=False, which raises an error"
+    )
+    cause = f"the forward uses {named}; gradient checkpointing computes its layer again without it"
+    return cause, iter((advice("use_reentrant", how),))
 
 
 def _at(unreached: Unreached) -> str:

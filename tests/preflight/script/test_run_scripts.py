@@ -285,3 +285,55 @@ def test_only_what_a_script_can_do_is_recommended(runs: Runs) -> None:
         "repair     in the script, before the first step: isotype.repair(model, isotype.check(model, inputs))"
         in err
     )
+
+
+# ---------------------------------------------------------------------------------------------- after the first step
+
+SWITCHED = """
+from torch.utils.checkpoint import checkpoint
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.on, self.base = False, nn.Linear(8, 8).requires_grad_(False)
+        self.up = nn.Linear(8, 8, bias=False)
+    def forward(self, hidden):
+        made = self.base(hidden)
+        return made + self.up(hidden) if self.on else made
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Adapted() for _ in range(2))
+    def forward(self, ids, labels):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        logits = self.head(hidden)
+        return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+model = Checkpointed()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    for layer in model.layers:
+        layer.on = True
+    _, loss = model(ids, ids % 16)
+    for layer in model.layers:
+        layer.on = KEPT
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_adapters_that_the_backward_computes_without_are_named_after_the_first_step(
+    kept: bool, runs: Runs
+) -> None:
+    status, _, err = runs(SWITCHED.replace("KEPT", str(kept)))
+    assert status == 0
+    assert ("isotype: after the first step:" in err) != kept
+    if not kept:
+        assert "warning[IST307]: no gradient reaches 2 of 5 trainable parameters" in err
+        assert "gradient checkpointing computes its layer again without it" in err

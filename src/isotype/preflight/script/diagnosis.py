@@ -173,6 +173,10 @@ class Diagnosis:
         self._setup_seen = setup = self._setup()
         if setup is not None and (self.report is None or not self.report.complete):
             self._live = judge(self.watch.trace(setup))
+        elif setup is not None and self.watch.unreached and self._speaks:
+            modules = {each.module for each in self.watch.unreached}
+            seen = judge(self.watch.trace(setup))
+            self._say_late([each for each in seen if each.severity != "note" and each.module in modules])
         if (model := self.watch.model) is not None:
             self._stale.stepped(torch.device(device_of(model)).type)
 
@@ -180,9 +184,15 @@ class Diagnosis:
         """Report that a forward used casts from before the watched step."""
         if self._setup_seen is not None and self._speaks:
             trace = Trace(self._setup_seen, (), (), {}, Memory({}), stale_casts=True)
-            self._late = tuple(finding for finding in judge(trace) if finding.kind == "wiring")
+            self._say_late([finding for finding in judge(trace) if finding.kind == "wiring"])
+
+    def _say_late(self, findings: Sequence[Finding]) -> None:
+        """Report what only the real step shows, once."""
+        known = {finding.code for finding in self._findings()} | {finding.code for finding in self._late}
+        if new := [finding for finding in findings if finding.code not in known]:
+            self._late += tuple(new)
             self._say("after the first step:")
-            self._print_brief(self._late)
+            self._print_brief(new)
 
     def _setup(self) -> Setup | None:
         """Return the settings of the watched step as far as known; None if its model is gone."""

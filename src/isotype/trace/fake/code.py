@@ -194,25 +194,49 @@ def _positional(module: nn.Module) -> tuple[str, ...]:
 
 def brought_by(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a loss: its closure, defaults and used globals."""
+    for name, value in _named_by(loss):
+        yield from named_tensors(value, name)
+
+
+def switches_of(loss: Any) -> list[Any]:
+    """Return the objects that a loss names and that hold only flags and numbers, such as `net.active`.
+
+    The loss may set what a module of the model reads: a copy of such an object would not be set.
+    """
+    return [value for _, value in _named_by(loss) if _is_switch(value)]
+
+
+def _is_switch(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, nn.Module, type, types.ModuleType, *_CODE)):
+        return False
+    held = getattr(value, "__dict__", None)
+    return type(held) is dict and all(
+        isinstance(each, (bool, int, float, str, type(None))) for each in held.values()
+    )
+
+
+_CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+
+
+def _named_by(loss: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the objects that a function names: arguments of partials, `self`, closure, defaults, used globals."""
     while isinstance(loss, functools.partial):
-        yield from named_tensors(loss.args, "args")
-        for name, value in loss.keywords.items():
-            yield from named_tensors(value, name)
+        yield "args", loss.args
+        yield from loss.keywords.items()
         loss = loss.func
     if isinstance(loss, types.MethodType):
-        yield from named_tensors(loss.__self__, "self")
+        yield "self", loss.__self__
         loss = loss.__func__
     if not isinstance(loss, types.FunctionType):
         if isinstance(loss, Callable) and not isinstance(loss, nn.Module):  # type: ignore[arg-type]
-            yield from named_tensors(loss, "self")
+            yield "self", loss
         return
     for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
         try:
-            yield from named_tensors(cell.cell_contents, name)
+            yield name, cell.cell_contents
         except ValueError:
             continue  # nothing has been assigned so far
-    signature = inspect.signature(loss).parameters.values()
-    for each in signature:
-        yield from named_tensors(each.default, each.name)
+    for each in inspect.signature(loss).parameters.values():
+        yield each.name, each.default
     for name in loss.__code__.co_names:
-        yield from named_tensors(loss.__globals__.get(name), name)
+        yield name, loss.__globals__.get(name)

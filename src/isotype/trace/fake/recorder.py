@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from isotype.compat.torch import (
     FakeTensor,
@@ -421,7 +422,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if ours:
             text = "a backward behind a module that its own forward moves by .to() cannot be traced"
         ours = ours or isinstance(error, TimeSpentError)
-        again = self.phase == "backward" and frame is not None and not ours
+        differs = isinstance(error, CheckpointError)
+        again = self.phase == "backward" and (differs or frame is not None) and not ours
         name, condition = frame.name if frame else "", condition_at(source)
         return Failure(self.phase, name, source, text, mixed, operands, again, condition)
 

@@ -42,7 +42,14 @@ from isotype.records.trace import (
     Trace,
     Weight,
 )
-from isotype.trace.fake.code import StepCode, brought_by, loss_function, named_tensors, surroundings
+from isotype.trace.fake.code import (
+    StepCode,
+    brought_by,
+    loss_function,
+    named_tensors,
+    surroundings,
+    switches_of,
+)
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
@@ -79,7 +86,7 @@ def trace_step(
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)
-    twin = twin_of(model, mode)
+    twin = twin_of(model, mode, switches_of(code.loss))
     # Before folding, since checkpointing may skip layers by number.
     if setup.gradient_checkpointing is not None:
         twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]

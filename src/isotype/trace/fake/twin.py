@@ -7,7 +7,7 @@ attributes of modules are copied, so that state kept by a forward stays in the t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,12 +74,12 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
     return tree_map(fake, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
-def twin_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) -> nn.Module:
     """Return a copy of `model` on fakes: the same classes, names, ties, hooks and quantization states.
 
-    Attributes that cannot be copied (a lock, a file, a process group) are shared.
+    Attributes that cannot be copied (a lock, a file, a process group) are shared, and so are the objects of `shared`.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(value): value for value in shared}
     empty_copies(model, memo)
     fakes = _Fakes(mode)
     tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]

@@ -35,7 +35,7 @@ from isotype.compat.torch import (
 )
 from isotype.core.optimizers import learning_rate_of
 from isotype.records.memory import Memory, Phase
-from isotype.records.trace import Failure, Setup, Trace
+from isotype.records.trace import Failure, Setup, Trace, Unreached
 from isotype.trace.live.forward import (
     enumerate_inputs,
     has_parameters,
@@ -102,6 +102,8 @@ class Watch:
         optimizer: name of the optimizer's class; "" before its first step.
         learning_rate: of its first group of parameters.
         scaler: whether gradients were unscaled by a GradScaler.
+        reached: number of the optimizer's parameters with a gradient; None before its first step.
+        unreached: those without one that the forward used.
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class Watch:
         self.recorder: LiveRecorder | None = None
         self.optimizer, self.scaler = "", False
         self.learning_rate: float | None = None
+        self.reached: int | None = None
+        self.unreached: tuple[Unreached, ...] = ()
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._mine: tuple[int, int] | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -374,7 +378,29 @@ class Watch:
         if self.state == "watching" and self.recorder is not None:
             self.optimizer = type(optimizer).__name__
             self.learning_rate = learning_rate_of(optimizer)
+            self._weigh_gradients(optimizer)
             self.recorder.turn_to("optimizer")
+
+    def _weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the optimizer's parameters that the forward used and that have no gradient."""
+        assert self.recorder is not None
+        used = {
+            operand.origin.name: call.module
+            for call in self.recorder.calls
+            if call.phase == "forward"
+            for operand in call.operands
+            if operand.origin.kind == "parameter"
+        }
+        held = [
+            weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad
+        ]
+        self.reached = sum(weight.grad is not None for weight in held)
+        named = [self.recorder.names.get(id(weight)) for weight in held if weight.grad is None]
+        self.unreached = tuple(
+            Unreached(origin.name, used[origin.name], "", "", (), ignored=True)
+            for origin in named
+            if origin is not None and origin.name in used
+        )
 
     def _optimizer_ends(self) -> None:
         recorder = self.recorder
@@ -427,6 +453,8 @@ class Watch:
             notes=tuple(self.notes),
             model=type(self._roots[0]).__name__ if self._roots else "",
             input_dtypes=frozenset(recorder.inputs),
+            reached=self.reached,
+            unreached=self.unreached,
         )
 
     def autocast(self) -> torch.dtype | None:
