@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.records.finding import Finding
+from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             "let the forward and its recomputation run the same code: flags, adapters and random branches stay as they are "
             "until the backward has ended"
         )
-        fixes = (advice("checkpoint", how),)
+        fixes: tuple[Fix, ...] = (advice("checkpoint", how),)
     else:
         fixes = (
             setting("run the step without autocast", "autocast", "None", "unsafe"),
