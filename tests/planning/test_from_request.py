@@ -282,6 +282,8 @@ def test_no_row_that_is_tried_is_too_short_for_a_picture(tmp_path: Path) -> None
     config.mm_tokens_per_image = 100
     config.vision_config.image_size = 160
     config.text_config.max_position_embeddings = 256
+    config.text_config.num_hidden_layers = config.vision_config.num_hidden_layers = 1
+    config.text_config.layer_types = ["full_attention"]
     config.save_pretrained(tmp_path)
     plan = isotype.plan(tmp_path, device="rtx4090", max_memory="1MiB", quantization="nf4")
     assert plan.chosen is None

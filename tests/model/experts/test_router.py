@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,6 +14,7 @@ import isotype
 from isotype.model.walk import is_router
 from tests.checkpoint.test_stacks import gguf_checkpoint
 from tests.models import tiny_batch
+from tests.pairwise import pairwise
 from tests.policy import assert_policy_holds, train
 
 Saved = Callable[..., Path]
@@ -24,9 +24,12 @@ def routers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_router(module)]
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
-@pytest.mark.parametrize("quantization", [None, "nf4"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pairwise(
+    "name, quantization, dtype",
+    ["qwen3-moe", "gpt-oss", "deepseek-v3"],
+    [None, "nf4"],
+    ["bfloat16", "float16"],
+)
 def test_experts_are_chosen_as_in_float32(
     saved: Saved, name: str, quantization: str | None, dtype: str
 ) -> None:
