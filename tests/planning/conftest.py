@@ -59,5 +59,5 @@ def noted(shapes: list[tuple[int, ...]], request: StepRequest) -> Trace:
 def formula(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that were traced."""
     shapes: list[tuple[int, ...]] = []
-    monkeypatch.setattr("isotype.planning.steps.trace_of", partial(noted, shapes))
+    monkeypatch.setattr("isotype.train.preflight.step.trace_of", partial(noted, shapes))
     return shapes

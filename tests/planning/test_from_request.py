@@ -104,7 +104,7 @@ def shapes() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def plan(config: Path, shapes: list[tuple[int, ...]]) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isotype.planning.steps.trace_of", partial(noted, shapes))
+        patch.setattr("isotype.train.preflight.step.trace_of", partial(noted, shapes))
         return planned(config, "6MiB")
 
 

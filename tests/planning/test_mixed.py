@@ -54,7 +54,7 @@ def path(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         sizes: Any = {"forward": {"weights": stored, "activations": ACTIVATIONS}}
         return replace(step_of(request), memory=Memory(sizes))
 
-    monkeypatch.setattr("isotype.planning.steps.trace_of", trace_of)
+    monkeypatch.setattr("isotype.train.preflight.step.trace_of", trace_of)
     return str(path)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from isotype.core.errors import DataError
 from isotype.data.methods import METHODS
-from isotype.train.rows.contents import check_pictures, pictures_named, plain_contents
+from isotype.train.rows.data import check_pictures, pictures_named, plain_contents
 from isotype.train.rows.lengths import lengths_of
 from tests.data.loading import lines, load, refusal, write
 from tests.refusals import refused

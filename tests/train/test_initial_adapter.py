@@ -164,8 +164,8 @@ def test_an_adapter_on_int8_is_trained_further_on_int8(path: Path, tmp_path: Pat
     from isotype.train.initial_adapter import start_of
 
     adapter = save_adapter(path, tmp_path / "adapter", "float32", "int8")
-    settings, start = start_of(parse_settings(METHODS["sft"], ["--model_name_or_path", str(adapter)]))
-    assert start is not None
+    settings = start_of(parse_settings(METHODS["sft"], ["--model_name_or_path", str(adapter)]))
+    assert settings.start is not None
     request = settings.precision
     assert request.quant_storage is None  # of codes of 4 bits
     policy = isotype.resolve_precision(path, request.dtype, request.quantization, "cpu")

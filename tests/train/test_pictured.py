@@ -15,7 +15,7 @@ from isotype.cli.main import main
 from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
 from isotype.train.command.settings import parse_settings
-from isotype.train.rows.contents import fitting
+from isotype.train.rows.data import fitting, uncut
 from isotype.train.rows.lengths import lengths_of
 from isotype.train.rows.pictured import Pictured
 from tests.refusals import refused
@@ -197,8 +197,8 @@ def arguments(*more: str) -> Any:
 
 def test_a_row_with_a_picture_is_not_cut_by_default():
     rows, lines = data(5, 2000), []
-    settings, kept = fitting(arguments(), tiny_processor("llava"), rows, lines.append)
-    assert settings.training.max_length is None
+    kept = fitting(arguments(), tiny_processor("llava"), rows, lines.append)
+    assert uncut(arguments(), kept) == {"max_length": None}
     assert kept["train"].num_rows == 2
     assert not lines
 
@@ -226,9 +226,9 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
     )
     lines: list[str] = []
     options = ("--max_length", "40", "--excess_length_strategy", "drop")
-    settings, kept = fitting(arguments(*options), processor, rows, lines.append)
+    kept = fitting(arguments(*options), processor, rows, lines.append)
     assert kept["train"].num_rows == 2
-    assert settings.training.max_length is None
+    assert uncut(arguments(*options), kept) == {"max_length": None}
     assert lines == [
         "1 of 3 rows in 'train' are longer than max_length 40 and left out: pictures are not cut"
     ]

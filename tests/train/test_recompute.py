@@ -26,9 +26,10 @@ from isotype.train import launched, training
 from isotype.train.command.settings import Settings, parse_settings
 from isotype.train.models import processing_class
 from isotype.train.output.resume import RUN_FILE
-from isotype.train.preflight import step
+from isotype.train.preflight import plan_rows, step
 from isotype.train.preflight.plan import StepPlan
-from isotype.train.preflight.step_plan import parse_options, plan_of, training_plan
+from isotype.train.preflight.plan_rows import training_plan
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.rows.data import training_data
 from isotype.train.rows.lengths import Lengths, longest_possible
 from isotype.train.run import Choice, NotForeseenError, choose
@@ -186,7 +187,7 @@ def of_check(model: Path, data: Path) -> StepPlan:
 
 def of_training(settings: Settings) -> StepPlan:
     tokenizer = processing_class(settings.model.model_name_or_path)
-    return training_plan(settings, None, tokenizer, training_data(settings, lambda _: None))
+    return training_plan(settings, tokenizer, training_data(settings, lambda _: None))
 
 
 def test_a_check_is_of_the_step_that_its_training_chooses_by(model: Path, data: Path) -> None:
@@ -367,10 +368,10 @@ def test_processes_take_one_choice(
 ) -> None:
     settings = parse_settings(METHODS["sft"], arguments(model, data))
     choices = [Choice(None, "there is room here"), Choice(CHECKPOINTING, "there is none here")]
-    monkeypatch.setattr(step, "training_plan", lambda *_: None)
-    monkeypatch.setattr(step, "choice_of", lambda *_: choices[processes.get_rank()])
-    run: Any = SimpleNamespace(
-        settings=settings, resume=None, start=None, data=None, checkpoint=None, policy=None
-    )
-    taken = processes.both(lambda _: step.choice_of_run(run, None, None))
+    monkeypatch.setattr(plan_rows, "training_plan", lambda *_: None)
+    planned = SimpleNamespace(choice=lambda: choices[processes.get_rank()])
+    monkeypatch.setattr(plan_rows, "PlannedStep", lambda *_: planned)
+    checkpoint = SimpleNamespace(config=object())
+    run: Any = SimpleNamespace(settings=settings, resume=None, data=None, checkpoint=checkpoint, policy=None)
+    taken = processes.both(lambda _: plan_rows.choice_of_run(run, None, None))
     assert taken == [choices[0], choices[0]]

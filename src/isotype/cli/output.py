@@ -72,8 +72,7 @@ _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 def check_surroundings() -> None:
     """Raise UsageError if the working directory is gone or a launcher's variables are invalid."""
-    problems = list(_problems())
-    if problems:
+    if problems := list(_problems()):
         raise UsageError("isotype cannot run in this environment", problems)
 
 

@@ -104,11 +104,8 @@ def parse(argv: Sequence[str]) -> Options:
     if options.steps < 1:
         problems.append(Problem(f"--steps {options.steps}", "1 or more", "leave it out to watch one step"))
     if not options.preflight_seconds >= 0:
-        problems.append(
-            Problem(
-                f"--preflight-seconds {options.preflight_seconds:g}", "0 or more", "0 leaves the trace out"
-            )
-        )
+        what = f"--preflight-seconds {options.preflight_seconds:g}"
+        problems.append(Problem(what, "0 or more", "0 leaves the trace out"))
     if problems or target is None:
         raise UsageError("nothing to run", problems)
     seconds = 0.0 if options.no_preflight else options.preflight_seconds

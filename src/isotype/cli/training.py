@@ -77,7 +77,10 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     try:
         outcome = run(settings, console)
     except (MemoryError, RuntimeError) as error:
-        _say_what_fits(asked, error)
+        from isotype.planning.nearest import advice, ran_out
+
+        if ran_out(error):
+            say(console_of_failure(), advice(asked))
         raise
     show_outcome(console, outcome, settings)
     if outcome.record.status == "failed":
@@ -85,13 +88,6 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
     if outcome.stopped_by is not None:
         return exit_status(outcome.stopped_by)
     return 1 if outcome.record.status == "failed" else 0
-
-
-def _say_what_fits(command: Command, error: Exception) -> None:
-    from isotype.planning.nearest import advice, ran_out
-
-    if ran_out(error):
-        say(console_of_failure(), advice(command))
 
 
 def _planned(command: Command, console: Console) -> Command:

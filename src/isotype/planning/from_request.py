@@ -24,10 +24,16 @@ from isotype.core.names import format_bytes
 from isotype.core.random_states import random_states_kept
 from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import ADAPTED, choose_targets
-from isotype.planning.command import EXAMPLE_DATA
 from isotype.planning.rates import with_rates
 from isotype.planning.record import Device, Record, Row, Time, front, picked
-from isotype.planning.request import OWN, PlanRequest, parse_request, request_of, require_known_goal
+from isotype.planning.request import (
+    EXAMPLE_DATA,
+    OWN,
+    PlanRequest,
+    parse_request,
+    request_of,
+    require_known_goal,
+)
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import speed_of, to_html, to_text
 from isotype.precision.damages import MEASURED, Damages
@@ -372,11 +378,9 @@ def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
     import peft
 
     lora = request.step.lora
-    targets = (
-        lora.get("target_modules", "all-linear")
-        if isinstance(lora, Mapping)
-        else getattr(lora, "target_modules", None)
-    )
+    targets = getattr(lora, "target_modules", None)
+    if isinstance(lora, Mapping):
+        targets = lora.get("target_modules", "all-linear")
     if targets != "all-linear" or "lora_target_modules" in request.command.values:
         return []
     wanted = peft.LoraConfig(target_modules="all-linear")

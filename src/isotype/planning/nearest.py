@@ -14,7 +14,7 @@ from isotype.planning.record import Row, picked
 from isotype.planning.request import PlanRequest, request_of
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import room_of
-from isotype.records.finding import Finding, Fix, Safety
+from isotype.records.finding import Finding, Fix
 from isotype.train.command.command import Command
 from isotype.train.preflight.plan import StepPlan
 
@@ -65,14 +65,14 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
         return findings  # the check has reported this error already
     if row is None:
         return findings
-    safety: Safety = "safe" if _same_training(command, row) else "unsafe"
-    words = _changes(command, row)
+    words, other = _changes(command, row), row.command
+    same = other.rows == command.rows * other.processes // command.processes and not words
     fix = Fix(
         f"this fits{words}",
-        safety,
+        "safe" if same else "unsafe",
         verified=True,
         outcome=f"{format_bytes(row.peak)} are used",
-        command=row.command.tokens(),
+        command=other.tokens(),
     )
     return tuple(
         replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
@@ -81,29 +81,18 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
 
 
 _LIKE = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "dataset_name",
-    "device",
-    "fsdp",
-)
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "dataset_name",
+    "device", "fsdp", "model_name_or_path",
+)  # fmt: skip
 """Arguments that can change without changing the trained weights, up to rounding."""
-
-
-def _same_training(command: Command, row: Row) -> bool:
-    other = row.command
-    changed = set(command.difference(other)) - {*_LIKE, "model_name_or_path"}
-    return other.rows == command.rows * other.processes // command.processes and not changed
 
 
 def _changes(command: Command, row: Row) -> str:
     """Return the differences of the fitting command as a clause; "" if only its rows are split differently."""
-    other = row.command
     changed = [
         f"{name} {after} instead of {before}"
-        for name, (before, after) in command.difference(other).items()
-        if name not in (*_LIKE, "model_name_or_path")
+        for name, (before, after) in command.difference(row.command).items()
+        if name not in _LIKE
     ]
     return f", with {', '.join(changed)}" if changed else ""
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
+from isotype.core.formats import ASKED, MIXED
 from isotype.core.names import parse_size
 from isotype.data.methods import METHODS
-from isotype.planning.record import GOALS
+from isotype.planning.record import GOALS, Row
 from isotype.precision.damages import Damages
+from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command.arguments import count_problems
-from isotype.train.command.command import Command
+from isotype.train.command.command import Command, with_storage
 from isotype.train.command.parse import parse_command
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import image_size, plan_of
@@ -32,6 +34,9 @@ Every flag of `isotype sft` (dpo, …) works, and is in the command that is prin
 
 OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
 """Arguments of a plan that `isotype.plan` takes by name, in addition to its named parameters."""
+
+EXAMPLE_DATA = "embedded:precision_qa"
+"""Data set of an `sft` command that names none, so that the printed command runs."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +73,6 @@ class PlanRequest:
     longest: bool = True
     damages: Mapping[str, float] = field(default_factory=dict)
     layers: Damages | None = None
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Destinations of a plan; `whole`: the text includes the parts of memory and time."""
-
-    json: bool
-    html: Path | None
-    whole: bool = False
 
 
 def parser() -> Parser:
@@ -126,8 +122,8 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
 
 def parse_request(
     argv: Sequence[str], keywords: Mapping[str, Any] | None = None
-) -> tuple[PlanRequest, Outputs]:
-    """Return the request of `isotype plan`'s arguments or of a training's keywords, and where its answer goes."""
+) -> tuple[PlanRequest, argparse.Namespace]:
+    """Return the request of `isotype plan`'s arguments or of a training's keywords, and the plan's own arguments."""
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
         parser().print_help()
@@ -150,11 +146,9 @@ def parse_request(
         command = command.but(dataset_name=own.data)
     devices = tuple(name for each in own.device or ["auto"] for name in each.split(",") if name)
     devices = devices or ("",)  # which is refused as any other name that is none
-    request = request_of(
-        command, devices, goal=own.goal, count=own.devices, memory=memory, rows=own.rows, length=own.length,
-        image=own.image, images=own.images,
-    )  # fmt: skip
-    return request, Outputs(own.json, own.html, own.verbose)
+    sizes = {name: getattr(own, name) for name in ("rows", "length", "image", "images")}
+    request = request_of(command, devices, count=own.devices, **sizes)
+    return replace(request, goal=own.goal, memory=memory), own
 
 
 def _problems(own: argparse.Namespace) -> list[Problem]:
@@ -169,9 +163,7 @@ def request_of(
     command: Command,
     devices: tuple[str, ...],
     *,
-    goal: str = "balanced",
     count: int = 1,
-    memory: int | None = None,
     rows: int | None = None,
     length: int | None = None,
     image: tuple[int, int] | None = None,
@@ -198,9 +190,7 @@ def request_of(
         step,
         command,
         devices,
-        goal=goal,
         count=count,
-        memory=memory,
         rows=rows,
         length=length,
         step_rows=None if tokens else of_step,
@@ -212,5 +202,57 @@ def request_of(
 def require_known_goal(goal: str) -> None:
     """Raise UsageError unless `goal` is a key of `GOALS`."""
     if goal not in GOALS:
-        problem = Problem(f"goal {goal!r}", f"one of {', '.join(GOALS)}", "give one of these")
-        raise UsageError("unknown goal", [problem])
+        raise UsageError.of(
+            "unknown goal", f"goal {goal!r}", f"one of {', '.join(GOALS)}", "give one of these"
+        )
+
+
+def command_of(
+    request: PlanRequest, row: Row, profile: DeviceProfile, checkpointing: Mapping[str, Any] | None
+) -> Command:
+    """Return the training command of a row; it names the device only if that is in this machine.
+
+    `checkpointing`: arguments of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
+    """
+    command = request.command.but(device=None)
+    path = Path(str(command["model_name_or_path"]))
+    if path.name == "config.json" and path.is_file():
+        command = command.but(model_name_or_path=str(path.parent))  # where its weights are, or will be
+    if command.method == "sft" and not {"dataset_name", "datasets"} & set(command.values):
+        command = command.but(dataset_name=EXAMPLE_DATA)
+    if row.base_memory is not None:
+        command = with_storage(command, MIXED, row.base_memory)
+    elif row.storage in ASKED and request.step.precision.quantization != row.storage:
+        command = with_storage(command, row.storage)
+    command = command.but(
+        gradient_checkpointing={"off": False}.get(row.checkpointing, True), **_batch(request, row)
+    )
+    if _needs_length(request, row):
+        command = command.but(max_length=row.length)
+    number = (checkpointing or {}).get("every_n_layers", 1)
+    if number > 1:
+        command = command.but(gradient_checkpointing_kwargs={"every_n_layers": number})
+    if row.sharding == "FSDP2" and command["fsdp"] in (None, ""):
+        command = command.but(fsdp="full_shard")
+    if profile.present and request.devices != ("auto",):
+        command = command.but(device=profile.name)
+    return command.with_processes(request.count)
+
+
+def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
+    """Return rows and micro-batches of a step, as many rows as requested even if the data has fewer."""
+    rows, accumulation = row.rows, row.accumulation
+    if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
+        if accumulation == 1:
+            return {}
+        accumulation = -(-request.step_rows // (rows * request.count))
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+
+
+def _needs_length(request: PlanRequest, row: Row) -> bool:
+    """Return True if the training would cut or pack rows at another length than the row's."""
+    limit, longest = request.command["max_length"], request.step.longest
+    if "max_length" not in request.command.specs or row.length == limit:
+        return False
+    uncut = longest is not None and row.length >= longest and (limit is None or limit >= row.length)
+    return not uncut or bool(request.command["packing"])

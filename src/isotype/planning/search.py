@@ -16,9 +16,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, PrecisionError, UsageError
 from isotype.core.formats import MIXED, MXFP4
 from isotype.model.recompute import CHECKPOINTING
-from isotype.planning.command import command_of
 from isotype.planning.record import Row, Time, Workload
-from isotype.planning.request import PlanRequest
+from isotype.planning.request import PlanRequest, command_of
 from isotype.planning.steps import Steps, Traced, largest
 from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
@@ -26,9 +25,10 @@ from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.memory import StepTime
 from isotype.train.policy import policy_by_ranges
+from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step import PlannedStep, row_length
 from isotype.train.preflight.synthetic import least_length
-from isotype.train.run import Choice, NotForeseenError, choose
+from isotype.train.run import NotForeseenError, choose
 
 
 def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
@@ -53,34 +53,30 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
         return None
     at_once = row.rows * row.accumulation * row.devices
     steps = math.ceil(-(-step.data_rows // at_once) * request.epochs)
+    whole = None if row.time is None else steps * row.time.seconds
+    work = Workload(step.data_rows, request.epochs, steps, whole)
     if step.lengths is None:
-        whole = None if row.time is None else steps * row.time.seconds
-        return Workload(step.data_rows, request.epochs, steps, whole)
+        return work
     lengths = step.lengths.tokens
     some = [min(tokens, row.length) for tokens in lengths]
     tokens = round(sum(some) * step.data_rows / len(some))
     cut = sum(length > row.length for length in lengths) / len(lengths)
+    work = replace(work, tokens=tokens, longest=max(lengths), cut=cut)
     if step.packed:
         packs = -(-tokens // row.length)
         steps = math.ceil(-(-packs // at_once) * request.epochs)
         whole = None if row.time is None else steps * row.time.seconds
-        padding = 1 - tokens / (packs * row.length)
-        return Workload(
-            step.data_rows, request.epochs, steps, whole, tokens, max(lengths), cut, padding, packs=packs
+        return replace(
+            work, steps=steps, seconds=whole, padding=1 - tokens / (packs * row.length), packs=packs
         )
     mean = longest_of_batches(some, row.rows)
     each = seconds(row.rows, max(1, round(mean)))
     full = None if row.time is None else row.time.seconds / row.tokens
-    return Workload(
-        step.data_rows,
-        request.epochs,
-        steps,
-        None if each is None else steps * row.accumulation * each,
-        tokens,
-        max(lengths),
-        cut,
-        1 - sum(some) / len(some) / mean,
-        None if full is None else tokens * request.epochs * full,
+    return replace(
+        work,
+        seconds=None if each is None else steps * row.accumulation * each,
+        padding=1 - sum(some) / len(some) / mean,
+        packed_seconds=None if full is None else tokens * request.epochs * full,
     )
 
 
@@ -100,25 +96,6 @@ _FITTINGS = 8
 
 _NEAR = 32
 """The search for the longest row ends within this fraction of it."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """Settings with a trace of their own; `arguments` of `gradient_checkpointing_enable` are None for no layer."""
-
-    step: PlannedStep
-    arguments: Mapping[str, Any] | None
-
-    @property
-    def checkpointing(self) -> str:
-        """Checkpointing in words."""
-        return Choice(self.arguments, "").words
-
-    @property
-    def sharding(self) -> str:
-        """`""`, `DDP` or `FSDP2`."""
-        plan = self.step.plan
-        return "" if plan.devices == 1 else "FSDP2" if plan.fsdp else "DDP"
 
 
 @dataclass
@@ -141,64 +118,59 @@ class Search:
     micro: int
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    _known: dict[tuple[str, str, str], tuple[Option, Steps]] = field(default_factory=dict)
+    _known: dict[tuple[str, str, str], Steps] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Yield every option on every device, in the order of `STORAGES`, mixed storage last."""
+        """Yield all settings on every device, in the order of `STORAGES`, mixed storage last."""
         seen: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
         pinned = self._mixed_is_pinned()
         for row in self._uniform_rows():
             seen[row.device].append(row)
             if not pinned or not row.fits:
                 yield row
-        if (
-            self.request.layers is not None
-            and self.request.count == 1
-            and (pinned or len(self._storages()) > 1)
-        ):
+        if self._may_mix and (pinned or len(self._storages()) > 1):
             for profile in self.profiles:
                 yield from self._mixed_rows(profile, seen[profile.name])
 
     def _uniform_rows(self) -> Iterator[Row]:
-        for option in self._options():
-            steps = self._steps(option)
+        for steps in self._options():
             try:
                 for profile in self.profiles:
-                    row = self._row(option, steps, profile)
+                    row = self._row(steps, profile)
                     yield row
-                    if row.fits and self._looks_between(option):
-                        yield from self._sparser_row(option, profile)
+                    if row.fits and self._looks_between(steps):
+                        yield from self._sparser_row(steps, profile)
             except NotForeseenError as why:
-                self.refused.append(f"{option.step.policy.form}, checkpointing {option.checkpointing}: {why}")
+                self.refused.append(f"{steps.step.policy.form}, checkpointing {steps.checkpointing}: {why}")
 
-    def _steps(self, option: Option) -> Steps:
-        known = self._known.setdefault(
-            _key(option), (option, Steps(option.step, option.arguments, self.profiles))
-        )
-        return known[1]
+    def _steps(self, step: PlannedStep, arguments: Mapping[str, Any] | None) -> Steps:
+        steps = Steps(step, arguments, self.profiles)
+        return self._known.setdefault(steps.key, steps)
 
-    def _looks_between(self, option: Option) -> bool:
+    def _looks_between(self, steps: Steps) -> bool:
         """Return True if recomputing some layers is tried: only for one storage, since it takes long to trace."""
-        every = option.arguments is not None and self.request.step.auto
-        return every and not option.sharding and len(self._storages()) == 1
+        every = steps.arguments is not None and self.request.step.auto
+        return every and not steps.sharding and len(self._storages()) == 1
 
-    def _sparser_row(self, option: Option, profile: DeviceProfile) -> Iterator[Row]:
+    def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
         """Yield a row that recomputes every n-th layer, if no row of the data fits without and one fits with some."""
         rows = self.request.rows or 1
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
-            return self._steps(Option(option.step, arguments)).peak(rows, self.length)
+            return self._steps(steps.step, arguments).peak(rows, self.length)
 
         choice = choose(foresee, self.rooms[profile.name])
         if choice.arguments is not None and choice.arguments != CHECKPOINTING:
-            some = Option(option.step, choice.arguments)
             short = replace(self, request=replace(self.request, longest=False))
-            yield short._row(some, self._steps(some), profile)
+            yield short._row(self._steps(steps.step, choice.arguments), profile)
 
-    def _options(self) -> Iterator[Option]:
+    def _options(self) -> Iterator[Steps]:
         for step in self._planned_steps():
-            for arguments in self._checkpointings(self._model(step)):
-                yield Option(step, arguments)
+            asked = self.request.step
+            choices = (None, CHECKPOINTING) if asked.auto else (asked.checkpointing,)
+            able = getattr(self._model(step), "supports_gradient_checkpointing", True)
+            for arguments in choices if able else (None,):
+                yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
         """Return the weightless model of a choice of recomputed layers that is traced anyway."""
@@ -206,7 +178,8 @@ class Search:
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
     def _planned_steps(self) -> Iterator[PlannedStep]:
-        base = self.request.step
+        base, count = self.request.step, self.request.count
+        shardings = (base.fsdp,) if base.fsdp or count == 1 else (0, 2)
         for storage in self._storages():
             precision = replace(base.precision, quantization=storage or base.precision.quantization)
             try:
@@ -214,13 +187,13 @@ class Search:
             except PrecisionError as refusal:
                 self.refused.append(f"{storage or 'no quantization'}: {refusal.headline}")
                 continue
-            for fsdp in self._shardings():
+            for fsdp in shardings:
                 plan = replace(
                     base,
                     precision=precision,
                     auto=False,
                     fsdp=fsdp,
-                    devices=self.request.count,
+                    devices=count,
                     step_rows=self.micro,
                     lora=copy.deepcopy(base.lora),
                 )
@@ -234,40 +207,25 @@ class Search:
                     break
                 yield step
 
+    @property
+    def _may_mix(self) -> bool:
+        return self.request.layers is not None and self.request.count == 1
+
     def _mixed_is_pinned(self) -> bool:
         """Return True if only mixed storage is requested, in the memory that the device leaves."""
         precision = self.request.step.precision
-        return (
-            precision.quantization == MIXED
-            and precision.base_memory is None
-            and self.request.layers is not None
-            and self.request.count == 1
-        )
+        return precision.quantization == MIXED and precision.base_memory is None and self._may_mix
 
     def _storages(self) -> Sequence[str | None]:
         base = self.request.step
         if self._mixed_is_pinned():
             return ("nf4",)  # what is left beside it is what a mixture may take
         fixed = base.precision.quantization is not None or base.precision.storage is not None
-        if (
-            fixed
-            or not self.request.quantize
-            or base.lora is None
-            or self.checkpoint.facts.saved_format is not None
-        ):
+        saved_so = self.checkpoint.facts.saved_format is not None
+        if fixed or saved_so or not self.request.quantize or base.lora is None:
             return (None,)
         saved = self.checkpoint.facts.quantization
         return PACKED_STORAGES if saved is not None and saved.experts else STORAGES
-
-    def _shardings(self) -> Sequence[int]:
-        fsdp = self.request.step.fsdp
-        return (fsdp,) if fsdp or self.request.count == 1 else (0, 2)
-
-    def _checkpointings(self, model: Any) -> Sequence[Mapping[str, Any] | None]:
-        step = self.request.step
-        if not getattr(model, "supports_gradient_checkpointing", True):
-            return (None,)
-        return (None, CHECKPOINTING) if step.auto else (step.checkpointing,)
 
     # Mixed storage
 
@@ -276,12 +234,11 @@ class Search:
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
-            option, _ = self._known[row.storage, row.checkpointing, row.sharding]
-            mixed = self._fitted(option, row, profile)
+            mixed = self._fitted(self._known[row.storage, row.checkpointing, row.sharding], row, profile)
             if mixed is not None:
                 yield mixed
 
-    def _fitted(self, option: Option, row: Row, profile: DeviceProfile) -> Row | None:
+    def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
         """Return the most precise mixture that fits the micro-batches of a row with 4 bits; None if it is no mixture.
 
         Only the trace shows the temporary memory of a layer in 8 bits: a mixture that is too large is tried with
@@ -295,56 +252,54 @@ class Search:
         memory = held(row.policy) + row.room - row.peak
         fixed = replace(self, request=replace(self.request, rows=row.rows, longest=False))
         for _ in range(_FITTINGS):
-            step = self._mixed_step(option, memory)
+            step = self._mixed_step(steps.step.plan, memory)
             if step is None or not (step.policy.layers or self._mixed_is_pinned()):
                 return None
-            steps = Steps(step, option.arguments, (profile,))
-            peak = steps.peak(row.rows, self.length)
+            mixed = Steps(step, steps.arguments, (profile,))
+            peak = mixed.peak(row.rows, self.length)
             if peak <= row.room:
-                return fixed._row(Option(step, option.arguments), steps, profile)
+                return fixed._row(mixed, profile)
             memory = held(step.policy) - (peak - row.room)
         return None
 
-    def _mixed_step(self, option: Option, memory: int) -> PlannedStep | None:
-        """Return the step of a 4-bit option with its base mixed within `memory` bytes; None if no mixture fits."""
+    def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
+        """Return the step of a 4-bit plan with its base mixed within `memory` bytes; None if no mixture fits."""
         base = self.request.step
-        precision = replace(option.step.plan.precision, quantization=MIXED, base_memory=memory)
+        precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
             policy, ranges = policy_by_ranges(self.checkpoint, precision, base.device, when=base.ranges)
         except PrecisionError:
             return None
-        plan = replace(option.step.plan, precision=precision, lora=copy.deepcopy(base.lora))
+        plan = replace(plan, precision=precision, lora=copy.deepcopy(base.lora))
         return PlannedStep(plan, self.config, policy, ranges)
 
     # One row
 
     def with_length(self, row: Row, length: int) -> Row:
         """Return the settings of a row for rows of another length."""
-        option, steps = self._known[row.storage, row.checkpointing, row.sharding]
+        steps = self._known[row.storage, row.checkpointing, row.sharding]
         profile = next(each for each in self.profiles if each.name == row.device)
         other = replace(self, length=length, request=replace(self.request, longest=False))
-        return replace(
-            other._row(option, steps, profile), longest=row.longest, longest_is_all=row.longest_is_all
-        )
+        return replace(other._row(steps, profile), longest=row.longest, longest_is_all=row.longest_is_all)
 
-    def _row(self, option: Option, steps: Steps, profile: DeviceProfile) -> Row:
-        """Return the largest micro-batch of one option that fits on one device; the smallest if none fits."""
+    def _row(self, steps: Steps, profile: DeviceProfile) -> Row:
+        """Return the largest micro-batch that fits on one device; the smallest if none fits."""
         size = self.rooms[profile.name].size
         assert size is not None
         rows, fits = self._micro_batch(steps, size)
         traced = steps.at(rows, self.length)
         accumulation = -(-self.micro // rows)
         longest, is_all = None, False
-        if self.request.longest and self._wants_longest(option):
-            longest, is_all = self._longest(option, steps, size)
-        policy = option.step.policy
+        if self.request.longest and self._wants_longest(steps):
+            longest, is_all = self._longest(steps, size)
+        policy = steps.step.policy
         row = Row(
             device=profile.name,
             devices=self.request.count,
             storage=policy.form,
             compute=dtype_name(policy.compute),
-            checkpointing=option.checkpointing,
-            sharding=option.sharding,
+            checkpointing=steps.checkpointing,
+            sharding=steps.sharding,
             rows=rows,
             length=self.length,
             accumulation=accumulation,
@@ -359,11 +314,11 @@ class Search:
             longest=longest,
             longest_is_all=is_all,
             damage=self._damage(policy),
-            base_memory=option.step.plan.precision.base_memory,
+            base_memory=steps.step.plan.precision.base_memory,
         )
         self.notes += [note for note in traced.notes if note not in self.notes]
-        work = work_of(self.request, row, partial(_seconds, steps, profile.name)) if fits else None
-        return replace(row, command=command_of(self.request, row, profile, option.arguments), work=work)
+        work = work_of(self.request, row, partial(steps.seconds, profile.name)) if fits else None
+        return replace(row, command=command_of(self.request, row, profile, steps.arguments), work=work)
 
     def _damage(self, policy: PrecisionPolicy) -> float | None:
         layers = self.request.layers
@@ -394,15 +349,15 @@ class Search:
             return -(-self.micro // -(-self.micro // most))
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
-    def _wants_longest(self, option: Option) -> bool:
+    def _wants_longest(self, steps: Steps) -> bool:
         """Return True for the checkpointing that takes least memory: long rows take longest to trace."""
-        every = self.request.step.auto and option.arguments is None
-        return not every or not getattr(option.step.model(None)[0], "supports_gradient_checkpointing", True)
+        every = self.request.step.auto and steps.arguments is None
+        return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 
-    def _longest(self, option: Option, steps: Steps, size: int) -> tuple[int, bool]:
+    def _longest(self, steps: Steps, size: int) -> tuple[int, bool]:
         """Return the tokens of the longest row that fits, and whether no longer one was tried."""
         rows = self.request.rows or 1
-        positions = row_length(replace(option.step.plan, length=2**20), self.config)
+        positions = row_length(replace(steps.step.plan, length=2**20), self.config)
         far = positions if self.request.goal == "longest" else min(positions, max(FARTHEST, self.length))
         low, high = -(-least_length(self.config, self.request.step.pictures) // LENGTHS), far // LENGTHS
         if high < low:
@@ -423,16 +378,6 @@ class Search:
             low *= 4
         units = largest(measure, high, size, low, enough=lambda low, high: (high - low - 1) * _NEAR <= low)
         return (0, False) if units is None else (units * LENGTHS, units == far // LENGTHS)
-
-
-def _key(option: Option) -> tuple[str, str, str]:
-    policy = option.step.policy
-    return policy.form, option.checkpointing, option.sharding
-
-
-def _seconds(steps: Steps, device: str, rows: int, tokens: int) -> float | None:
-    time = steps.at(rows, tokens).times[device]
-    return None if time is None else time.traced_seconds
 
 
 def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | None:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.preflight.run import trace_of
 from isotype.records.memory import StepTime
 from isotype.records.trace import Trace
 from isotype.rules.kit.costs import step_time
 from isotype.train.preflight.step import PlannedStep
-from isotype.train.run import NotForeseenError
+from isotype.train.run import Choice
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class Traced:
 class Steps:
     """Steps of one storage, dtype, checkpointing and sharding, on devices that run them alike.
 
-    `step` is built for one of the devices; `traced`: (rows, tokens) -> trace.
+    `step` is built for one of the devices; `arguments` of `gradient_checkpointing_enable` are None for no layer;
+    `traced`: (rows, tokens) -> trace.
     """
 
     step: PlannedStep
@@ -45,24 +45,42 @@ class Steps:
     profiles: tuple[DeviceProfile, ...]
     traced: dict[tuple[int, int], Traced] = field(default_factory=dict)
 
+    @property
+    def checkpointing(self) -> str:
+        """Checkpointing in words."""
+        return Choice(self.arguments, "").words
+
+    @property
+    def sharding(self) -> str:
+        """`""`, `DDP` or `FSDP2`."""
+        plan = self.step.plan
+        return "" if plan.devices == 1 else "FSDP2" if plan.fsdp else "DDP"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Storage, checkpointing and sharding of their rows."""
+        return self.step.policy.form, self.checkpointing, self.sharding
+
     def at(self, rows: int, tokens: int) -> Traced:
         """Return the step with `rows` rows of `tokens` tokens; raise NotForeseenError if it cannot be traced."""
         key = (rows, tokens)
         if key not in self.traced:
-            request = self.step.request(self.arguments, rows, tokens)
-            trace = trace_of(request)
-            if trace.failure is not None:
-                raise NotForeseenError(f"it could not be traced ({trace.failure.error})")
-            adapted = tuple(getattr(request.model, "adapter_notes", ()))
-            self.traced[key] = _traced(replace(trace, notes=(*trace.notes, *adapted)), self.profiles)
+            trace = self.step.traced(self.arguments, rows, tokens)
+            adapted = getattr(self.step.model(self.arguments)[0], "adapter_notes", ())
+            self.traced[key] = _traced(trace, self.profiles, (*trace.notes, *adapted))
         return self.traced[key]
 
     def peak(self, rows: int, tokens: int) -> int:
         """Return the bytes at the step's peak."""
         return self.at(rows, tokens).peak
 
+    def seconds(self, device: str, rows: int, tokens: int) -> float | None:
+        """Return the traced time of the step on a device in seconds; None if it has no rates."""
+        time = self.at(rows, tokens).times[device]
+        return None if time is None else time.traced_seconds
 
-def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...]) -> Traced:
+
+def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...], notes: tuple[str, ...]) -> Traced:
     memory = trace.memory
     phase = memory.peak_phase or "load"
     kinds: dict[str, int] = {kind: size for kind, size in memory.phases.get(phase, {}).items() if size}
@@ -70,7 +88,7 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...]) -> Traced:
         profile.name: step_time(replace(trace, setup=replace(trace.setup, profile=profile)))
         for profile in profiles
     }
-    return Traced(memory.peak, phase, kinds, times, trace.notes)
+    return Traced(memory.peak, phase, kinds, times, notes)
 
 
 _SECANTS, _ATTEMPTS = 5, 14
@@ -124,8 +142,7 @@ def _next(known: Mapping[int, int], best: int, limit: int, room: int) -> int:
 
     If only one point below the limit is known: the one by the chord to the limit, or the limit itself.
     """
-    below = [number for number in known if number < best]
-    if below:
+    if below := [number for number in known if number < best]:
         before = max(below)
         slope = (known[best] - known[before]) / (best - before)
         return min(limit - 1, best + int((room - known[best]) / slope)) if slope > 0 else limit - 1

@@ -47,13 +47,13 @@ def to_text(plan: Record) -> str:
 
 def render(plan: Record, console: Console, whole: bool = False) -> None:
     """Print a plan; `whole`: with the parts of memory and time."""
-    _say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
-    _say(console, f"   {plan.settings}")
+    say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
+    say(console, f"   {plan.settings}")
     for device in plan.devices:
         _print_answer(console, title_of(plan, device), device)
-        if device.chosen is not None:
-            _say(console, _unlike_asked(plan, device.chosen), "yellow")
-    _say(console)
+        if device.chosen is not None and (unlike := _unlike_asked(plan, device.chosen)):
+            say(console, unlike, "yellow")
+    say(console, "")
     if len(plan.devices) > 1:
         rows = [({"device": device.name}, device.chosen) for device in plan.devices]
         _print_table(console, "device", rows, None, whole)
@@ -63,26 +63,26 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
         _print_table(console, "", rows, chosen, whole)
     if plan.chosen is not None:
         arrow = "→ " if len(plan.devices) == 1 else "by --goal"
-        _say(console, f"{arrow} {plan.goal}: {GOALS[plan.goal]}")
-    _say(console)
+        say(console, f"{arrow} {plan.goal}: {GOALS[plan.goal]}")
+    say(console, "")
     for device in plan.devices:
         if len(plan.devices) > 1 and (whole or device.notes):
-            _say(console, title_of(plan, device), "bold")
+            say(console, title_of(plan, device), "bold")
         for line in lines_of(plan, device) if whole else _notes(device):
-            _say(console, line)
+            say(console, line)
     for text in plan.refused:
-        _say(console, f"refused    {text}")
+        say(console, f"refused    {text}")
     for text in plan.notes:
-        _say(console, f"note       {text}")
+        say(console, f"note       {text}")
     if not whole:
-        _say(console, "-v         prints the parts of memory and time", "dim")
+        say(console, "-v         prints the parts of memory and time", "dim")
     if plan.chosen is not None and len(plan.devices) == 1:
         show_commands(console, {"check it before it runs": _check(plan.chosen)})
 
 
 def render_models(plans: Sequence[Record], console: Console, whole: bool = False) -> None:
     """Print plans of several models as one table, after the command of the largest that fits on each device."""
-    _say(
+    say(
         console,
         f"isotype plan   {plans[0].method}, {plans[0].settings}; no model is named: the largest that fit",
         "bold",
@@ -98,45 +98,40 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
         rows += [
             ({**several, "model": plan.model.rpartition("/")[2]}, plan.devices[at].chosen) for plan in plans
         ]
-    _say(console)
+    say(console, "")
     _print_table(console, "device" if "device" in rows[0][0] else "model", rows, None, whole)
     for note in dict.fromkeys(note for plan in plans for each in plan.devices for note in _notes(each)):
-        _say(console, note)
-
-
-def _say(console: Console, text: str = "", style: str = "") -> None:
-    if text or not style:
-        say(console, text, style)
+        say(console, note)
 
 
 def _print_answer(console: Console, title: str, device: Device) -> None:
     """Print what fits on a device, its speed, the data's training time and the command; or what is lacking."""
-    _say(console)
+    say(console, "")
     row = device.chosen
     if row is None:
         least = min(device.rows, key=lambda each: each.peak, default=None)
         if least is None:
-            _say(console, f"{title}: nothing could be traced", "bold red")
+            say(console, f"{title}: nothing could be traced", "bold red")
             return
         room = "" if least.room is None else f", and may take {format_bytes(least.room)}"
-        _say(console, f"{title}: nothing fits", "bold red")
-        _say(console, f"   a step takes {format_bytes(least.peak)} at least ({least.storage}){room}")
+        say(console, f"{title}: nothing fits", "bold red")
+        say(console, f"   a step takes {format_bytes(least.peak)} at least ({least.storage}){room}")
         more = (
             "" if device.enough is None else f", or {device.enough} of this one (--devices {device.enough})"
         )
-        _say(console, f"   a smaller model, a larger device{more}")
+        say(console, f"   a smaller model, a larger device{more}")
         return
     room = "" if row.room is None else f" of {format_bytes(row.room)}"
     each = " on each" if row.devices > 1 else ""
     speed = speed_of(row)
     how = f"{row.storage}{f' with {row.sharding}' if row.sharding else ''}"
-    _say(
+    say(
         console,
         f"{title}: {how} fits, {format_bytes(row.peak)}{room}{each}{f', {speed} tokens/s' if speed else ''}",
         "bold green",
     )
     if row.work is not None:
-        _say(console, f"   {_work(row, row.work)}")
+        say(console, f"   {_work(row, row.work)}")
     text = printed_command(row.command.tokens(), width_of(console), 0 if width_of(console) is None else 4)
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -227,7 +222,7 @@ def cells_of(row: Row, chosen: bool) -> dict[str, str]:
         "rows": _batch(row),
         "peak": format_bytes(row.peak),
         "fits": "yes" if row.fits else "no",
-        "spare": "" if row.spare is None else _signed(row.spare),
+        "spare": "" if row.spare is None else "-" * (row.spare < 0) + format_bytes(abs(row.spare)),
         "s/step": "" if time is None else _seconds(time.seconds),
         "tokens/s": speed_of(row) if row.fits else "",
         "bound by": "" if time is None else time.bound.removeprefix("memory "),
@@ -258,10 +253,6 @@ def _hours(row: Row, seconds: float | None) -> str:
     spread = 1.0 if row.time is None else row.time.spread
     low, high = format_duration(seconds / spread), format_duration(seconds * spread)
     return low if spread == 1 else f"{low} to {high}"
-
-
-def _signed(size: int) -> str:
-    return format_bytes(size) if size >= 0 else f"-{format_bytes(-size)}"
 
 
 def _batch(row: Row) -> str:

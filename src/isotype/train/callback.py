@@ -99,9 +99,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring model, optimizer and GradScaler under the policy."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        policy = self._policy = (
-            self.policy or policy_that_binds(model) or policy_of_current_dtypes(model, args)
-        )
+        held = policy_of(model)
+        bound = None if held is None or held.keep_frozen else held  # another run's that was only derived
+        policy = self._policy = self.policy or bound or policy_of_current_dtypes(model, args)
         _restore(model, policy)
         if hasattr(model, "save_pretrained"):
             save_policy_too(model)
@@ -198,8 +198,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         # The twin of a sharded model holds all of it: its memory is not this process's.
         # Of a step that is about to run, less than the whole device is no reason to end the training.
         full = whole and report.memory.peak > (report.trace.setup.profile.memory_bytes or math.inf)
-        certain = tuple(f for f in report.errors if f not in assumed and (full or f.kind != "memory"))
-        if certain:
+        if certain := tuple(f for f in report.errors if f not in assumed and (full or f.kind != "memory")):
             self._judge(replace(report, findings=certain).error())
 
     def _judge(self, error: PrecisionError | None) -> None:
@@ -270,12 +269,6 @@ def is_assumed(finding: Finding, trace: Trace) -> bool:
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
 
-def policy_that_binds(model: Any) -> PrecisionPolicy | None:
-    """Return the model's policy; None if it was only derived for another run."""
-    policy = policy_of(model)
-    return None if policy is None or policy.keep_frozen else policy
-
-
 def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     """Return the policy of a model that has none, in a trainer with these arguments.
 
@@ -294,12 +287,10 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     trainable = "lora" if getattr(model, "peft_config", None) else "full"
     others = [dtype for dtype in elements if dtype != torch.float32]
     if trainable == "full" and compute == torch.float32 and others:
-        raise PrecisionError.of(
-            "weights of different dtypes and no autocast",
-            f"frozen weights in {dtype_name(others[0])} among float32 masters",
-            "one dtype, or autocast between them",
-            "train with bf16=True or fp16=True, or load the model in float32",
-        )
+        headline = "weights of different dtypes and no autocast"
+        what = f"frozen weights in {dtype_name(others[0])} among float32 masters"
+        fix = "train with bf16=True or fp16=True, or load the model in float32"
+        raise PrecisionError.of(headline, what, "one dtype, or autocast between them", fix)
     policy = resolve_precision(
         model,
         dtype=compute,
@@ -339,12 +330,10 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
     if not problems:
         return None
     name, dtype, shape = problems[0]
-    return PrecisionError.of(
-        f"{len(problems)} optimizer tensors are not in {dtype_name(master)}",
-        f"{name} of a parameter of shape {shape} is {dtype}",
-        f"{dtype_name(master)}, the policy's master dtype",
-        "build the optimizer after isotype.enforce(model, policy)",
-    )
+    headline = f"{len(problems)} optimizer tensors are not in {dtype_name(master)}"
+    what = f"{name} of a parameter of shape {shape} is {dtype}"
+    fix = "build the optimizer after isotype.enforce(model, policy)"
+    return PrecisionError.of(headline, what, f"{dtype_name(master)}, the policy's master dtype", fix)
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
@@ -360,6 +349,12 @@ def _is_moment(name: str, tensor: Any) -> bool:
     return torch.is_tensor(tensor) and tensor.is_floating_point() and name != "step"
 
 
+_SCALED = (
+    "build the trainer with fp16=True and call isotype.enforce(trainer, policy) before trainer.train() "
+    "(on a CPU, accelerate makes no GradScaler by itself)"
+)
+
+
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:
     """Return the error if a GradScaler is missing or not allowed, else None."""
     scaler = getattr(optimizer, "scaler", None)
@@ -367,22 +362,12 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
     if active == policy.loss_scaling:
         return None
     compute = dtype_name(policy.compute)
+    what, fix = "a GradScaler", "build the trainer with fp16=False"
     if policy.loss_scaling:
-        what, fix = (
-            "no GradScaler",
-            (
-                "build the trainer with fp16=True and call isotype.enforce(trainer, policy) before trainer.train() "
-                "(on a CPU, accelerate makes no GradScaler by itself)"
-            ),
-        )
-    else:
-        what, fix = "a GradScaler", "build the trainer with fp16=False"
-    return PrecisionError.of(
-        "the trainer and the policy disagree about loss scaling",
-        f"{what} with compute dtype {compute}",
-        "a GradScaler with float16 compute and with nothing else",
-        fix,
-    )
+        what, fix = "no GradScaler", _SCALED
+    headline = "the trainer and the policy disagree about loss scaling"
+    expected = "a GradScaler with float16 compute and with nothing else"
+    return PrecisionError.of(headline, f"{what} with compute dtype {compute}", expected, fix)
 
 
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
@@ -390,7 +375,13 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
 
     `model.load_adapter` first copies into the parameters and then makes them float32, so only their values show it.
     """
-    rounded = _rounded_to(model) if master == torch.float32 else None
+    values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    exact = (
+        dtype
+        for dtype in (torch.bfloat16, torch.float16)
+        if all(torch.equal(value, value.to(dtype).to(value.dtype)) for value in values)
+    )
+    rounded = next(exact, None) if values and master == torch.float32 else None
     if rounded is None:
         return None
     return PrecisionError.of(
@@ -400,12 +391,3 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
         "call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
         "trainer.train(resume_from_checkpoint=checkpoint): the parameters are then float32 when they are loaded",
     )
-
-
-def _rounded_to(model: Any) -> torch.dtype | None:
-    """Return the 16-bit dtype that represents all trainable values exactly, else None."""
-    trainable = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    for dtype in (torch.bfloat16, torch.float16):
-        if trainable and all(torch.equal(p, p.to(dtype).to(p.dtype)) for p in trainable):
-            return dtype
-    return None

@@ -82,26 +82,28 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the model's greedy answer (sampling with `do_sample=True, …`), without autocast, as under a policy.
+def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int, **arguments: Any) -> Any:
+    """Return the ids `[tokens]` that a model writes after a conversation, without autocast, as under a policy.
 
-    It ends where the model's context is full: learned positions have no row behind it.
+    They end where the model's context is full: learned positions have no row behind it.
     """
     device = next(model.parameters()).device
-    inputs = {k: v.to(device) for k, v in encode(tokenizer, messages).items()}
+    inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
     limit, length = _context(model), inputs["input_ids"].shape[1]
     if limit is not None and length < limit:
         max_new_tokens = min(max_new_tokens, limit - length)
     words = getattr(tokenizer, "tokenizer", tokenizer)
     end = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
+    settings = {**PLAIN, "max_new_tokens": max_new_tokens, "pad_token_id": end, **arguments}
     with evaluating(model):
-        out = model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=end,
-            **{**PLAIN, "do_sample": False, **kwargs},
-        )
-    return str(words.decode(out[0, length:], skip_special_tokens=True)).strip()
+        return model.generate(**inputs, **settings)[0, length:]
+
+
+def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
+    """Return the model's greedy answer (sampling with `do_sample=True, …`)."""
+    ids = _generated(model, tokenizer, messages, max_new_tokens, **{"do_sample": False, **kwargs})
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    return str(words.decode(ids, skip_special_tokens=True)).strip()
 
 
 def as_asked_before(asked: Sequence[tuple[Sample, Prompt]], earlier: RunRecord | None) -> list[Sample]:
@@ -124,8 +126,6 @@ def answers_after(
         texts = [answer(trainer.model, trainer.processing_class, prompt) for prompt in prompts]
     return [replace(sample, after=text) for sample, text in zip(samples, texts, strict=True)]
 
-
-__all__ = ["chat", "load_for_inference", "stream_answer"]
 
 _RESET, _HELP, _EXIT, _IMAGE = "/reset", "/help", ("/exit", "/quit"), "/image"
 _HELP_TEXT = """\
@@ -169,14 +169,11 @@ def chat(options: argparse.Namespace, console: Console) -> int:
         if question == _RESET:
             messages = list(opening)
             console.print("(the conversation starts again)", style="dim")
-            continue
-        if question == _HELP:
+        elif question == _HELP:
             say(console, _HELP_TEXT, "dim")
-            continue
-        if question.split(" ")[0] == _IMAGE:
+        elif question.split(" ")[0] == _IMAGE:
             pictures += _shown_picture(question.removeprefix(_IMAGE).strip(), tokenizer, interactive, console)
-            continue
-        if question:
+        elif question:
             messages = _turn(
                 model, tokenizer, messages, _asked(question, pictures), options, interactive, console
             )
@@ -223,10 +220,7 @@ def _asked(question: str, pictures: Sequence[Any]) -> Message:
 def stream_answer(
     model: Any, tokenizer: Any, messages: list[Message], console: Console, **generation: Any
 ) -> tuple[str, bool]:
-    """Write the model's answer word by word; return it, and False if Ctrl-C cut it short.
-
-    Runs without autocast: under a policy no operator gets two float dtypes.
-    """
+    """Write the model's answer word by word; return it, and False if Ctrl-C cut it short."""
     from transformers import TextStreamer
 
     parts: list[str] = []
@@ -238,29 +232,24 @@ def stream_answer(
             console.file.write(shown(text) + "\n" * stream_end)
             console.file.flush()
 
-    device = next(model.parameters()).device
-    inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
     words = getattr(tokenizer, "tokenizer", tokenizer)
-    end = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
     writer = Writer(words, skip_prompt=True, skip_special_tokens=True)
     whole = True
-    with torch.no_grad(), evaluating(model):
-        try:
-            model.generate(**inputs, pad_token_id=end, streamer=writer, **PLAIN, **generation)
-        except Terminated:
-            raise
-        except KeyboardInterrupt:
-            whole = False
-            writer.end()
+    try:
+        _generated(model, tokenizer, messages, streamer=writer, **generation)
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
+        whole = False
+        writer.end()
     return "".join(parts).strip(), whole
 
 
 def _check(options: argparse.Namespace) -> None:
     problems = []
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
-        problems.append(
-            Problem(f"--max_new_tokens {options.max_new_tokens}", "at least 1", "give a larger one")
-        )
+        flag = f"--max_new_tokens {options.max_new_tokens}"
+        problems.append(Problem(flag, "at least 1", "give a larger one"))
     if not 0 <= options.temperature < float("inf"):
         flag = f"--temperature {options.temperature:g}"
         problems.append(Problem(flag, "0 (greedy) or more", "0.7 is a common choice"))
@@ -270,19 +259,12 @@ def _check(options: argparse.Namespace) -> None:
 
 def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
     if not model.can_generate():
-        raise UsageError.of(
-            "this model does not write text",
-            f"{name}: a {type(without_peft(model)).__name__}",
-            "a model with a language head",
-            "give another model",
-        )
+        what, fix = f"{name}: a {type(without_peft(model)).__name__}", "give another model"
+        raise UsageError.of("this model does not write text", what, "a model with a language head", fix)
     if tokenizer is None:
-        raise CheckpointError.of(
-            "no tokenizer in the checkpoint",
-            f"{name} has no tokenizer",
-            "tokenizer.json and tokenizer_config.json beside the weights",
-            "copy them from the model that the weights come from",
-        )
+        expected = "tokenizer.json and tokenizer_config.json beside the weights"
+        fix = "copy them from the model that the weights come from"
+        raise CheckpointError.of("no tokenizer in the checkpoint", f"{name} has no tokenizer", expected, fix)
 
 
 def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy, interactive: bool) -> str:
@@ -348,11 +330,9 @@ def _turn(
     if options.max_new_tokens is None and longest < LONGEST:
         left = f"(this model's context of {_context(model)} tokens leaves {longest} for the answer)"
         say(console, left, "dim")
-    sampling = (
-        {"do_sample": False}
-        if options.temperature == 0
-        else {"do_sample": True, "temperature": options.temperature}
-    )
+    sampling: dict[str, Any] = {"do_sample": options.temperature != 0}
+    if options.temperature:
+        sampling["temperature"] = options.temperature
     text, whole = stream_answer(model, tokenizer, kept, console, max_new_tokens=longest, **sampling)
     if not whole and not interactive:
         raise KeyboardInterrupt

@@ -14,7 +14,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -70,31 +69,19 @@ def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
     return options
 
 
-@dataclass(frozen=True)
-class CompiledBlocks:
-    """The result of `compile_blocks`: names of the blocks and the backend of `torch.compile`."""
-
-    names: tuple[str, ...]
-    backend: str
-
-    def __str__(self) -> str:
-        if not self.names:
-            return "compiled: nothing, for the model has no list of blocks; all of it runs as written"
-        return (
-            f"compiled: {plural(len(self.names), 'block')} by {self.backend} at the first steps, with LoRA layers as PEFT has "
-            "them: what isotype fuses does not go into a graph"
-        )
-
-
-def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> CompiledBlocks:
-    """Compile the forward of every block of a model when first differentiated, or given another shape."""
-    names = []
-    for name, block in list(outermost_blocks(model)):
+def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
+    """Compile the forward of every block of a model when first differentiated, or given another shape; say so."""
+    blocks = list(outermost_blocks(model))
+    for _, block in blocks:
         block.__dict__["compiled_options"] = tuple(sorted(options.items()))
         base: Any = type(block)
         swap(block, _compiled_class(base))
-        names.append(name)
-    return CompiledBlocks(tuple(names), str(options.get("backend", "inductor")))
+    if not blocks:
+        return "compiled: nothing, for the model has no list of blocks; all of it runs as written"
+    return (
+        f"compiled: {plural(len(blocks), 'block')} by {options.get('backend', 'inductor')} at the first steps, with LoRA "
+        "layers as PEFT has them: what isotype fuses does not go into a graph"
+    )
 
 
 def compiler_problems(training: Any, device: str) -> Iterator[Problem]:

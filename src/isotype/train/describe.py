@@ -26,7 +26,6 @@ from isotype.data.pictures import data_url, pictures_in
 from isotype.lora.fuse import FusionReport
 from isotype.lora.loss.trl_head import HEAD_CHOICE
 from isotype.model.parts import PARTS, Parts
-from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
@@ -39,36 +38,24 @@ from isotype.train.rows.examples import data_summary
 from isotype.train.run import Built, Choice, Run
 
 _SETTINGS = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_train_epochs",
-    "max_steps",
-    "max_length",
-    "optim",
-    "weight_decay",
-    "warmup_steps",
-    "max_grad_norm",
+    "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "num_train_epochs", "max_steps", "max_length", "optim", "weight_decay", "warmup_steps", "max_grad_norm",
     "seed",
-)
+)  # fmt: skip
+
+_OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
 
 
-def policy_rows(policy: PrecisionPolicy, optimizer: Any = None) -> tuple[tuple[str, str, str], ...]:
-    """Return the rows of the policy; the optimizer's state by `--optim` if it is not in the master dtype."""
+def policy_rows(
+    policy: PrecisionPolicy, optimizer: Any = None, choice: Choice | None = None
+) -> tuple[tuple[str, str, str], ...]:
+    """Return the rows of policy and choice; the optimizer's state by `--optim` if it is not in the master dtype."""
     name = str(getattr(optimizer, "value", optimizer))
-    kept = state_of(name)
-    if kept is None:
-        return policy.rows()
-    dtype = kept[0].format(dtype_name(policy.master))
-    return tuple(
-        (row[0], f"{dtype} ({name})", kept[1]) if row[0] == "optimizer state" else row
-        for row in policy.rows()
-    )
-
-
-def _choice_rows(choice: Choice | None) -> tuple[tuple[str, str, str], ...]:
-    return () if choice is None else (choice.row(),)
+    rows, kept = {row[0]: row for row in policy.rows()}, state_of(name)
+    if kept is not None:
+        state = "optimizer state"
+        rows[state] = (state, f"{kept[0].format(dtype_name(policy.master))} ({name})", kept[1])
+    return (*rows.values(), *(() if choice is None else (choice.row(),)))
 
 
 _SHORT_ROLES = {
@@ -91,7 +78,7 @@ def show_policy(
     choice: Choice | None = None,
 ) -> None:
     """Print the policy and its warnings; `--quiet`: three lines without reasons; `--verbose`: full reasons."""
-    rows = (*policy_rows(policy, optimizer), *_choice_rows(choice))
+    rows = policy_rows(policy, optimizer, choice)
     if extra is not None and extra.quiet:
         third = -(-len(rows) // 3)
         words = [f"{_SHORT_ROLES.get(role, role)} {dtype}" for role, dtype, _ in rows]
@@ -132,13 +119,9 @@ def show_model(console: Console, model: Any) -> None:
     )
     if rows := part_rows(model):
         table = Table(box=None, pad_edge=False)
-        for name, side in (
-            ("part", "left"),
-            ("parameters", "right"),
-            ("trainable", "right"),
-            ("stored as", "left"),
-        ):
-            table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
+        for name in ("part", "parameters", "trainable", "stored as"):
+            number = name in ("parameters", "trainable")
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
         for part, total, trainable, stored in rows:
             table.add_row(part, f"{total / 1e6:.2f} M", f"{trainable / 1e6:.2f} M", stored)
         console.print(fitting(table, console), highlight=False)
@@ -173,12 +156,9 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
     if not report.fused and not report.left:
         return  # every weight is trained
     lines = str(report).splitlines()
-    told = (
-        lines
-        if extra.verbose
-        else [report.summary, *report.fallbacks, *(line for line in lines if line.startswith("left"))]
-    )
-    for line in told:
+    if not extra.verbose:
+        lines = [report.summary, *report.fallbacks, *(line for line in lines if line.startswith("left"))]
+    for line in lines:
         say(console, line)
 
 
@@ -270,6 +250,7 @@ def record(
     """Return the run as data, as `recorder` has measured it since `started`."""
     settings, policy, trainer = run.settings, run.policy, built.trainer
     total, trainable = parameter_counts(trainer.model)
+    allocator = allocator_setting() if run.profile.kind == "cuda" else None
     dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
     return RunRecord(
         method=settings.method.name,
@@ -282,10 +263,7 @@ def record(
         dataset=dataset,
         output_dir=str(settings.training.output_dir),
         device=run.profile.title,
-        policy=tuple(
-            PolicyRow(*row)
-            for row in (*policy_rows(policy, settings.training.optim), *_choice_rows(built.choice))
-        ),
+        policy=tuple(PolicyRow(*row) for row in policy_rows(policy, settings.training.optim, built.choice)),
         warnings=(*policy.warnings, *reward_warnings(recorder.steps)),
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
         parameters_total=total,
@@ -293,7 +271,7 @@ def record(
         weight_bytes=weight_bytes(trainer.model),
         settings=(
             *_hyperparameters(settings),
-            *_allocator(run.profile),
+            *([] if allocator is None else [("allocator", allocator)]),
             *_kernels(built.fusion),
             *head_rows(trainer),
         ),
@@ -314,20 +292,15 @@ def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
     values = {name: getattr(training, name, "") for name in _SETTINGS if name != other}
     rows = [(name, str(getattr(value, "value", value))) for name, value in values.items()]
     if settings.model.use_peft:
-        targets = settings.model.lora_target_modules
-        rows += [
-            ("lora_r", str(settings.model.lora_r)),
-            ("lora_alpha", str(settings.model.lora_alpha)),
-            ("lora_dropout", str(settings.model.lora_dropout)),
-            ("lora_target_modules", targets if isinstance(targets, str) else ", ".join(targets or ())),
-            ("use_dora", str(settings.model.use_dora)),
-            ("use_rslora", str(settings.model.use_rslora)),
-            ("lora_bias", settings.extra.lora_bias),
-            ("init_lora_weights", settings.extra.init_lora_weights or ""),
-        ]
-    if settings.extra.early_stopping_patience is not None:
-        rows.append(("early_stopping_patience", str(settings.extra.early_stopping_patience)))
+        rows += [(name, _words(getattr(settings.model, name))) for name in _OF_ADAPTERS]
+        rows += [(name, _words(getattr(settings.extra, name))) for name in ("lora_bias", "init_lora_weights")]
+    patience = settings.extra.early_stopping_patience
+    rows.append(("early_stopping_patience", _words(patience)))
     return tuple((name, value) for name, value in rows if value)
+
+
+def _words(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
 def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
@@ -343,8 +316,3 @@ def head_rows(trainer: Any) -> list[tuple[str, str]]:
     """Return the language-model head chosen by measurement, if two were compared."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]
-
-
-def _allocator(profile: DeviceProfile) -> tuple[tuple[str, str], ...]:
-    setting = allocator_setting() if profile.kind == "cuda" else None
-    return () if setting is None else (("allocator", setting),)

@@ -26,23 +26,19 @@ def training_device(settings: Settings) -> DeviceProfile:
             f"{profile.title} is not in this machine",
             f"--device {device}",
             "a device that is here",
-            _other_device(settings),
+            f"leave --device out to train on {device_profile('auto').title}; isotype check {settings.method.name} … "
+            f"--device {device} says how it would run there",
         )
-    index = torch.device(profile.name).index
-    if index:
-        raise UsageError.of(
-            "the trainer takes the first GPU it sees",
-            f"--device {settings.extra.device}",
-            "a device without an index",
-            f"CUDA_VISIBLE_DEVICES={index} isotype {settings.method.name} …",
-        )
+    if index := torch.device(profile.name).index:
+        headline = "the trainer takes the first GPU it sees"
+        fix = f"CUDA_VISIBLE_DEVICES={index} isotype {settings.method.name} …"
+        raise UsageError.of(headline, f"--device {device}", "a device without an index", fix)
     return profile
 
 
 def say_one_gpu(settings: Settings, console: Console) -> None:
     """Print how to use all GPUs if a run without launcher uses the first of several."""
-    left = gpus_left(settings.training)
-    if left:
+    if left := gpus_left(settings.training):
         command = f"torchrun --standalone --nproc_per_node {left + 1} -m isotype {settings.method.name} …"
         note = f"note: training on the first of {left + 1} GPUs; {command} trains on all of them"
         say(console, note)
@@ -53,19 +49,10 @@ def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, A
     if not torch.cuda.is_available():
         return {"dataloader_pin_memory": False}  # torch warns where there is nothing to pin for
     pinned = profile.kind in ("cuda", "rocm") and settings.training.dataloader_pin_memory
-    return (
-        {"accelerator_config": {"non_blocking": True}}
-        if pinned and "accelerator_config" not in settings.command
-        else {}
-    )
+    chosen = pinned and "accelerator_config" not in settings.command
+    return {"accelerator_config": {"non_blocking": True}} if chosen else {}
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
     """Exclude attention kernels whose gradients may be NaN (IST812); the others compute the same."""
     return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()
-
-
-def _other_device(settings: Settings) -> str:
-    here = device_profile("auto").title
-    planned = f"isotype check {settings.method.name} … --device {settings.extra.device}"
-    return f"leave --device out to train on {here}; {planned} says how it would run there"

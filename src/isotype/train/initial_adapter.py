@@ -29,8 +29,8 @@ MADE_BY = {
 """Arguments of a new adapter, and the field of PEFT's config that each one sets."""
 
 
-def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
-    """Return the settings with the base model in place of an adapter, and that adapter; or the settings and None.
+def start_of(settings: Settings) -> Settings:
+    """Return the settings with the adapter that `--model_name_or_path` names and its base; unchanged for a model.
 
     Precision without a flag is the adapter's: the base's storage and the compute dtype.
 
@@ -40,17 +40,15 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
     """
     name = str(settings.model.model_name_or_path)
     if not is_adapter(name):
-        return settings, None
+        return settings
     adapter = read_adapter(name)
     if adapter.base is None:
         path = adapter.directory / CONFIG_FILE
         expected, fix = "the model that it was trained on", "correct base_model_name_or_path in that file"
         raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
     problems = [*_other_task(settings, adapter), *_other_adapter(settings, adapter)]
-    problems += part_of_base_problems(
-        settings, getattr(adapter.config, "init_lora_weights", None), adapter.directory
-    )
-    if problems:
+    began = getattr(adapter.config, "init_lora_weights", None)
+    if problems := [*problems, *part_of_base_problems(settings, began, adapter.directory)]:
         raise UsageError(f"the run cannot start from the adapter {name}", problems)
     base = {"model_name_or_path": adapter.base}
     if adapter.revision and "model_revision" not in settings.command:
@@ -70,7 +68,7 @@ def start_of(settings: Settings) -> tuple[Settings, Adapter | None]:
             )
         if request.dtype == "auto":
             request = replace(request, dtype=saved.compute)
-    return replace(settings.but(**base), precision=request), adapter
+    return replace(settings.but(**base), precision=request, start=adapter)
 
 
 def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:
@@ -79,32 +77,21 @@ def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:
     if task in (wanted, None):
         return []
     merged = f"isotype merge {adapter.directory} -o {adapter.directory}-merged"
-    return [
-        Problem(
-            f"an adapter for {task}",
-            f"one for {wanted}, which isotype {settings.method.name} trains",
-            f"merge it first ({merged}) and start from the merged model",
-        )
-    ]
+    expected = f"one for {wanted}, which isotype {settings.method.name} trains"
+    fix = f"merge it first ({merged}) and start from the merged model"
+    return [Problem(f"an adapter for {task}", expected, fix)]
 
 
-def _other_adapter(settings: Settings, adapter: Adapter) -> list[Problem]:
-    """Return the problems of given arguments that contradict the adapter's config."""
-    problems = []
+def _other_adapter(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
+    """Yield the problems of given arguments that contradict the adapter's config."""
     if settings.precision.trainable == "full":
-        problems.append(
-            Problem("--use_peft False", "an adapter to be trained further", "leave it out, or merge the adapter first")
-        )  # fmt: skip
+        fix = "leave it out, or merge the adapter first"
+        yield Problem("--use_peft False", "an adapter to be trained further", fix)
     for name, key in MADE_BY.items():
-        if name not in settings.command:
-            continue
         asked: Any = getattr(settings.model, name, getattr(settings.extra, name, None))
-        has = getattr(adapter.config, key, None)
-        if _plain(asked) != _plain(has):
-            problems.append(
-                Problem(f"--{name} {asked}", f"the adapter's own: {_plain(has)}", f"leave --{name} out")
-            )
-    return problems
+        has = _plain(getattr(adapter.config, key, None))
+        if name in settings.command and _plain(asked) != has:
+            yield Problem(f"--{name} {asked}", f"the adapter's own: {has}", f"leave --{name} out")
 
 
 def _plain(value: Any) -> Any:
@@ -160,25 +147,18 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"{flag} --lora_r {settings.model.lora_r}", "an even rank", fix)
     if name in OF_FLOATS and settings.precision.quantization is not None:
         yield _quantized(name, settings.precision.quantization)
-    if name == LOFTQ:
-        yield from _loftq_problems(settings, flag)
+    if name == LOFTQ and settings.model.use_dora:
+        expected = "LoRA: DoRA's magnitudes are those of the quantized weights"
+        yield Problem(f"{flag} --use_dora", expected, "leave one of the two out")
+    if name == LOFTQ and brings_tokens(settings.training):
+        fix = "leave --init_lora_weights out"
+        yield Problem(f"{flag} --chat_template_path", "an adapter that is there before the trainer", fix)
     if name not in (*PART_OF_BASE, LOFTQ):
         return
     if settings.sharding is not None:
         fix = f"leave --init_lora_weights out, or --fsdp with it (--device {extra.device})"
         yield Problem(f"{flag} --fsdp", "weights in one piece, which it decomposes", fix)
     yield from part_of_base_problems(settings, name)
-
-
-def _loftq_problems(settings: Settings, setting: str) -> Iterator[Problem]:
-    if settings.model.use_dora:
-        fix = "leave one of the two out"
-        yield Problem(
-            f"{setting} --use_dora", "LoRA: DoRA's magnitudes are those of the quantized weights", fix
-        )
-    if brings_tokens(settings.training):
-        fix = "leave --init_lora_weights out"
-        yield Problem(f"{setting} --chat_template_path", "an adapter that is there before the trainer", fix)
 
 
 def brings_tokens(training: Any) -> bool:
@@ -197,23 +177,15 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
     expected = "an adapter that leaves the base as it is, for the reference model is a copy of it"
     if adapter is not None:
         merged = f"isotype merge {adapter} -o {adapter}-merged"
-        return [
-            Problem(
-                f"an adapter that {name} began", expected, f"merge it first ({merged}), and start from that"
-            )
-        ]
-    return [
-        Problem(
-            f"--init_lora_weights {name} with {settings.method.name}",
-            expected,
-            "leave it out, or gaussian or orthogonal",
-        )
-    ]
+        fix = f"merge it first ({merged}), and start from that"
+        return [Problem(f"an adapter that {name} began", expected, fix)]
+    what = f"--init_lora_weights {name} with {settings.method.name}"
+    return [Problem(what, expected, "leave it out, or gaussian or orthogonal")]
 
 
-def is_its_own_reference(settings: Settings, start: Adapter | None) -> bool:
+def is_its_own_reference(settings: Settings) -> bool:
     """Return True if the model without its adapter is the reference: if the adapter is new and the base unchanged."""
-    new = start is None and settings.extra.init_lora_weights in (None, *DRAWN)
+    new = settings.start is None and settings.extra.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 
 
@@ -223,20 +195,15 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
     if name in OF_FLOATS and policy.quantized:
         raise PrecisionError("the adapter cannot begin so", [_quantized(name, policy.storage)])
     if name == LOFTQ and policy.storage not in FOUR_BITS:
-        raise PrecisionError.of(
-            "the adapter cannot begin so",
-            f"--init_lora_weights {name} and a base in {policy.storage}",
-            "a base in 4 bits: it begins from their errors",
-            "--quantization nf4, or leave --init_lora_weights out",
-        )
+        what = f"--init_lora_weights {name} and a base in {policy.storage}"
+        expected = "a base in 4 bits: it begins from their errors"
+        fix = "--quantization nf4, or leave --init_lora_weights out"
+        raise PrecisionError.of("the adapter cannot begin so", what, expected, fix)
 
 
 def _quantized(name: str, storage: str) -> Problem:
     setting = f"--init_lora_weights {name} and a base in {storage}"
-    why = (
-        "the rest of each weight would be rounded again"
-        if name in PART_OF_BASE
-        else "PEFT draws in its dtype"
-    )
+    part = name in PART_OF_BASE
+    why = "the rest of each weight would be rounded again" if part else "PEFT draws in its dtype"
     expected = f"a base in float32, bfloat16 or float16: {why}"
     return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

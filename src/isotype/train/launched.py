@@ -53,8 +53,7 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if asked is None:
         return None
-    problems = _problems(asked, training, arguments)
-    if problems:
+    if problems := list(_problems(asked, training, arguments)):
         raise UsageError("the model cannot be sharded as asked", problems)
     return asked
 
@@ -116,27 +115,22 @@ def _true(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "full_shard")
 
 
-def _problems(asked: Sharding, training: Any, arguments: Any) -> list[Problem]:
-    problems = []
+def _problems(asked: Sharding, training: Any, arguments: Any) -> Iterator[Problem]:
     if asked.version != 2:
         fix = f"set {asked.source} to 2; FSDP1 flattens parameters of several dtypes into one"
-        problems.append(Problem(f"{asked.source} {asked.version}", "FSDP2", fix))
+        yield Problem(f"{asked.source} {asked.version}", "FSDP2", fix)
     if asked.offload:
         expected = "weights on the device: parts in the memory of the CPU are not supported"
         fix = "leave it out; --quantization nf4 or more processes take less memory on each"
-        problems.append(Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix))
+        yield Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix)
     if getattr(arguments, "use_dora", False):
         fix = "leave it out, or train without --fsdp, where every process holds the model (DDP)"
         expected = "plain LoRA: the norms of whole weights, which DoRA begins with, are on no process"
-        problems.append(Problem("--use_dora", expected, fix))
-    if getattr(training, "chat_template_path", None) is not None:
+        yield Problem("--use_dora", expected, fix)
+    template = getattr(training, "chat_template_path", None)
+    if template is not None:
         expected = "the model's own chat template: no tokens are added to a sharded embedding"
-        problems.append(
-            Problem(
-                f"--chat_template_path {training.chat_template_path}", expected, "train it without --fsdp"
-            )
-        )
-    return problems
+        yield Problem(f"--chat_template_path {template}", expected, "train it without --fsdp")
 
 
 @contextmanager
@@ -174,10 +168,8 @@ def _lost(trainer: Any, goes_on: Callable[[Path], str]) -> TrainingError:
     fix = (
         "look above for its own message; one that the system has killed (out of memory: signal 9) leaves none"
     )
-    hint = (
-        f"{checkpoint} is whole: go on with\n    {goes_on(checkpoint)}"
-        if checkpoint
-        else "no checkpoint had been saved before; --save_steps N keeps one every N steps"
-    )
+    hint = "no checkpoint had been saved before; --save_steps N keeps one every N steps"
+    if checkpoint:
+        hint = f"{checkpoint} is whole: go on with\n    {goes_on(checkpoint)}"
     problem = Problem(f"step {trainer.state.global_step + 1}: {here}", "all processes of the run", fix)
     return TrainingError("another process of the run has ended", [problem], hint)

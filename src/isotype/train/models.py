@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.adapter import Adapter, attach
+from isotype.checkpoint.adapter import attach
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
@@ -25,7 +25,7 @@ from isotype.checkpoint.weightless import concrete_class, skeleton, skipped_modu
 from isotype.compat.peft import without_peft
 from isotype.compat.templates import limit_templates
 from isotype.compat.transformers import mark_as_sharded
-from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
+from isotype.core.errors import Problem, UsageError, one_line
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
@@ -41,24 +41,14 @@ from isotype.train.policy import moments_of_run
 
 # Decided by the policy; `read_precision_request` has read the arguments.
 _DECIDED = (
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "load_in_4bit",
-    "load_in_8bit",
-    "trust_remote_code",
-)
+    "dtype", "torch_dtype", "quantization_config", "load_in_4bit", "load_in_8bit", "trust_remote_code",
+)  # fmt: skip
 
 
 def adapted_model(
-    settings: Settings,
-    checkpoint: Checkpoint,
-    policy: PrecisionPolicy,
-    start: Adapter | None = None,
-    *,
-    adapt: Adapt | None = None,
+    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, *, adapt: Adapt | None = None
 ) -> tuple[Any, Any]:
-    """Load `checkpoint` and add the arguments' adapter on the parts `adapt`, or `start`; return (model, peft_config).
+    """Load `checkpoint` and add the arguments' adapter on the parts `adapt`; return (model, peft_config).
 
     The latter is None unless a chat template adds tokens, so that the trainer has to add the adapter.
     """
@@ -72,12 +62,9 @@ def adapted_model(
         **given,
         **dict(method.model_kwargs),
     }
-    late = start is None and policy.trainable == "lora" and brings_tokens(training)
-    add = (
-        None
-        if late or policy.trainable == "full"
-        else partial(_adapted, settings, checkpoint, policy, start, adapt)
-    )
+    late = settings.start is None and policy.trainable == "lora" and brings_tokens(training)
+    adds = policy.trainable == "lora" and not late
+    add = partial(_adapted, settings, checkpoint, policy, adapt) if adds else None
     try:
         if settings.sharding is not None:
             model = _sharded(settings.sharding, checkpoint, policy, add, kwargs)
@@ -87,12 +74,10 @@ def adapted_model(
     except TypeError as error:
         if not given or "unexpected keyword argument" not in str(error):
             raise
-        raise UsageError.of(
-            "the model does not take these arguments",
-            f"--model_init_kwargs {', '.join(given)}: {error}",
-            "arguments of from_pretrained or fields of the model's config",
-            "leave out the one it names",
-        ) from error
+        headline = "the model does not take these arguments"
+        what = f"--model_init_kwargs {', '.join(given)}: {error}"
+        expected = "arguments of from_pretrained or fields of the model's config"
+        raise UsageError.of(headline, what, expected, "leave out the one it names") from error
     model.config.use_cache = False
     if not late:
         return model, None
@@ -115,15 +100,10 @@ def _peft_config(settings: Settings, model: Any) -> Any:
 
 
 def _adapted(
-    settings: Settings,
-    checkpoint: Checkpoint,
-    policy: PrecisionPolicy,
-    start: Adapter | None,
-    adapt: Adapt | None,
-    model: Any,
+    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, adapt: Adapt | None, model: Any
 ) -> Any:
-    if start is not None:
-        return _with_reference(settings, attach(model, start))
+    if settings.start is not None:
+        return _with_reference(settings, attach(model, settings.start))
     with _adapter_arguments():
         model = _noted(model, policy, _peft_config(settings, model), adapt)
         if settings.extra.init_lora_weights == LOFTQ:
@@ -154,7 +134,7 @@ def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
 
 
 @contextmanager
-def one_reference(settings: Settings, start: Adapter | None, model: Any) -> Iterator[None]:
+def one_reference(settings: Settings, model: Any) -> Iterator[None]:
     """While a trainer is built, let TRL add an adapter `ref` only if it is needed and can be added.
 
     A sharded model has it already: TRL copies values into it. The copy of a new adapter is deleted again: the model
@@ -169,7 +149,7 @@ def one_reference(settings: Settings, start: Adapter | None, model: Any) -> Iter
     finally:
         if adapters:
             del model.add_adapter
-    if not there and is_its_own_reference(settings, start) and _REFERENCE in adapters:
+    if not there and is_its_own_reference(settings) and _REFERENCE in adapters:
         model.delete_adapter(_REFERENCE)
 
 
@@ -194,12 +174,10 @@ def require_token_ids(config: Any, settings: Settings) -> None:
     takes = getattr(cls, "main_input_name", "input_ids")
     if takes == "input_ids":
         return
-    raise UsageError.of(
-        f"isotype {settings.method.name} trains models of token ids",
-        f"{cls.__name__}, which takes {takes}",
-        "a language model, which may take pictures",
-        "train it by a script: isotype.load, isotype.add_lora and isotype.fuse take it",
-    )
+    headline = f"isotype {settings.method.name} trains models of token ids"
+    expected = "a language model, which may take pictures"
+    fix = "train it by a script: isotype.load, isotype.add_lora and isotype.fuse take it"
+    raise UsageError.of(headline, f"{cls.__name__}, which takes {takes}", expected, fix)
 
 
 def check_module_names(model: Any, config: Any) -> None:
@@ -219,13 +197,8 @@ def check_module_names(model: Any, config: Any) -> None:
             if any(module == name or module.endswith(f".{name}") for module in modules):
                 continue
             close = difflib.get_close_matches(name, last, n=3, cutoff=0.4)
-            problems.append(
-                Problem(
-                    f"--{flag} {name}",
-                    f"the name of a module: {', '.join(last)}",
-                    f"did you mean {' or '.join(close)}?" if close else "give one of these",
-                )
-            )
+            fix = f"did you mean {' or '.join(close)}?" if close else "give one of these"
+            problems.append(Problem(f"--{flag} {name}", f"the name of a module: {', '.join(last)}", fix))
     if problems:
         raise UsageError("no such modules in the model", problems)
     _check_rank(model, converted)
@@ -322,24 +295,18 @@ def weightless_model(
         PrecisionError: adapters under a policy that trains every weight.
         UsageError: an adapter that cannot be made on this model.
     """
-    if lora is not None and policy.trainable == "full":
-        raise PrecisionError.of(
-            "no adapter under a policy that trains every weight",
-            "trainable='full'",
-            "trainable='lora'",
-            "resolve the policy with trainable='lora'",
-        )
     model = skeleton(
         config, policy, model_class=model_class, attn_implementation=attn_implementation, **settings
     )
     with _adapter_arguments():
         lora = _lora_config(model, lora)
-    early = fold and not _chosen_by_number(skipped_modules(config), lora)
-    if early:
+    if early := fold and not _chosen_by_number(skipped_modules(config), lora):
         fold_layers(model)
     model = store(model, policy)
     if lora is not None:
-        model = _with_blank_adapter(model, policy, lora, adapt)
+        check_module_names(model, lora)
+        with _adapter_arguments(), torch.device("meta"), NoDraws():
+            model = _noted(model, policy, lora, adapt)
     return fold_layers(model) if fold and not early else model
 
 
@@ -365,12 +332,6 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
     return any(_NUMBER.search(name) for name in (*skipped, *names))
 
 
-def _with_blank_adapter(model: Any, policy: PrecisionPolicy, lora: Any, adapt: Adapt | None) -> Any:
-    check_module_names(model, lora)
-    with _adapter_arguments(), torch.device("meta"), NoDraws():
-        return _noted(model, policy, lora, adapt)
-
-
 def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
     """Call `add_lora` without its warnings: the model's `adapter_notes` contain them and are printed."""
     with warnings.catch_warnings():
@@ -384,12 +345,8 @@ def _adapter_arguments() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        raise UsageError.of(
-            "the adapter cannot be made as asked",
-            one_line(error),
-            "arguments that PEFT can adapt this model by",
-            "see --lora_*",
-        ) from error
+        what, expected = one_line(error), "arguments that PEFT can adapt this model by"
+        raise UsageError.of("the adapter cannot be made as asked", what, expected, "see --lora_*") from error
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:

@@ -55,17 +55,13 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
     if policy.compute != torch.float16 or ranges is None:
         return
     wide = {exception.module for exception in policy.exceptions if exception.how == "float32"}
-    beyond = [
-        module for module in ranges.modules if module.weight > FLOAT16_LARGEST and module.name not in wide
+    fix = "--dtype bfloat16 or --dtype float32"
+    problems = [
+        Problem(f"{module.name}: values up to {module.weight:,.0f}", "at most 65,504", fix)
+        for module in ranges.modules
+        if module.weight > FLOAT16_LARGEST and module.name not in wide
     ]
-    if problems := [
-        Problem(
-            f"{each.name}: values up to {each.weight:,.0f}",
-            "at most 65,504",
-            "--dtype bfloat16 or --dtype float32",
-        )
-        for each in beyond
-    ]:
+    if problems:
         raise PrecisionError("parameters are beyond float16's range", problems)
 
 
@@ -133,12 +129,9 @@ def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, 
     is_trainer = hasattr(model, "accelerator") and hasattr(model, "model")
     policy = policy or policy_of(model.model if is_trainer else model)
     if policy is None:
-        raise PrecisionError.of(
-            "no policy to enforce",
-            f"{type(model).__name__} without a precision_policy",
-            "a policy",
-            "pass one: isotype.enforce(model, isotype.resolve_precision(model, …))",
-        )
+        what = f"{type(model).__name__} without a precision_policy"
+        fix = "pass one: isotype.enforce(model, isotype.resolve_precision(model, …))"
+        raise PrecisionError.of("no policy to enforce", what, "a policy", fix)
     return enforce_trainer(model, policy) if is_trainer else enforce_model(model, policy)
 
 
@@ -198,12 +191,10 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
     accelerator = trainer.accelerator
     wanted = mixed_precision_name(policy)
     if accelerator.state.mixed_precision != wanted:
-        raise PrecisionError.of(
-            "the trainer and the policy disagree",
-            f"a trainer with mixed precision {accelerator.state.mixed_precision!r}",
-            f"{wanted!r}, for compute {policy.rows()[1][1]}",
-            f"build it with fp16={wanted == 'fp16'}, bf16={wanted == 'bf16'} in its arguments",
-        )
+        what = f"a trainer with mixed precision {accelerator.state.mixed_precision!r}"
+        expected = f"{wanted!r}, for compute {policy.rows()[1][1]}"
+        fix = f"build it with fp16={wanted == 'fp16'}, bf16={wanted == 'bf16'} in its arguments"
+        raise PrecisionError.of("the trainer and the policy disagree", what, expected, fix)
     if policy.loss_scaling and accelerator.scaler is None:
         # accelerate 1.15 leaves out both autocast and the scaler for float16 on a CPU, without a word
         # (Accelerator.__init__: `self.device.type != "cpu"`); torch has both for it.

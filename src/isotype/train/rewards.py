@@ -17,11 +17,8 @@ from isotype.core.errors import Problem, TrainingError, UsageError, first_line
 from isotype.core.source import line_of
 
 BUILT_IN = (
-    "accuracy_reward",
-    "reasoning_accuracy_reward",
-    "think_format_reward",
-    "get_soft_overlong_punishment",
-)
+    "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment",
+)  # fmt: skip
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
@@ -35,13 +32,9 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
         else:
             functions.append(_explained(function))
     if not functions and not problems:
-        problems.append(
-            Problem(
-                "no --reward_funcs and no --reward_model_name_or_path",
-                "at least one reward",
-                f"give --reward_funcs with one of {', '.join(BUILT_IN)} or a dotted path such as my_rewards.length",
-            )
-        )
+        what = "no --reward_funcs and no --reward_model_name_or_path"
+        fix = f"give --reward_funcs with one of {', '.join(BUILT_IN)} or a dotted path such as my_rewards.length"
+        problems.append(Problem(what, "at least one reward", fix))
     if problems:
         raise UsageError("rewards that cannot be used", problems)
     return functions
@@ -96,22 +89,17 @@ def _built_in(name: str) -> Any:
 def _dotted(name: str) -> Any:
     module_name, _, function_name = name.rpartition(".")
     if not module_name:
-        return Problem(
-            f"--reward_funcs {name}", f"one of {', '.join(BUILT_IN)} or module.function", "check the name"
-        )
+        expected = f"one of {', '.join(BUILT_IN)} or module.function"
+        return Problem(f"--reward_funcs {name}", expected, "check the name")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        return Problem(
-            f"--reward_funcs {name}: {error}", "a module that can be imported from here", "check the path"
-        )
+        what = f"--reward_funcs {name}: {error}"
+        return Problem(what, "a module that can be imported from here", "check the path")
     function = getattr(module, function_name, None)
     if not callable(function):
-        return Problem(
-            f"--reward_funcs {name}: {module.__name__} has no function {function_name}",
-            "a function (completions, **columns) -> list of float",
-            "check the name",
-        )
+        what = f"--reward_funcs {name}: {module.__name__} has no function {function_name}"
+        return Problem(what, "a function (completions, **columns) -> list of float", "check the name")
     return function

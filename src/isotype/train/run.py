@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.opened import Checkpoint
 from isotype.core.names import format_bytes
 from isotype.lora.fuse import FusionReport
@@ -95,7 +94,6 @@ class Run:
 
     Attributes:
         settings: the command, with the base model in place of an adapter to train further.
-        start: the adapter to train further; None for a new one.
         ranges: the measurement behind the policy; None if there is none.
         rewards: the trainer's argument for rewards; empty for methods without.
         resume: the run's checkpoint to resume; None to start from the beginning.
@@ -105,7 +103,6 @@ class Run:
 
     settings: Settings
     checkpoint: Checkpoint
-    start: Adapter | None
     policy: PrecisionPolicy
     profile: DeviceProfile
     data: Any

@@ -112,11 +112,9 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
             or state.global_step >= state.max_steps
         ):
             return None
-        best = (
-            ""
-            if state.best_metric is None
-            else f": {state.best_metric:.4g}, at step {state.best_global_step}"
-        )
+        best = ""
+        if state.best_metric is not None:
+            best = f": {state.best_metric:.4g}, at step {state.best_global_step}"
         count = plural(self.early_stopping_patience, "evaluation")
         return f"stopped early at step {state.global_step} of {state.max_steps}: {count} without a better {metric} than the best{best}"
 

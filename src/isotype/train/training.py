@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,7 +15,6 @@ from jinja2 import TemplateError
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from isotype.checkpoint.adapter import Adapter
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.opened import config_of, open_checkpoint, require_weights
 from isotype.compat.glibc import freed_memory_kept
@@ -23,13 +22,12 @@ from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.templates import ERRORS
 from isotype.compat.transformers import name_of, rename
-from isotype.core.errors import IsotypeError, TrainingError, UsageError, one_line
+from isotype.core.errors import IsotypeError, SaveError, TrainingError, UsageError, one_line
 from isotype.core.files import only_writer, recover
 from isotype.core.terminal import printed_command
 from isotype.data.pictures import picture_columns
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.kernels import float32_reductions
-from isotype.model.enforce import Change
 from isotype.model.recompute import CHECKPOINTING, checkpointing_arguments
 from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
@@ -66,20 +64,14 @@ from isotype.train.output.resume import (
     say_what_is_overwritten,
     say_where,
 )
-from isotype.train.output.run_report import (
-    earlier_report,
-    files_of_checkpoint,
-    model_card,
-    report_failure,
-    write_report,
-)
+from isotype.train.output.run_report import earlier_report, files_of_checkpoint, model_card, write_report
 from isotype.train.output.saving import Hooks
 from isotype.train.policy import enforce_trainer, masters_of, policy_of_run, precision_arguments
-from isotype.train.preflight.step import choice_of_run
+from isotype.train.preflight.plan_rows import choice_of_run
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.contents import fitting, has_pictures, pictures_named, plain_contents
+from isotype.train.rows.data import fitting, has_pictures, hold_back, pictures_named, training_data, uncut
 from isotype.train.rows.examples import data_summary, example_of, show_data
-from isotype.train.rows.lengths import Lengths, lengths_in
+from isotype.train.rows.lengths import lengths_in
 from isotype.train.rows.packed import keep_rows
 from isotype.train.rows.pictured import learn_no_pictures
 from isotype.train.run import Built, Choice, Run
@@ -87,7 +79,6 @@ from isotype.train.signals import balance, early_stopping, graceful_stop, not_th
 from isotype.train.trainer import policy_trainer
 from isotype.train.validate import (
     check_policy,
-    check_read_later,
     check_settings,
     check_tokenizer,
     dropped_examples,
@@ -124,7 +115,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     """
     require_fitting_libraries()
     with interrupts_kept():
-        settings, start = start_of(settings)
+        settings = start_of(settings)
         sharding = take_sharding(settings.training, settings.model)
         profile = training_device(settings)
         settings = _here(settings, sharding, profile)
@@ -137,25 +128,14 @@ def run(settings: Settings, console: Console) -> Outcome:
     with _output_directory(settings):
         with interrupts_kept():
             check_settings(settings)
-            check_read_later(settings)
         with _only_writer(settings, console), sound_attention(profile):
-            return _run(settings, start, profile, rewards, console)
-
-
-def _run(
-    settings: Settings,
-    start: Adapter | None,
-    profile: DeviceProfile,
-    rewards: dict[str, Any],
-    console: Console,
-) -> Outcome:
-    with interrupts_kept():
-        run = _decided(settings, start, profile, rewards)
-    with day_in_templates(run):
-        with interrupts_kept():
-            built = _build(run, console)
-        identity = {**run.identity, RECOMPUTED: built.choice.arguments}
-        return _train(replace(run, identity=identity), built, console)
+            with interrupts_kept():
+                decided = _decided(settings, profile, rewards)
+            with day_in_templates(decided):
+                with interrupts_kept():
+                    built = _build(decided, console)
+                identity = {**decided.identity, RECOMPUTED: built.choice.arguments}
+                return _train(replace(decided, identity=identity), built, console)
 
 
 def _here(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
@@ -170,12 +150,8 @@ def _here(settings: Settings, sharding: Sharding | None, profile: DeviceProfile)
     return replace(settings.but(**values), sharding=sharding, auto_checkpointing=auto)
 
 
-def _decided(
-    settings: Settings, start: Adapter | None, profile: DeviceProfile, rewards: dict[str, Any]
-) -> Run:
+def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]) -> Run:
     """Return the run: data, checkpoint and policy, decided and compared with the run that it resumes."""
-    from isotype.train.rows.data import hold_back, training_data
-
     resume = resume_point(settings)
     earlier = earlier_report(resume)
     notes: list[str] = []
@@ -189,13 +165,12 @@ def _decided(
     check_policy(settings, policy)
     require_weights(checkpoint)
     rows = data[settings.script.dataset_train_split]
-    identity = identity_of(settings, checkpoint, policy, rows, start)
+    identity = identity_of(settings, checkpoint, policy, rows)
     identity[TEMPLATE_DATE] = day_of_run(resume).isoformat()
     check_resume(identity, resume)
     return Run(
         settings=settings,
         checkpoint=checkpoint,
-        start=start,
         policy=policy,
         profile=profile,
         data=data,
@@ -230,12 +205,9 @@ def _output_directory(settings: Settings) -> Iterator[None]:
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError.of(
-                "cannot write to the output directory",
-                f"--output_dir {root}: {error.strerror}",
-                "a directory that can be made",
-                "give another one",
-            ) from error
+            headline = "cannot write to the output directory"
+            what = f"--output_dir {root}: {error.strerror}"
+            raise UsageError.of(headline, what, "a directory that can be made", "give another one") from error
         yield
     finally:
         for path in missing:
@@ -256,9 +228,13 @@ def _build(run: Run, console: Console) -> Built:
     mark(run, tokenizer)
     check_tokenizer(settings, source, tokenizer, data)
     said = list(run.notes)
-    settings, data = fitting(settings, tokenizer, plain_contents(tokenizer, data, said.append), said.append)
+    data = fitting(settings, tokenizer, data, said.append)
+    if whole := uncut(settings, data):
+        settings = settings.but(**whole)
     run, training = replace(run, settings=settings, data=data), settings.training
-    lengths = _lengths(settings, tokenizer, data)
+    train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
+    counted = hasattr(training, "max_length")
+    lengths = lengths_in(settings, tokenizer, data[train_split]) if counted else None
     rows = labelled_rows(settings, tokenizer, data, say=said.append)
     said += plain_turns(settings, tokenizer, data)
     choice = choice_of_run(run, tokenizer, lengths)
@@ -267,10 +243,9 @@ def _build(run: Run, console: Console) -> Built:
         say_what_is_overwritten(settings, console)
     set_seed(training.seed)
     with console.status(f"loading {run.checkpoint.name} as {policy.form} …"):
-        adapt = parts_to_adapt(settings, next(iter(rows[settings.script.dataset_train_split]), {}))
-        model, peft_config = adapted_model(settings, run.checkpoint, policy, run.start, adapt=adapt)
+        adapt = parts_to_adapt(settings, next(iter(rows[train_split]), {}))
+        model, peft_config = adapted_model(settings, run.checkpoint, policy, adapt=adapt)
     describe.show_model(console, model)
-    train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
     asked = _first_answers(run, model, tokenizer, console)
     masters = masters_of(model)
     with (
@@ -278,7 +253,7 @@ def _build(run: Run, console: Console) -> Built:
         _refused_rows_named(settings, tokenizer, data),
         asking(_name_on_hub(settings, source)),
         _found_again(model, source, run.checkpoint.revision),
-        one_reference(settings, run.start, model),
+        one_reference(settings, model),
     ):
         trainer = policy_trainer(method.trainer_class())(
             model=model,
@@ -289,7 +264,9 @@ def _build(run: Run, console: Console) -> Built:
             peft_config=peft_config,
             **run.rewards,
         )
-    _say_restored(enforce_trainer(trainer, policy, masters), console)
+    if counts := Counter(change.what for change in enforce_trainer(trainer, policy, masters)):
+        places = ", ".join(f"{what} ({count} places)" for what, count in counts.items())
+        console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
     fusion = _compiled_or_fused(trainer, settings.extra, console)
     packing = keep_rows(trainer)
     learn_no_pictures(trainer, settings.training)
@@ -318,16 +295,10 @@ def _build(run: Run, console: Console) -> Built:
     return built
 
 
-def _say_restored(changes: Iterable[Change], console: Console) -> None:
-    if counts := Counter(change.what for change in changes):
-        places = ", ".join(f"{what} ({count} places)" for what, count in counts.items())
-        console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
-
-
 def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) -> FusionReport | None:
     """Compile the blocks, or fuse the model and return the report; None if compiled or left as in PEFT."""
     if trainer.compilation is not None:
-        say(console, str(compile_blocks(trainer.model, trainer.compilation)))
+        say(console, compile_blocks(trainer.model, trainer.compilation))
         return None
     if not extra.fuse:
         return None
@@ -351,12 +322,6 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
     return run.settings.but(**values).training
 
 
-def _lengths(settings: Settings, tokenizer: Any, data: Any) -> Lengths | None:
-    if not hasattr(settings.training, "max_length"):
-        return None
-    return lengths_in(settings, tokenizer, data[settings.script.dataset_train_split])
-
-
 @contextmanager
 def _arguments_of(settings: Settings) -> Iterator[None]:
     """Turn errors of TRL and PEFT while they build a trainer into errors about the user's arguments."""
@@ -366,12 +331,8 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
         trainer, message = settings.method.trainer, one_line(error)
         values = {**vars(settings.model), **vars(settings.training)}
         fix = cure_by_name(message, settings.command.values, values, f"isotype {settings.method.name}")
-        raise UsageError.of(
-            f"{trainer} does not take these arguments",
-            message,
-            f"arguments that {trainer} takes together",
-            fix,
-        ) from error
+        headline = f"{trainer} does not take these arguments"
+        raise UsageError.of(headline, message, f"arguments that {trainer} takes together", fix) from error
 
 
 @contextmanager
@@ -428,10 +389,8 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
 
     settings, root = run.settings, Path(run.settings.training.output_dir)
     trainer, samples = built.trainer, as_asked_before(built.asked, run.earlier)
-    started, goes_on = (
-        datetime.now(UTC),
-        partial(resume_command, settings.command, settings.training.output_dir),
-    )
+    started = datetime.now(UTC)
+    goes_on = partial(resume_command, settings.command, settings.training.output_dir)
     write = partial(write_report, root=root, writes=trainer.args.should_save)
     say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
@@ -473,7 +432,10 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
             )
             unread = recorder.record_unread()
             failed = record_of(samples, "failed", f"{error}; {unread}" if unread else error)
-            report_failure(failed, write, console, made_steps=recorder.made_steps)
+            try:
+                write(failed, made_steps=recorder.made_steps)
+            except SaveError as unsaved:  # what has failed may be the disk
+                say(console, f"no run report: {unsaved.headline}")
             raise
     if stopped_by is not None:
         unread = recorder.record_unread()
@@ -482,8 +444,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         samples = answers_after(trainer, samples, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
-    early = (stopping and stopping.said(trainer.state, trainer.args.metric_for_best_model)) or ""
-    if early:
+    if early := (stopping and stopping.said(trainer.state, trainer.args.metric_for_best_model)) or "":
         say(console, early)
     return ended(record_of(samples, "finished"), early, adapter=root)
 

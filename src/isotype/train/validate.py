@@ -40,21 +40,21 @@ from isotype.train.command.arguments import name_problems, number_problems
 from isotype.train.command.settings import Settings
 from isotype.train.compilation import compiler_problems
 from isotype.train.initial_adapter import check_initial, initial_problems
-from isotype.train.rows.contents import check_pictures
+from isotype.train.rows.data import check_pictures
 from isotype.train.signals import early_stopping_problems
 
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _REPORTERS = {
     name: name for name in ("wandb", "tensorboard", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
 }
+_TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the arguments by themselves; raise UsageError with all problems."""
+    """Check the arguments by themselves, then what they name elsewhere; raise UsageError with all problems."""
     problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
     problems += compiler_problems(settings.training, settings.extra.device)
-    problems = problems or [*_optimizer(settings), *_hub(settings)]
-    if problems:
+    if problems := problems or [*_optimizer(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)
 
 
@@ -66,11 +66,9 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *name_problems(read),
         *_stream_without_steps(settings),
         *_checkpointing(settings),
-        *_liger(settings),
         *_model_arguments(settings),
         *_task(settings),
-        *_expressions(settings),
-        *_parts(settings),
+        *_targets(settings),
         *early_stopping_problems(settings),
         *initial_problems(settings),
     ]
@@ -86,40 +84,31 @@ def _task(settings: Settings) -> Iterator[Problem]:
     task, method = settings.model.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [each.name for each in METHODS.values() if each.task_type == task]
-        yield Problem(
-            f"--lora_task_type {task} with {method.name}",
-            f"{method.task_type}, which isotype {method.name} trains",
-            f"leave it out{f', or isotype {fits[0]}, which trains {task}' if fits else ''}",
-        )
+        expected = f"{method.task_type}, which isotype {method.name} trains"
+        fix = f"leave it out{f', or isotype {fits[0]}, which trains {task}' if fits else ''}"
+        yield Problem(f"--lora_task_type {task} with {method.name}", expected, fix)
 
 
-def _expressions(settings: Settings) -> Iterator[Problem]:
-    targets = settings.model.lora_target_modules
+def _targets(settings: Settings) -> Iterator[Problem]:
+    targets, parts = settings.model.lora_target_modules, settings.extra.adapt
     if isinstance(targets, str) and targets != "all-linear":
         yield from pattern_problems({"--lora_target_modules": [targets]})
-
-
-def _parts(settings: Settings) -> Iterator[Problem]:
-    given = settings.extra.adapt
-    if given is None:
+    if parts is None:
         return
     try:
-        read_parts(given)
+        read_parts(parts)
     except ValueError as error:
-        yield wrong_choice(f"--adapt {given}", str(error), (*PARTS, ALL))
+        yield wrong_choice(f"--adapt {parts}", str(error), (*PARTS, ALL))
     if not settings.model.use_peft:
-        yield Problem(f"--adapt {given} with --use_peft False", "adapters", "leave one of the two out")
+        yield Problem(f"--adapt {parts} with --use_peft False", "adapters", "leave one of the two out")
 
 
 def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
     training = settings.training
     streaming = settings.script.dataset_streaming or getattr(settings.dataset, "streaming", False)
     if streaming and training.max_steps <= 0:
-        yield Problem(
-            "--dataset_streaming without --max_steps",
-            "the number of steps, since a stream does not say how long it is",
-            "add --max_steps N",
-        )
+        expected = "the number of steps, since a stream does not say how long it is"
+        yield Problem("--dataset_streaming without --max_steps", expected, "add --max_steps N")
 
 
 _CHECKPOINT = sorted(
@@ -132,20 +121,13 @@ _CHECKPOINT = sorted(
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
     arguments = settings.training.gradient_checkpointing_kwargs or {}
     for name in sorted(arguments.keys() - _CHECKPOINT):
-        yield Problem(
-            f"--gradient_checkpointing_kwargs: {name!r}",
-            f"one of {', '.join(_CHECKPOINT)}",
-            f"did you mean {near[0]!r}?"
-            if (near := difflib.get_close_matches(name, _CHECKPOINT))
-            else "leave it out",
-        )
+        near = difflib.get_close_matches(name, _CHECKPOINT)
+        fix = f"did you mean {near[0]!r}?" if near else "leave it out"
+        yield Problem(f"--gradient_checkpointing_kwargs: {name!r}", f"one of {', '.join(_CHECKPOINT)}", fix)
     every = arguments.get("every_n_layers", 1)
     if not isinstance(every, int) or every < 1:
-        yield Problem(
-            f"--gradient_checkpointing_kwargs: every_n_layers {every!r}",
-            "a whole number of at least 1",
-            "1 checkpoints every layer, 2 every other one",
-        )
+        what = f"--gradient_checkpointing_kwargs: every_n_layers {every!r}"
+        yield Problem(what, "a whole number of at least 1", "1 checkpoints every layer, 2 every other one")
 
 
 def _offload(settings: Settings) -> Iterator[Problem]:
@@ -162,31 +144,16 @@ def _offload(settings: Settings) -> Iterator[Problem]:
 def _paths(settings: Settings) -> Iterator[Problem]:
     template = getattr(settings.training, "chat_template_path", None)
     if template is not None and _looks_like_path(template) and not Path(template).exists():
-        yield Problem(
-            f"--chat_template_path {template}: no such file or directory",
-            "a .jinja file, or a directory or hub id with a tokenizer",
-            "check the path",
-        )
+        what = f"--chat_template_path {template}: no such file or directory"
+        yield Problem(what, _TEMPLATE, "check the path")
     output, model = settings.training.output_dir, Path(str(settings.model.model_name_or_path))
     if output and model.is_dir() and Path(output).resolve() == model.resolve():
-        yield Problem(
-            f"--output_dir {output} is the model's own directory",
-            "a directory of its own for what comes out",
-            "give another one",
-        )
+        setting = f"--output_dir {output} is the model's own directory"
+        yield Problem(setting, "a directory of its own for what comes out", "give another one")
 
 
 def _looks_like_path(text: str) -> bool:
     return text.endswith((".jinja", ".j2")) or text.startswith((".", "/", "~")) or text.count("/") > 1
-
-
-def _liger(settings: Settings) -> Iterator[Problem]:
-    if getattr(settings.training, "use_liger_kernel", False):
-        yield Problem(
-            "--use_liger_kernel: Liger binds forwards of its own to norms and MLPs, which hide those that follow the precision policy",
-            "modules that compute under the policy",
-            "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
-        )
 
 
 def _packages(settings: Settings) -> Iterator[Problem]:
@@ -198,7 +165,8 @@ def _packages(settings: Settings) -> Iterator[Problem]:
         wanted.append((f"--deepspeed {training.deepspeed}", "deepspeed"))
     reporters = training.report_to if isinstance(training.report_to, list) else [training.report_to]
     wanted += [(f"--report_to {name}", _REPORTERS[name]) for name in reporters if name in _REPORTERS]
-    attention = _attention(settings)
+    given_to_model = training.model_init_kwargs or {}
+    attention = settings.model.attn_implementation or given_to_model.get("attn_implementation")
     if attention in _ATTENTION:
         wanted.append((f"--attn_implementation {attention}", _ATTENTION[attention]))
     optimizer = str(getattr(training.optim, "value", training.optim))
@@ -206,16 +174,8 @@ def _packages(settings: Settings) -> Iterator[Problem]:
     wanted += [] if package is None else [(f"--optim {optimizer}", package)]
     for given, package in wanted:
         if find_spec(package) is None:
-            yield Problem(
-                given,
-                f"the package {package}, which is not installed",
-                f"pip install {package.replace('_', '-')}, or leave {given.split()[0]} out",
-            )
-
-
-def _attention(settings: Settings) -> str | None:
-    arguments = settings.training.model_init_kwargs or {}
-    return settings.model.attn_implementation or arguments.get("attn_implementation")
+            fix = f"pip install {package.replace('_', '-')}, or leave {given.split()[0]} out"
+            yield Problem(given, f"the package {package}, which is not installed", fix)
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:
@@ -284,35 +244,15 @@ def _hub(settings: Settings) -> Iterator[Problem]:
         yield Problem(setting, "a hub that can be reached, and a token that it takes", later)
 
 
-def check_read_later(settings: Settings) -> None:
-    """Check that the trainer's other files exist: a tokenizer's template, a reward model.
-
-    Raises:
-        UsageError: with all problems.
-    """
-    problems = list(_read_later(settings))
-    if problems:
-        raise UsageError("invalid arguments", problems)
-
-
 def _read_later(settings: Settings) -> Iterator[Problem]:
+    """Yield the trainer's other files that do not exist: a tokenizer's template, a reward model."""
     from transformers import AutoConfig, AutoTokenizer
 
-    kinds = (
-        (
-            "chat_template_path",
-            settings.training,
-            AutoTokenizer,
-            "a .jinja file, or a directory or hub id with a tokenizer",
-        ),
-        (
-            "reward_model_name_or_path",
-            settings.script,
-            AutoConfig,
-            "a directory or hub id with a model that scores texts",
-        ),
-    )
-    for flag, holder, kind, expected in kinds:
+    scorer = "a directory or hub id with a model that scores texts"
+    for flag, holder, kind, expected in (
+        ("chat_template_path", settings.training, AutoTokenizer, _TEMPLATE),
+        ("reward_model_name_or_path", settings.script, AutoConfig, scorer),
+    ):
         name = getattr(holder, flag, None)
         if not name or Path(name).is_file():
             continue
@@ -327,20 +267,20 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
 
 def _model_arguments(settings: Settings) -> Iterator[Problem]:
     training, given = settings.training, settings.training.model_init_kwargs or {}
+    if getattr(training, "use_liger_kernel", False):
+        yield Problem(
+            "--use_liger_kernel: Liger binds forwards of its own to norms and MLPs, which hide those that follow the precision policy",
+            "modules that compute under the policy",
+            "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
+        )
     for name, flag in (("attn_implementation", "attn_implementation"), ("revision", "model_revision")):
         value = getattr(settings.model, flag)
         if name in given and flag in settings.command and given[name] != value:
-            yield Problem(
-                f"--{flag} {value} and --model_init_kwargs {name}={given[name]}",
-                f"one {name}",
-                "leave one of the two out",
-            )
+            both = f"--{flag} {value} and --model_init_kwargs {name}={given[name]}"
+            yield Problem(both, f"one {name}", "leave one of the two out")
     if getattr(training, "trust_remote_code", False) or given.get("trust_remote_code"):
-        yield Problem(
-            "--trust_remote_code",
-            "an architecture that transformers has: isotype runs no code from a checkpoint",
-            "leave it out",
-        )
+        expected = "an architecture that transformers has: isotype runs no code from a checkpoint"
+        yield Problem("--trust_remote_code", expected, "leave it out")
     if training.use_cpu and not settings.extra.device.startswith("cpu"):
         yield Problem(
             f"--use_cpu True and --device {settings.extra.device}", "one device", "leave one of the two out"
@@ -357,14 +297,10 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
     name = str(policy.compute).removeprefix("torch.")
     if name not in settings.refused:
         return
-    flag = {"bfloat16": "bf16", "float16": "fp16"}[name]
-    other = {"bfloat16": "float16", "float16": "bfloat16"}[name]
-    raise PrecisionError.of(
-        "the arguments disagree about precision",
-        f"--dtype auto, which is {name} here, and --{flag} False",
-        "a compute dtype that is not ruled out",
-        f"--dtype float32, or --dtype {other}",
-    )
+    flag, other = ("bf16", "float16") if name == "bfloat16" else ("fp16", "bfloat16")
+    what = f"--dtype auto, which is {name} here, and --{flag} False"
+    expected, fix = "a compute dtype that is not ruled out", f"--dtype float32, or --dtype {other}"
+    raise PrecisionError.of("the arguments disagree about precision", what, expected, fix)
 
 
 def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data: Any) -> None:
@@ -375,34 +311,9 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
         CheckpointError: the tokenizer makes ids without an embedding in the model.
     """
     from transformers import AutoConfig
-    from trl import is_conversational
 
-    training = settings.training
     words = getattr(tokenizer, "tokenizer", tokenizer)
-    problems = []
-    rows = islice(data[settings.script.dataset_train_split], 1)
-    template = getattr(tokenizer, "chat_template", None) or getattr(training, "chat_template_path", None)
-    if not template and any(is_conversational(row) for row in rows):
-        problems.append(
-            Problem(
-                "conversations, and a tokenizer without a chat template",
-                "a chat template, which writes a conversation as text",
-                "--chat_template_path FILE.jinja, or prompts and completions as plain text"
-                if hasattr(training, "chat_template_path")
-                else "add chat_template.jinja to the model's directory, or give prompts as plain text",
-            )
-        )
-    for flag in ("eos_token", "pad_token"):
-        token = getattr(training, flag, None)
-        if token is not None and token not in words.get_vocab():
-            problems.append(
-                Problem(
-                    f"--{flag} {token}",
-                    f"a token of the vocabulary; the tokenizer's own is {getattr(words, flag)}",
-                    "leave it out, or correct the spelling",
-                )
-            )
-    if problems:
+    if problems := list(_tokenizer(settings, tokenizer, data)):
         raise UsageError("the tokenizer does not fit", problems)
     _check_completions(settings, data)
     check_pictures(settings, tokenizer, data)
@@ -413,13 +324,30 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
     largest = max([words.vocab_size - 1, *special])
     if size is not None and largest >= size:
-        raise CheckpointError.of(
-            "the tokenizer is larger than the model's vocabulary",
-            f"a tokenizer with ids up to {largest} and a model with {size} embeddings",
-            f"ids below {size}",
-            "copy the tokenizer from the model that the weights come from",
-        )
+        headline = "the tokenizer is larger than the model's vocabulary"
+        what = f"a tokenizer with ids up to {largest} and a model with {size} embeddings"
+        fix = "copy the tokenizer from the model that the weights come from"
+        raise CheckpointError.of(headline, what, f"ids below {size}", fix)
     _check_ids(settings, data, size)
+
+
+def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Problem]:
+    from trl import is_conversational
+
+    training, words = settings.training, getattr(tokenizer, "tokenizer", tokenizer)
+    rows = islice(data[settings.script.dataset_train_split], 1)
+    template = getattr(tokenizer, "chat_template", None) or getattr(training, "chat_template_path", None)
+    if not template and any(is_conversational(row) for row in rows):
+        fix = "add chat_template.jinja to the model's directory, or give prompts as plain text"
+        if hasattr(training, "chat_template_path"):
+            fix = "--chat_template_path FILE.jinja, or prompts and completions as plain text"
+        expected = "a chat template, which writes a conversation as text"
+        yield Problem("conversations, and a tokenizer without a chat template", expected, fix)
+    for flag in ("eos_token", "pad_token"):
+        token = getattr(training, flag, None)
+        if token is not None and token not in words.get_vocab():
+            expected = f"a token of the vocabulary; the tokenizer's own is {getattr(words, flag)}"
+            yield Problem(f"--{flag} {token}", expected, "leave it out, or correct the spelling")
 
 
 def _check_completions(settings: Settings, data: Any) -> None:
@@ -430,12 +358,8 @@ def _check_completions(settings: Settings, data: Any) -> None:
     if not {"prompt", "completion"} <= columns.keys() and "labels" not in columns:
         what = f"--completion_only_loss True with the columns {listed(map(repr, columns))}"
         fix = "--assistant_only_loss True for conversations; else leave it out"
-        raise UsageError.of(
-            "there are no completions in this data",
-            what,
-            "'prompt' and 'completion', or 'completion_mask'",
-            fix,
-        )
+        expected = "'prompt' and 'completion', or 'completion_mask'"
+        raise UsageError.of("there are no completions in this data", what, expected, fix)
 
 
 def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
@@ -482,10 +406,6 @@ def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: A
     if "input_ids" in getattr(given, "column_names", ()):
         why = f"none of their first {limit} tokens is learned"
     if len(prepared) == 0:
-        raise DataError.of(
-            "no example is left to train on",
-            f"all {len(given)} examples were dropped: {why}",
-            "shorter examples",
-            "--max_length N",
-        )
+        what = f"all {len(given)} examples were dropped: {why}"
+        raise DataError.of("no example is left to train on", what, "shorter examples", "--max_length N")
     return f"{dropped} of {len(given)} examples were dropped: {why}"

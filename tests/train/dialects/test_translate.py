@@ -15,7 +15,7 @@ import yaml
 from isotype.train.command.command import specs
 from isotype.train.dialects import axolotl, llama_factory
 from isotype.train.dialects.reader import Reader, tables
-from isotype.train.dialects.translate import Translation, dialect_of, translated
+from isotype.train.dialects.translate import dialect_of, translated
 
 HERE = Path(__file__).parent
 EXAMPLES: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
@@ -79,12 +79,12 @@ def method_of(values: Mapping[str, Any]) -> str:
     return room.method_of(Reader.of(dialect, values, "sft", Path())) or "sft"
 
 
-def read(values: Mapping[str, Any], method: str | None = None) -> Translation:
+def read(values: Mapping[str, Any], method: str | None = None) -> Reader:
     """A file's content for the command that it is for."""
     return translated(values, method or method_of(values), Path())
 
 
-def told(translation: Translation) -> set[str]:
+def told(translation: Reader) -> set[str]:
     """The names that the notes and the problems speak of."""
     refused = {
         name.strip() for each in translation.problems for name in each.given.partition(":")[0].split(",")

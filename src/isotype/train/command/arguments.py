@@ -137,17 +137,18 @@ class Limit:
     def words(self) -> str:
         """Return the range in words."""
         low = f"more than {self.least:g}" if self.above else f"at least {self.least:g}"
-        return (
-            low
-            if self.most == math.inf
-            else f"{low}, {'less than' if self.below else 'at most'} {self.most:.10g}"
-        )
+        if self.most == math.inf:
+            return low
+        return f"{low}, {'less than' if self.below else 'at most'} {self.most:.10g}"
 
 
 _COUNT = Limit(1, 10**7, fix="give a number within these")  # their products stay within 64 bits
 _NOT_NEGATIVE = Limit(0, fix="give 0 or more")
 _SEED = Limit(0, 2**32 - 1, fix="give a number within these")
 _EVERY = Limit(0, above=True, fix="a number of steps, or a share of them below 1")
+_GROUP = Limit(2, fix="give at least 2: a completion is compared with others of its prompt")
+_SCALE = Limit(0, above=True, fix="twice --lora_r is a common choice; at 0 an adapter does nothing")
+_DROPOUT = Limit(0, 1, below=True, fix="0 to 0.1 is common; at 1 nothing reaches the adapter")
 _SHARE = Limit(0, 1, below=True, fix="give a share of 1")
 
 
@@ -179,12 +180,8 @@ class Argument:
     json: str = ""
 
 
-def _json(name: str, example: str) -> Argument:
-    return Argument(name, json=example)
-
-
-def _number_of(name: str, limit: Limit) -> Argument:
-    return Argument(name, limit=limit)
+def _limited(limit: Limit, names: str) -> Iterator[Argument]:
+    return (Argument(name, limit=limit) for name in names.split())
 
 
 _NOT_RL: tuple[Loss, ...] = ("labels", "preference", "reward", "unpaired")
@@ -202,37 +199,21 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("learning_rate", "training", "2e-4", limit=Limit(0, 1e3, fix="1e-4 is a common start")),
     Argument("num_train_epochs", "training", "3", "or --max_steps N"),
     Argument("per_device_train_batch_size", "training", "8", "rows at once", limit=_COUNT),
-    _number_of("per_device_eval_batch_size", _COUNT),
+    Argument("per_device_eval_batch_size", limit=_COUNT),
     Argument("gradient_accumulation_steps", "training", "1", "batches summed into a step", limit=_COUNT),
     Argument("max_length", "training", "1024", "tokens a row is cut to", _NOT_RL, _COUNT),
     Argument("gradient_checkpointing", "training", "auto", "True: less memory, a slower step"),
     Argument("packing", "training", "True", "several short rows in one", ("labels",)),
     Argument("beta", "training", "0.1", "closeness to the reference", _COMPARED, limit=_NOT_NEGATIVE),
     Argument("reward_funcs", "training", "FILE.py:name", "scores of completions", ("policy",)),
-    Argument(
-        "num_generations",
-        "training",
-        "8",
-        "completions of a prompt to compare",
-        ("policy",),
-        Limit(2, fix="give at least 2: a completion is compared with others of its prompt"),
-    ),
+    Argument("num_generations", "training", "8", "completions of a prompt to compare", ("policy",), _GROUP),
     Argument("max_completion_length", "training", "256", "tokens", ("policy",), _COUNT),
-    _number_of("steps_per_generation", _COUNT),
-    _number_of("generation_batch_size", _COUNT),
-    _number_of("num_iterations", _COUNT),
-    _number_of("dataset_num_proc", _COUNT),
-    _number_of("tokens_per_step", _COUNT),
+    *_limited(
+        _COUNT, "steps_per_generation generation_batch_size num_iterations dataset_num_proc tokens_per_step"
+    ),
     Argument("lora_r", "adapter", "16", "rank", limit=_COUNT),
-    Argument(
-        "lora_alpha",
-        "adapter",
-        "32",
-        limit=Limit(0, above=True, fix="twice --lora_r is a common choice; at 0 an adapter does nothing"),
-    ),
-    _number_of(
-        "lora_dropout", Limit(0, 1, below=True, fix="0 to 0.1 is common; at 1 nothing reaches the adapter")
-    ),
+    Argument("lora_alpha", "adapter", "32", limit=_SCALE),
+    Argument("lora_dropout", limit=_DROPOUT),
     Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
     Argument(
         "lora_task_type", choices=_names("peft", "TaskType", lambda each: [kind.value for kind in each])
@@ -242,17 +223,13 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("init_lora_weights", "adapter", "loftq", "or pissa, olora, gaussian, orthogonal"),
     Argument("use_peft", "adapter", "False", "train every weight"),
     Argument(
-        "early_stopping_patience",
-        "along the way",
-        "3",
-        "evaluations without a better loss",
-        limit=_COUNT,
+        "early_stopping_patience", "along the way", "3", "evaluations without a better loss", limit=_COUNT
     ),
-    _number_of("early_stopping_threshold", _NOT_NEGATIVE),
+    Argument("early_stopping_threshold", limit=_NOT_NEGATIVE),
     Argument("save_steps", "along the way", "500", "a checkpoint every so many steps", limit=_EVERY),
     Argument("resume_from_checkpoint", "along the way", "true", "go on from the last whole checkpoint"),
     Argument("logging_steps", "along the way", "10", "a line every so many steps", limit=_EVERY),
-    _number_of("eval_steps", _EVERY),
+    Argument("eval_steps", limit=_EVERY),
     Argument(
         "report_to",
         "along the way",
@@ -266,19 +243,15 @@ ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument("push_to_hub", "along the way", "True", "upload the result"),
     Argument("config", "along the way", "FILE.yaml", "any of these as name: value lines"),
-    _number_of("warmup_steps", _NOT_NEGATIVE),
-    _number_of("weight_decay", _NOT_NEGATIVE),
-    _number_of("adam_epsilon", _NOT_NEGATIVE),
-    _number_of("dataloader_num_workers", _NOT_NEGATIVE),
-    _number_of("neftune_noise_alpha", _NOT_NEGATIVE),
-    _number_of("epsilon", _NOT_NEGATIVE),
-    _number_of("eval_delay", _NOT_NEGATIVE),
-    _number_of("seed", _SEED),
-    _number_of("data_seed", _SEED),
-    *(_number_of(name, _SHARE) for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor")),
-    _number_of("label_smoothing", Limit(0, 0.5, fix="the share of pairs whose order is wrong")),
-    _number_of("temperature", Limit(0, above=True, fix="1 is the method's own")),
-    _number_of("top_p", Limit(0, 1, above=True, fix="1 keeps every token")),
+    *_limited(
+        _NOT_NEGATIVE, "warmup_steps weight_decay adam_epsilon dataloader_num_workers neftune_noise_alpha"
+    ),
+    *_limited(_NOT_NEGATIVE, "epsilon eval_delay"),
+    *_limited(_SEED, "seed data_seed"),
+    *_limited(_SHARE, "adam_beta1 adam_beta2 label_smoothing_factor"),
+    Argument("label_smoothing", limit=Limit(0, 0.5, fix="the share of pairs whose order is wrong")),
+    Argument("temperature", limit=Limit(0, above=True, fix="1 is the method's own")),
+    Argument("top_p", limit=Limit(0, 1, above=True, fix="1 keeps every token")),
     Argument(
         "attn_implementation",
         choices=_names(
@@ -293,17 +266,17 @@ ARGUMENTS: tuple[Argument, ...] = (
             "accelerate.utils", "DynamoBackend", lambda each: [kind.value.lower() for kind in each]
         ),
     ),
-    _json("model_init_kwargs", '{"attn_implementation": "eager"}'),
-    _json("lr_scheduler_kwargs", '{"num_cycles": 2}'),
-    _json("gradient_checkpointing_kwargs", '{"use_reentrant": false}'),
-    _json("activation_checkpointing_kwargs", '{"use_reentrant": false}'),
-    _json("accelerator_config", '{"split_batches": true}'),
-    _json("fsdp_config", '{"version": 2}'),
-    _json("dataset_kwargs", '{"skip_prepare_dataset": true}'),
-    _json("generation_kwargs", '{"top_k": 50}'),
-    _json("chat_template_kwargs", '{"enable_thinking": false}'),
-    _json("liger_kernel_config", '{"rope": false}'),
-    _json("transformers_continuous_batching_config", '{"max_batch_tokens": 4096}'),
+    Argument("model_init_kwargs", json='{"attn_implementation": "eager"}'),
+    Argument("lr_scheduler_kwargs", json='{"num_cycles": 2}'),
+    Argument("gradient_checkpointing_kwargs", json='{"use_reentrant": false}'),
+    Argument("activation_checkpointing_kwargs", json='{"use_reentrant": false}'),
+    Argument("accelerator_config", json='{"split_batches": true}'),
+    Argument("fsdp_config", json='{"version": 2}'),
+    Argument("dataset_kwargs", json='{"skip_prepare_dataset": true}'),
+    Argument("generation_kwargs", json='{"top_k": 50}'),
+    Argument("chat_template_kwargs", json='{"enable_thinking": false}'),
+    Argument("liger_kernel_config", json='{"rope": false}'),
+    Argument("transformers_continuous_batching_config", json='{"max_batch_tokens": 4096}'),
 )
 """Arguments with such facts, in the order of problems."""
 

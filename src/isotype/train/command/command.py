@@ -123,24 +123,11 @@ def specs(method: str) -> Mapping[str, Spec]:
     return {entry["name"]: Spec(**entry) for entry in chosen}
 
 
-_MEANT = frozenset(
-    [
-        "gradient_checkpointing",
-        "activation_checkpointing",
-        "bf16",
-        "fp16",
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "output_dir",
-        "eval_strategy",
-        "eval_steps",
-        "bnb_4bit_quant_type",
-        "model_revision",
-        "logging_nan_inf_filter",
-        "accelerator_config",
-        "lora_task_type",
-    ]
-)
+_MEANT = frozenset((
+    "gradient_checkpointing", "activation_checkpointing", "bf16", "fp16", "per_device_train_batch_size",
+    "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
+    "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
+))  # fmt: skip
 """Arguments whose default, if given explicitly, differs from no value."""
 
 
@@ -251,12 +238,10 @@ class Command:
 
     def tokens(self) -> tuple[str, ...]:
         """Return the command line, after a launcher for several processes; with a file, that and the differences."""
-        launcher = (
-            ("torchrun", "--standalone", "--nproc_per_node", str(self.processes), "-m")
-            if self.processes > 1
-            else ()
-        )
-        return (*self.environment(), *launcher, "isotype", self.method, *self.arguments())
+        command = ("isotype", self.method, *self.arguments())
+        if self.processes > 1:
+            command = ("torchrun", "--standalone", "--nproc_per_node", str(self.processes), "-m", *command)
+        return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
         """Return `env NAME=VALUE …` for a command line that cannot name its file with `env`; else nothing."""

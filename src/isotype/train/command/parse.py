@@ -60,7 +60,9 @@ def parse_command(
     values: dict[str, Value] = {} if file is None else dict(file.values)
     if model is not None:
         if "model_name_or_path" in typed:
-            problems.append(_two_models(model))
+            near = difflib.get_close_matches(model.lower(), METHODS, n=1)
+            fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
+            problems.append(Problem(f"{model} and --model_name_or_path", "one model", fix))
         values.pop("model_name_or_path", None)  # a flag wins over the file, and so does a model without one
         values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
     for name, value in (keywords or {}).items():
@@ -164,12 +166,6 @@ def training_parser(method: str) -> Parser:
     return parser
 
 
-def _two_models(model: str) -> Problem:
-    near = difflib.get_close_matches(model.lower(), METHODS, n=1)
-    fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
-    return Problem(f"{model} and --model_name_or_path", "one model", fix)
-
-
 def _check_json(argument: Argument, value: Any) -> None:
     if isinstance(value, dict) or (argument.name in _FILES and not str(value).startswith("{")):
         return
@@ -178,12 +174,8 @@ def _check_json(argument: Argument, value: Any) -> None:
         wrong = "it is no object"
     except (TypeError, ValueError, RecursionError) as error:
         wrong = str(error)
-    raise UsageError.of(
-        "an argument is not JSON",
-        f"--{argument.name} {value}: {wrong}",
-        "a JSON object",
-        f"write it like '{argument.json}'",
-    )
+    what = f"--{argument.name} {value}: {wrong}"
+    raise UsageError.of("an argument is not JSON", what, "a JSON object", f"write it like '{argument.json}'")
 
 
 # --config FILE
@@ -226,30 +218,18 @@ def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
             "unreadable config file", f"--config {path}: {error.strerror}", "a YAML file", "check the path"
         ) from error
     except UnicodeDecodeError as error:
-        raise UsageError.of(
-            "unreadable config file",
-            f"--config {path}: not UTF-8 at byte {error.start}",
-            "a YAML file",
-            "convert it to UTF-8",
-        ) from error
+        what = f"--config {path}: not UTF-8 at byte {error.start}"
+        raise UsageError.of("unreadable config file", what, "a YAML file", "convert it to UTF-8") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         message = getattr(error, "problem", None) or one_line(error)
-        raise UsageError.of(
-            "config file is not YAML",
-            f"--config {path}{at}: {message}",
-            "`name: value` lines",
-            "correct that line",
-        ) from error
+        headline, what = "config file is not YAML", f"--config {path}{at}: {message}"
+        raise UsageError.of(headline, what, "`name: value` lines", "correct that line") from error
     if not isinstance(values, dict):
         content = "nothing" if values is None else f"a {type(values).__name__}"
-        raise UsageError.of(
-            "config file is not a mapping",
-            f"--config {path} holds {content}",
-            "`name: value` lines",
-            "write learning_rate: 1e-4",
-        )
+        what, fix = f"--config {path} holds {content}", "write learning_rate: 1e-4"
+        raise UsageError.of("config file is not a mapping", what, "`name: value` lines", fix)
     return values, {key.value: key.start_mark.line + 1 for key, _ in getattr(node, "value", ())}
 
 

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from isotype.checkpoint.adapter import Adapter
 from isotype.compat.transformers import train_on_first_gpu
 from isotype.core.errors import Problem, UsageError, one_line
 from isotype.data.methods import Method
 from isotype.precision.decide import PrecisionRequest
-from isotype.precision.devices.profile import DeviceProfile, device_profile
+from isotype.precision.devices.profile import device_profile
 from isotype.train.command.arguments import IsotypeArguments, number_problems
 from isotype.train.command.command import AUTO, HOLDERS, RECOMPUTE, Command
 from isotype.train.command.parse import MODELS, parse_command
@@ -36,6 +36,7 @@ class Settings:
     Attributes:
         refused: dtypes excluded by `--bf16 False` and `--fp16 False`.
         sharding: of the model over processes; None if not sharded.
+        start: the adapter to train further, on whose base `model` is set; None for a new one.
         auto_checkpointing: choose gradient checkpointing by the step's estimated memory; `training` then has it on.
         decided: values chosen by the run in place of the command's, by name.
     """
@@ -49,6 +50,7 @@ class Settings:
     precision: PrecisionRequest
     refused: frozenset[str] = frozenset()
     sharding: Sharding | None = None
+    start: Adapter | None = None
     auto_checkpointing: bool = False
     decided: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,8 +77,7 @@ def settings_of(command: Command) -> Settings:
         UsageError: no model, numbers out of range, a combination that TRL or transformers refuse.
         PrecisionError: all contradictions about dtypes.
     """
-    problems = list(_incomplete(command))
-    if problems:
+    if problems := list(_incomplete(command)):
         hint = f"isotype {command.method} --help lists the arguments"
         raise UsageError("invalid arguments", problems, hint)
     require_names(command.of())
@@ -84,7 +85,9 @@ def settings_of(command: Command) -> Settings:
     given = command.given
     refused = frozenset(name for flag, name in FLAGS if given(flag) is False)
     precision = read_precision_request(command)
-    auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not _says_how(command)
+    # Who configures how activations are saved asks for it.
+    says_how = any(f"{name}_kwargs" in command for name in RECOMPUTE) or command["activation_offloading"]
+    auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not says_how
     return Settings(
         command, script, training, model, dataset, extra, precision, refused, auto_checkpointing=auto
     )
@@ -98,12 +101,6 @@ def _incomplete(command: Command) -> Iterator[Problem]:
         yield Problem(
             given, "rows that a plan chooses", "add --per_device_train_batch_size auto, or leave it out"
         )
-
-
-def _says_how(command: Command) -> bool:
-    """Return True if the arguments configure the saving of activations, which requests it."""
-    kwargs = any(f"{name}_kwargs" in command for name in RECOMPUTE)
-    return kwargs or bool(command["activation_offloading"])
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,9 +120,12 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("device") == "cpu":
         values["use_cpu"] = True
     values |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
-    if values.get("tf32") and not (profile := device_profile(values.get("device", "auto"))).present:
-        values["tf32"] = None  # transformers would ask the machine at hand
-        _require_tf32(profile)
+    profile = device_profile(values.get("device", "auto")) if values.get("tf32") else None
+    if profile is not None and not profile.present:
+        values["tf32"] = None  # transformers would ask the machine at hand; NVIDIA GPUs with bfloat16 have it
+        if profile.kind != "cuda" or profile.supports(torch.bfloat16) != "native":
+            expected, fix = "an NVIDIA GPU of compute capability 8.0 or higher", "leave --tf32 out"
+            raise UsageError.of("invalid arguments", f"--tf32 True on {profile.title}", expected, fix)
     for name in (f"{name}_kwargs" for name in RECOMPUTE):
         if isinstance(values.get(name), dict):
             # torch takes the other kind where nothing is said, transformers this one where nothing else is given.
@@ -176,19 +176,18 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
         wrong = list(number_problems(command.given))
         message = one_line(error)
         named = {name: command[name] for name in command.specs} | _values(command, decided)
-        works = partial(_works_without, kinds, command, decided)
-        fix = cure_by_trial(command.values, works) or cure_by_name(
-            message, command.values, named, f"isotype {command.method}"
-        )
+        cures = [
+            f"--{each}" for each in sorted(command.values) if _works_without(kinds, command, decided, each)
+        ]
+        fix = cure_by_name(message, command.values, named, f"isotype {command.method}")
+        fix = f"leave {' or '.join(cures)} out" if cures else fix
         conflict = Problem(message, f"arguments that trl {command.method} takes together", fix)
         raise UsageError("invalid arguments", wrong or [conflict]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
-        raise UsageError.of(
-            "an argument needs a package that is not installed",
-            _missing_package(error),
-            "the package",
-            "install it, or leave the argument out",
-        ) from error
+        lacking = re.search(r"'([\w.-]+)[^']*' distribution was not found", str(error))
+        headline = "an argument needs a package that is not installed"
+        what = f"no package {lacking[1]}" if lacking else str(error)
+        raise UsageError.of(headline, what, "the package", "install it, or leave the argument out") from error
     # What the constructors refuse, or make otherwise.
     for name in _COMPLETED & decided.keys():
         setattr(training, name, decided[name])
@@ -196,17 +195,6 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
     model.load_in_8bit = bool(command.given("load_in_8bit"))
     model.lora_target_modules = target_modules(model.lora_target_modules)
     return [script, training, model, dataset, extra]
-
-
-def _require_tf32(profile: DeviceProfile) -> None:
-    """Raise if the device lacks TF32, which NVIDIA GPUs have since the generation with bfloat16."""
-    if profile.kind != "cuda" or profile.supports(torch.bfloat16) != "native":
-        raise UsageError.of(
-            "invalid arguments",
-            f"--tf32 True on {profile.title}",
-            "an NVIDIA GPU of compute capability 8.0 or higher",
-            "leave --tf32 out",
-        )
 
 
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
@@ -233,11 +221,6 @@ def _works_without(kinds: Iterable[Any], command: Command, decided: Mapping[str,
     return True
 
 
-def _missing_package(error: ImportError) -> str:
-    found = re.search(r"'([\w.-]+)[^']*' distribution was not found", str(error))
-    return f"no package {found[1]}" if found else str(error)
-
-
 def target_modules(value: Any) -> Any:
     """Return `--lora_target_modules` as PEFT takes it: plain names as a list; `all-linear` and regexes unchanged.
 
@@ -246,12 +229,6 @@ def target_modules(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"[\w.]+([\s,]+[\w.]+)*", value):
         return re.split(r"[\s,]+", value)
     return value
-
-
-def cure_by_trial(explicit: Iterable[str], works_without: Callable[[str], bool]) -> str | None:
-    """Return the advice to omit one of the arguments without which the rest works; None if there is none."""
-    cures = [name for name in sorted(explicit) if works_without(name)]
-    return f"leave {' or '.join(f'--{name}' for name in cures)} out" if cures else None
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:

@@ -24,10 +24,8 @@ def method_of(reader: Reader) -> str | None:
 
 def topics(reader: Reader) -> None:
     """Settle names that need arithmetic or the rows."""
-    whole, micro = (
-        reader.typed("batch_size", "a number above 0", None),
-        reader.typed("micro_batch_size", "a number above 0", 1),
-    )
+    whole = reader.typed("batch_size", "a number above 0", None)
+    micro = reader.typed("micro_batch_size", "a number above 0", 1)
     if whole and not reader.get("gradient_accumulation_steps"):
         reader.use("batch_size", gradient_accumulation_steps=max(1, int(whole // micro)))
     reader.note("no effect beside gradient_accumulation_steps", "batch_size")
@@ -35,11 +33,8 @@ def topics(reader: Reader) -> None:
         reader.use("optim_args", optim_args=",".join(f"{name}={value}" for name, value in more.items()))
     for plugin in reader.typed("plugins", "a list", []):
         if str(plugin).rpartition(".")[2] not in _PLUGINS:
-            reader.refuse(
-                f"plugins: {plugin}",
-                "no code beside isotype's",
-                "remove it from the list to train without it",
-            )
+            fix = "remove it from the list to train without it"
+            reader.refuse(f"plugins: {plugin}", "no code beside isotype's", fix)
     _intervals(reader)
     _rows(reader)
     reader.use("rl reward_model process_reward_model")
@@ -65,10 +60,8 @@ def _intervals(reader: Reader) -> None:
 
 def _share(reader: Reader, name: str) -> float | None:
     """Return events per epoch as a share of all steps; None for an epoch or more."""
-    often, epochs = (
-        reader.typed(name, "a number above 0", None),
-        reader.typed("num_epochs", "a number above 0", 1),
-    )
+    often = reader.typed(name, "a number above 0", None)
+    epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1
     return share if share < 1 else None
 
@@ -106,9 +99,8 @@ def _data_set(inner: Reader) -> list[Rows]:
     if not columns or path is None:
         known = ", ".join((*texts, *chats, *tables()["types"][method])) or "none, since code makes them"
         fix = "write the rows with isotype's columns (docs/training.md, Data), and give --dataset_name"
-        inner.refuse(
-            "type" if "type" in inner.given else f"type: {kind}", f"a path, and rows of a type: {known}", fix
-        )
+        what = "type" if "type" in inner.given else f"type: {kind}"
+        inner.refuse(what, f"a path, and rows of a type: {known}", fix)
     inner.apply_rules()
     inner.finish()
     more = inner.get("name"), inner.typed("split", "text", "train"), inner.get("data_files")
@@ -139,11 +131,8 @@ def _chat(inner: Reader, kind: str) -> dict[str, list[str]]:
         expected = "messages of {role, content} or {from, value}"
         inner.refuse(f"message_property_mappings: {role}, {content}", expected, "rename them in the rows")
     if not speaks(inner.typed("roles", "names with values", {})):
-        inner.refuse(
-            "roles",
-            "the roles that isotype reads those names as (docs/training.md, Data)",
-            "rename them in the rows",
-        )
+        expected = "the roles that isotype reads those names as (docs/training.md, Data)"
+        inner.refuse("roles", expected, "rename them in the rows")
     inner.use("message_property_mappings message_field_role message_field_content roles")
     messages = [inner.get("field_messages", "conversations" if kind == "sharegpt" else "messages")]
     if METHODS[inner.method].loss == "preference":

@@ -20,11 +20,8 @@ def method_of(reader: Reader) -> str | None:
     """Return the training command of the file; None for a stage that isotype lacks."""
     stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
     if stage not in methods:
-        reader.refuse(
-            "stage",
-            f"one of {', '.join(methods)}",
-            "isotype grpo and rloo train by rewards, from a file of their own",
-        )
+        fix = "isotype grpo and rloo train by rewards, from a file of their own"
+        reader.refuse("stage", f"one of {', '.join(methods)}", fix)
         return None
     return str(methods[stage])
 
@@ -41,11 +38,8 @@ def topics(reader: Reader) -> None:
     ):
         reader.values["lora_alpha"] = 2 * reader.typed("lora_rank", "a number above 0", 8)
     if "," in str(reader.get("adapter_name_or_path", "")):
-        reader.refuse(
-            "adapter_name_or_path",
-            "one adapter, which is trained further",
-            "merge the others first: isotype merge",
-        )
+        expected, fix = "one adapter, which is trained further", "merge the others first: isotype merge"
+        reader.refuse("adapter_name_or_path", expected, fix)
     _rows(reader)
     reader.use("stage")
 
@@ -55,17 +49,12 @@ def _rows(reader: Reader) -> None:
     names = names.split(",") if isinstance(names, str) else reader.typed("dataset", "a list", [])
     names = [str(each).strip() for each in names]
     info, root = _info(reader, names) if names else (None, Path())
-    rows = (
-        [data_set for name in names for data_set in _data_set(reader, name, info.get(name), root)]
-        if info
-        else []
-    )
+    rows = [each for name in names if info for each in _data_set(reader, name, info.get(name), root)]
     use_rows(reader, "dataset dataset_dir max_samples", rows, "train_on_prompt")
     if reader.get("streaming"):
         reader.use("streaming", **{"streaming" if "datasets" in reader.values else "dataset_streaming": True})
-    parts = {
-        part: reader.given.get(f"freeze_{part}", True) for part in ("vision_tower", "multi_modal_projector")
-    }
+    towers = ("vision_tower", "multi_modal_projector")
+    parts = {part: reader.given.get(f"freeze_{part}", True) for part in towers}
     language = reader.given.get("freeze_language_model", False)
     seen = reader.get("image_max_pixels") or any("images" in row.columns for row in rows)
     if seen and (any(parts.values()) or language):
@@ -73,11 +62,8 @@ def _rows(reader: Reader) -> None:
         fix = "freeze_vision_tower: false and freeze_multi_modal_projector: false, or finetuning_type: lora"
         if whole or language or reader.get("lora_target", "all") == "all":
             expected = "adapters or training on every part of a model with pictures alike"
-            reader.refuse(
-                f"freeze_vision_tower: {str(parts['vision_tower']).lower()}",
-                expected,
-                fix if whole else _LANGUAGE,
-            )
+            what = f"freeze_vision_tower: {str(parts['vision_tower']).lower()}"
+            reader.refuse(what, expected, fix if whole else _LANGUAGE)
     reader.use("freeze_vision_tower freeze_multi_modal_projector freeze_language_model")
 
 
@@ -111,38 +97,29 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
         reader.refuse(where, f"a data set of {info}", "correct the name, or describe it there")
         return []
     path = about.get("hf_hub_url") or (str(root / about["file_name"]) if "file_name" in about else None)
-    columns, shared, tags = (
-        about.get("columns", _COLUMNS),
-        about.get("formatting", "alpaca") != "alpaca",
-        about.get("tags", {}),
-    )
+    columns, tags = about.get("columns", _COLUMNS), about.get("tags", {})
+    shared = about.get("formatting", "alpaca") != "alpaca"
     mapped = _columns(reader, columns, shared, bool(about.get("ranking")))
     unread = [
         each for each in ("videos", "audios", *(() if shared else ("system", "history"))) if columns.get(each)
     ]
     keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     if path is None or about.get("folder"):
-        reader.refuse(
-            where, f"hf_hub_url or file_name in {info}, without a folder", "download it, and give file_name"
-        )
+        expected = f"hf_hub_url or file_name in {info}, without a folder"
+        reader.refuse(where, expected, "download it, and give file_name")
     elif mapped is None or unread:
-        held = (
-            f"columns {', '.join(unread)}" if unread else "conversations" if shared else "prompts and answers"
-        )
+        held = "conversations" if shared else "prompts and answers"
+        held = f"columns {', '.join(unread)}" if unread else held
         reader.refuse(f"{where}: {held}", f"rows that isotype {reader.method} reads", _FIX)
     elif shared and not (
         keys in (("from", "value"), ("role", "content"))
         and speaks({role: tags[tag] for role, tag in _TAGS.items() if tag in tags})
     ):
-        reader.refuse(
-            f"{where}: tags {tags}", "messages by names that isotype reads (docs/training.md, Data)", _FIX
-        )
+        expected = "messages by names that isotype reads (docs/training.md, Data)"
+        reader.refuse(f"{where}: tags {tags}", expected, _FIX)
     else:
-        most = [
-            count
-            for count in (about.get("num_samples"), reader.typed("max_samples", "a number above 0", None))
-            if count
-        ]
+        counts = about.get("num_samples"), reader.typed("max_samples", "a number above 0", None)
+        most = [count for count in counts if count]
         split = about.get("split", "train") + (f"[:{min(most)}]" if most else "")
         kind = "text" if "text" in mapped else "chat" if shared else "turns"
         if len(mapped.get("prompt", ())) > 1:

@@ -54,7 +54,9 @@ class Reader:
 
     Attributes:
         given: name -> value; `group.name` for a group of names.
+        values: isotype's names -> values.
         used: name of the file -> isotype's names; none if isotype always does it.
+        notes: effect on other names -> these names.
     """
 
     table: str
@@ -157,6 +159,12 @@ class Reader:
                     effect = f"not done: isotype {self.method} has no {ours}" if lost else OFF
                     self.notes.setdefault(effect, []).append(name)
                     del self.used[name]
+
+    def text(self) -> str:
+        """Describe the used names and the effect on the others."""
+        lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
+        title = tables()[self.table]["title"]
+        return "\n".join([f"{title}'s file: {len(self.used)} of its names are used; of the others:", *lines])
 
     def _settle(self, name: str, value: Any) -> None:
         table = tables()[self.table]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from isotype.core.errors import Problem
 from isotype.train.dialects import axolotl, llama_factory
-from isotype.train.dialects.reader import OFF, Reader, tables
+from isotype.train.dialects.reader import Reader
 
 logger = logging.getLogger(__name__)
 Dialect = Literal["axolotl", "llama_factory"]
@@ -21,29 +20,6 @@ _NEWER = frozenset(
 _METHOD = ("stage", "rl", "reward_model")
 
 
-@dataclass(frozen=True)
-class Translation:
-    """A file of another trainer in isotype's names.
-
-    Attributes:
-        used: used name of the file -> isotype's names; none if isotype always does it.
-        notes: effect on other names -> these names.
-    """
-
-    title: str
-    values: Mapping[str, Any]
-    used: Mapping[str, tuple[str, ...]]
-    notes: Mapping[str, tuple[str, ...]]
-    problems: tuple[Problem, ...]
-
-    def text(self) -> str:
-        """Describe the used names and the effect on the others."""
-        lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
-        return "\n".join(
-            [f"{self.title}'s file: {len(self.used)} of its names are used; of the others:", *lines]
-        )
-
-
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
     """Return the trainer of a file, by names that only one trainer has; None for isotype's own."""
     if "base_model" in values:
@@ -52,7 +28,7 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
     return "llama_factory" if ours else None
 
 
-def translated(values: Mapping[str, Any], method: str, folder: Path) -> Translation:
+def translated(values: Mapping[str, Any], method: str, folder: Path) -> Reader:
     """Translate an axolotl or LLaMA-Factory file into arguments of `isotype METHOD`; raise ValueError for others.
 
     `folder` is the file's; relative paths are searched in the working folder, then there.
@@ -75,13 +51,7 @@ def translated(values: Mapping[str, Any], method: str, folder: Path) -> Translat
         what = next((f"{name}: {reader.get(name)}" for name in _METHOD if reader.get(name)), "no rl")
         fix = f"isotype {own} --config …, with this file"
         reader.problems.append(Problem(what, f"a file for isotype {method}", fix))
-    return Translation(
-        tables()[dialect]["title"],
-        reader.values,
-        {name: tuple(meant) for name, meant in reader.used.items()},
-        {effect: tuple(names) for effect, names in reader.notes.items()},
-        tuple(reader.problems),
-    )
+    return reader
 
 
 def _newer_form(reader: Reader) -> bool:
@@ -97,6 +67,6 @@ def in_own_names(values: dict[str, Any], method: str, path: str) -> tuple[dict[s
     """Return the content of a file of `--config` in isotype's names, and its refused names; log unused ones."""
     if dialect_of(values) is None:
         return values, []
-    translation = translated(values, method, Path(path).parent)
-    logger.warning("%s: %s", path, translation.text())
-    return dict(translation.values), list(translation.problems)
+    reader = translated(values, method, Path(path).parent)
+    logger.warning("%s: %s", path, reader.text())
+    return reader.values, reader.problems

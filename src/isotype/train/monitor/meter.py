@@ -25,18 +25,8 @@ from isotype.trace.nonfinite.again import Verdict, first_nonfinite
 from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """The result of running a step again.
-
-    Attributes:
-        finding: the first value that is not finite; None if all were finite.
-        why_not: why the step could not be run again, "" if it could.
-    """
-
-    finding: NonFinite | None = None
-    why_not: str = ""
+Replay = NonFinite | str
+"""The first value that is not finite in a step that was run again; or why it is unknown, "" if all were finite."""
 
 
 @dataclass
@@ -112,9 +102,9 @@ class StepMeter:
         """Run a step again, every micro-batch with its random states, and name the first operator that is not finite."""
         trainer = self.trainer
         if not step.batches:
-            return Replay(why_not="its batch was not seen")
+            return "its batch was not seen"
         if str(getattr(trainer.accelerator, "distributed_type", "")).endswith("DEEPSPEED"):
-            return Replay(why_not="DeepSpeed runs the backward by itself")
+            return "DeepSpeed runs the backward by itself"
         self.detach()
 
         def losses() -> Iterator[torch.Tensor]:
@@ -126,9 +116,9 @@ class StepMeter:
         alone = trainer.accelerator.num_processes == 1
         try:
             with batches_as_they_are(trainer):
-                return Replay(first_nonfinite(trainer.model, losses, named, step.scale, stop=alone))
+                return first_nonfinite(trainer.model, losses, named, step.scale, stop=alone) or ""
         except Exception as error:  # noqa: BLE001 - the run's own error is reported in any case, and this beside it
-            return Replay(why_not=f"{type(error).__name__}: {first_line(error)}")
+            return f"{type(error).__name__}: {first_line(error)}"
 
     def _around_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loss = method(*args, **kwargs)
@@ -174,9 +164,9 @@ def not_finite(
     """
     figures = ", ".join(f"{name} {value}" for name, value in seen.items())
     what = f"step {step}{': ' if figures else ''}{figures}"
-    first = replay.finding if replay is not None else None
-    if replay is not None and first is None:
-        why = replay.why_not and f"could not be run again ({replay.why_not})"
+    first = replay if isinstance(replay, NonFinite) else None
+    if isinstance(replay, str):
+        why = replay and f"could not be run again ({replay})"
         what += f"\n    this step {why or 'was run again, and all of its values were finite'}"
     tries = _tries(arguments, step, script)
     if first is not None and (first.cause in _OF_THE_DATA or first.entries == (0.0, 0.0)):
@@ -209,14 +199,11 @@ def stopped(
 
 
 def _hint(checkpoint: Path | None, script: bool, pictures: bool) -> str:
-    if script:
-        return (
-            f"{checkpoint} was saved before: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
-            if checkpoint
-            else "no checkpoint had been saved before; save_steps=N keeps one every N steps"
-        )
     if checkpoint is None:
-        return "no checkpoint had been saved before; --save_steps N keeps one every N steps"
+        flag = "save_steps=N" if script else "--save_steps N"
+        return f"no checkpoint had been saved before; {flag} keeps one every N steps"
+    if script:
+        return f"{checkpoint} was saved before: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
     command = shlex.join(chat_command(checkpoint, pictures=pictures))
     return f"{checkpoint} was saved before and is whole: {command}"
 

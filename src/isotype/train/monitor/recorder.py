@@ -47,10 +47,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        view: ProgressView | None = None,
-        earlier: RunRecord | None = None,
+        self, trainer: Any, view: ProgressView | None = None, earlier: RunRecord | None = None
     ) -> None:
         self.trainer, self.view = trainer, view
         self.steps: list[StepRecord] = [] if earlier is None else list(earlier.steps)

@@ -27,12 +27,8 @@ MANIFEST = "isotype_checkpoint.json"
 
 _STATE = "trainer_state.json"
 _WEIGHTS = (
-    "adapter_model.*",
-    "*/adapter_model.*",
-    "model*.safetensors",
-    "pytorch_model*",
-    "sharded/*.safetensors",
-)
+    "adapter_model.*", "*/adapter_model.*", "model*.safetensors", "pytorch_model*", "sharded/*.safetensors",
+)  # fmt: skip
 
 # What a finished run leaves of each kind; `PrecisionPolicy.trainable` names the kind.
 RESULT_FILES = {
@@ -110,12 +106,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
 
     try:
         state = TrainerState(**(read_json(checkpoint / _STATE) or {}))
-        counts = (
-            state.global_step,
-            state.max_steps,
-            state.num_train_epochs,
-            state.train_batch_size,
-        )
+        counts = (state.global_step, state.max_steps, state.num_train_epochs, state.train_batch_size)
         if not all(type(count) is int for count in counts) or state.global_step < 0:
             return f"{_STATE} lacks a number of steps, epochs or rows"
         if not isinstance(state.log_history, list):
@@ -132,8 +123,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
         except (pickle.UnpicklingError, EOFError, OSError, *_REFUSALS):
             return f"{path.name} is not what torch.save writes of tensors and numbers, and nothing else of it is read"
         content = content if isinstance(content, dict) else {}
-        lacking = [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]
-        if lacking:
+        if lacking := [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]:
             return f"{path.name} has no {' and no '.join(lacking)}"
     return None
 

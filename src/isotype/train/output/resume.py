@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
-from isotype.checkpoint.adapter import Adapter, is_adapter, read_adapter
+from isotype.checkpoint.adapter import is_adapter, read_adapter
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
-from isotype.core.files import recover, write_whole
+from isotype.core.files import recover
 from isotype.core.terminal import printed_command
 from isotype.data.build import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
@@ -62,20 +62,16 @@ def resume_point(settings: Settings) -> Path | None:
             open_checkpoint(path)
         return path
     others = ", ".join(p.name for p in reversed(whole) if p.resolve() != path.resolve())
-    raise CheckpointError.of(
-        "no checkpoint to go on from",
-        f"--resume_from_checkpoint {asked}: {reason}",
-        "a folder checkpoint-N that was saved to the end",
-        f"whole in {root}: {others}" if others else f"there is no other in {root}: leave the argument out",
-    )
+    headline, what = "no checkpoint to go on from", f"--resume_from_checkpoint {asked}: {reason}"
+    fix = f"whole in {root}: {others}" if others else f"there is no other in {root}: leave the argument out"
+    raise CheckpointError.of(headline, what, "a folder checkpoint-N that was saved to the end", fix)
 
 
 def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
     """Raise CheckpointError, with all differences, if the checkpoint to resume is from another run than `identity`."""
     if resume is None:
         return
-    problems = differences(resume, identity)
-    if problems:
+    if problems := differences(resume, identity):
         raise CheckpointError(
             f"{resume} is of another run",
             problems,
@@ -181,13 +177,15 @@ _POLICY = {
     "dense": "--quantized_parts",
     "layers": "--quantization",
 }
+_PARTS = {True: "language", False: "all"}
+"""Values of `--quantized_parts` by `PrecisionPolicy.dense`."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 _OPEN_ENDED = frozenset({"lora_target_modules"})
 
 
 def identity_of(
-    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any, start: Adapter | None
+    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any
 ) -> dict[str, Any]:
     """Return the arguments that determine a run's numbers, by name, and four more, as plain JSON values.
 
@@ -220,15 +218,10 @@ def identity_of(
         "layers": policy.layer_formats,
         "use_peft": policy.trainable == "lora",
         "adapt": settings.extra.adapt,
-        **(_lora(settings, start) if policy.trainable == "lora" else {}),
+        **(_lora(settings) if policy.trainable == "lora" else {}),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings_by_name, default=_plain))
     return plain
-
-
-def save_identity(identity: Mapping[str, Any], checkpoint: Path) -> None:
-    """Write the run's settings into a checkpoint that is being built."""
-    write_whole(checkpoint / RUN_FILE, json.dumps(identity, indent=2) + "\n")
 
 
 def differences(checkpoint: Path, identity: Mapping[str, Any]) -> list[Problem]:
@@ -292,62 +285,46 @@ def _said_by_others(checkpoint: Path) -> dict[str, Any]:
     return said
 
 
-def _lora(settings: Settings, start: Adapter | None) -> dict[str, Any]:
-    if start is not None:
-        settings_by_flag = {flag: getattr(start.config, key, None) for flag, key in MADE_BY.items()}
+def _lora(settings: Settings) -> dict[str, Any]:
+    if settings.start is not None:
+        flags = {flag: getattr(settings.start.config, key, None) for flag, key in MADE_BY.items()}
     else:
-        settings_by_flag = {
-            flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY
-        }
-    if settings_by_flag["init_lora_weights"] in (None, LOFTQ):
-        settings_by_flag["init_lora_weights"] = True  # PEFT's word for adapters whose base stays as it is
-    settings_by_flag["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
-    return {flag: _sorted(value) for flag, value in settings_by_flag.items()}
+        flags = {flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY}
+    if flags["init_lora_weights"] in (None, LOFTQ):
+        flags["init_lora_weights"] = True  # PEFT's word for adapters whose base stays as it is
+    flags["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
+    return {flag: _sorted(value) for flag, value in flags.items()}
 
 
 def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
-    there = f", as in {checkpoint.name}"
-    again = "or start again in another --output_dir"
+    """Return the problem of a setting; a flag of the command unless it is named here."""
+    setting, expected = f"--{name} {_words(now)}", _words(was)
+    fix = f"leave --{name} out" if was is None else f"--{name} {expected}"
+    again, flag = "or start again in another --output_dir", _POLICY.get(name)
     if name == "weights":
-        return Problem(
-            f"the weights of --model_name_or_path have the fingerprint {now}",
-            f"{was}{there}",
-            f"give the model that the run was begun with, {again}",
-        )
-    if name == "rows":
-        return Problem(
-            f"the training rows: {now}",
-            f"{was}{there}",
-            f"give the rows as they were, in their order, {again}",
-        )
-    if name == _BATCH:
+        setting = f"the weights of --model_name_or_path have the fingerprint {now}"
+        fix = f"give the model that the run was begun with, {again}"
+    elif name == "rows":
+        setting, fix = f"the training rows: {now}", f"give the rows as they were, in their order, {again}"
+    elif name == _BATCH:
+        setting = f"{now} {name}"
         fix = "per_device_train_batch_size x gradient_accumulation_steps x processes has to stay what it was"
-        return Problem(f"{now} {name}", f"{was}{there}", fix)
-    if name == "method":
-        return Problem(f"isotype {now}", f"isotype {was}{there}", f"go on with isotype {was}")
-    if name == "layers":
-        mixed = (
-            "--quantization mixed with the --base_memory of that run"
-            if was
-            else "leave --quantization mixed out"
-        )
-        layers = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
-        return Problem(layers, f"{len(was)} stored otherwise{there}" if was else f"none{there}", mixed)
-    if name == "dense":
-        flag, parts = _POLICY[name], ["language" if each else "all" for each in (now, was)]
-        return Problem(f"{flag} {parts[0]}", f"{parts[1]}{there}", f"{flag} {parts[1]}")
-    if name in _POLICY:
-        flag = _POLICY[name]
+    elif name == "method":
+        setting, expected, fix = f"isotype {now}", f"isotype {was}", f"go on with isotype {was}"
+    elif name == "layers":
+        setting = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
+        expected = f"{len(was)} stored otherwise" if was else "none"
+        fix = "leave --quantization mixed out"
+        fix = "--quantization mixed with the --base_memory of that run" if was else fix
+    elif name == "dense":
+        setting, expected = f"{flag} {_PARTS[bool(now)]}", _PARTS[bool(was)]
+        fix = f"{flag} {expected}"
+    elif name in _POLICY:
         plain = name == "storage" and was in ("float32", "bfloat16", "float16")
-        fix = "go on with the settings of that run"
+        setting, fix = f"{name} {now}", "go on with the settings of that run"
         if flag is not None:
             fix = f"leave {flag} out, or give --dtype {was}" if plain else f"{flag} {was}"
-        return Problem(f"{name} {now}", f"{was}{there}", fix)
-    return Problem(
-        f"--{name} {_words(now)}",
-        f"{_words(was)}{there}",
-        f"leave --{name} out" if was is None else f"--{name} {_words(was)}",
-    )
+    return Problem(setting, f"{expected}, as in {checkpoint.name}", fix)
 
 
 def _words(value: Any) -> str:

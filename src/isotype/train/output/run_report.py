@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from isotype.core.errors import CheckpointError, Problem, SaveError
+from isotype.core.errors import CheckpointError, SaveError
 from isotype.core.files import write_whole
 from isotype.report.run.html import to_html
 from isotype.report.run.record import (
@@ -21,8 +19,8 @@ from isotype.report.run.record import (
     summarize,
     to_json,
 )
-from isotype.report.text import format_count, format_duration, say
-from isotype.train.output.resume import save_identity
+from isotype.report.text import format_count, format_duration
+from isotype.train.output.resume import RUN_FILE
 
 
 def earlier_report(resume: Path | None) -> RunRecord | None:
@@ -33,16 +31,18 @@ def earlier_report(resume: Path | None) -> RunRecord | None:
     try:
         return from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
+        headline = "the report in the checkpoint cannot be read"
         fix = f"delete {path}: the report then begins at the checkpoint"
-        problem = Problem(f"{path}: {error}", "the report as isotype wrote it", fix)
-        raise CheckpointError("the report in the checkpoint cannot be read", [problem]) from error
+        raise CheckpointError.of(
+            headline, f"{path}: {error}", "the report as isotype wrote it", fix
+        ) from error
 
 
 def files_of_checkpoint(
     identity: Mapping[str, Any], record: Callable[[], RunRecord], checkpoint: Path
 ) -> None:
     """Write the run's identity and the report so far into a checkpoint."""
-    save_identity(identity, checkpoint)
+    write_whole(checkpoint / RUN_FILE, json.dumps(identity, indent=2) + "\n")
     write_whole(checkpoint / JSON_NAME, to_json(record()))
 
 
@@ -64,16 +64,6 @@ def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: boo
     return html
 
 
-def report_failure(
-    record: RunRecord, write: Callable[..., Path], console: Console, *, made_steps: bool
-) -> None:
-    """Call `write_report` for a failed run, unless the failure (such as a full disk) prevents it."""
-    try:
-        write(record, made_steps=made_steps)
-    except SaveError as error:
-        say(console, f"no run report: {error.headline}")
-
-
 def _has_steps(path: Path) -> bool:
     try:
         return bool(from_json(path.read_text(encoding="utf-8")).steps)
@@ -90,12 +80,9 @@ def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Pa
         data_path = write_whole(directory / JSON_NAME, data)
         html_path = write_whole(directory / HTML_NAME, html)
     except OSError as error:
-        problem = Problem(
-            f"{directory}: {error.strerror or error}",
-            "a directory that can be written to, with room for the report",
-            "free the path or give another directory",
-        )
-        raise SaveError("the run report could not be written", [problem]) from error
+        what, fix = f"{directory}: {error.strerror or error}", "free the path or give another directory"
+        expected = "a directory that can be written to, with room for the report"
+        raise SaveError.of("the run report could not be written", what, expected, fix) from error
     return html_path, data_path
 
 

@@ -207,24 +207,16 @@ class WholeCheckpoints(Sharded):
             raise self._save_error(directory, what, *failure) from error
 
     def _save_error(self: Any, directory: Path, what: str, number: int | None, reason: str) -> SaveError:
-        full = number in NO_ROOM
-        last = self.last_checkpoint()
-        return SaveError.of(
-            f"the disk is full: the {what} could not be saved" if full else f"the {what} could not be saved",
-            f"{directory}: {reason}",
-            "room for the adapter and twice its size for the optimizer state"
-            if full
-            else "a directory that takes files of this size",
-            "free some room, or give --output_dir on another disk, or --save_total_limit 1"
-            if full
-            else "make it writable and lift limits on file sizes, or give another --output_dir",
-            hint=self._way_on(last),
-        )
-
-    def _way_on(self: Any, last: Path | None) -> str:
-        if last is None:
-            return "no checkpoint had been saved before: start again when there is room"
-        how = f"go on with --resume_from_checkpoint {last}"
-        if self.hooks.goes_on is not None:
-            how = f"go on with:\n    {self.hooks.goes_on(last)}"
-        return f"nothing else is lost, {last} is whole; {how}"
+        full, last = number in NO_ROOM, self.last_checkpoint()
+        hint = "no checkpoint had been saved before: start again when there is room"
+        if last is not None:
+            command = self.hooks.goes_on and self.hooks.goes_on(last)
+            how = f"with:\n    {command}" if command else f"with --resume_from_checkpoint {last}"
+            hint = f"nothing else is lost, {last} is whole; go on {how}"
+        headline, expected = f"the {what} could not be saved", "a directory that takes files of this size"
+        fix = "make it writable and lift limits on file sizes, or give another --output_dir"
+        if full:
+            headline = f"the disk is full: {headline}"
+            expected = "room for the adapter and twice its size for the optimizer state"
+            fix = "free some room, or give --output_dir on another disk, or --save_total_limit 1"
+        return SaveError.of(headline, f"{directory}: {reason}", expected, fix, hint=hint)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from isotype.records.memory import MemoryKind
     from isotype.train.rows.lengths import Lengths
 
+DEFAULT_LENGTH = 1024
+"""Default tokens per row, TRL's default of `--max_length`."""
+_BATCH = "per_device_train_batch_size"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -158,23 +162,17 @@ def with_commands(
         fixed = reduce(_acted, fix.actions, command)
         if fixed.same_settings(command):
             return fix
-        check = (*fixed.environment(), "isotype", "check", fixed.method, *_one_row(fixed).arguments())
-        return replace(fix, command=check if bare else here(fixed, present).tokens())
+        if not bare:
+            return replace(fix, command=here(fixed, present).tokens())
+        one = fixed if _BATCH in fixed else fixed.but(**{_BATCH: 1})
+        check = (*fixed.environment(), "isotype", "check", fixed.method, *one.arguments())
+        return replace(fix, command=check)
 
     return tuple(replace(finding, fixes=tuple(map(commanded, finding.fixes))) for finding in findings)
 
 
-def _one_row(command: Command) -> Command:
-    rows = "per_device_train_batch_size"
-    return command if rows in command else command.but(**{rows: 1})
-
-
 def repaired_command(
-    command: Command,
-    fixes: Sequence[Fix],
-    left: Sequence[tuple[Finding, str]] = (),
-    *,
-    present: bool = True,
+    command: Command, fixes: Sequence[Fix], left: Sequence[tuple[Finding, str]] = (), *, present: bool = True
 ) -> Repaired:
     """Return the training command changed by the fixes, what no argument can change, and what is left."""
     repaired, by_hand = command, []

@@ -1,19 +1,28 @@
-"""Facts about a step from the rows of a data set: their number, the longest, the tokens with loss."""
+"""The step of a training command: what its arguments decide, and facts from the rows of its data set."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from isotype.core.errors import Problem
+from isotype.checkpoint.opened import config_of
+from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
 from isotype.data.build import undecoded
 from isotype.data.pictures import picture_columns, pictures_in, size_of
+from isotype.model.recompute import CHECKPOINTING, checkpointing
 from isotype.ranges.pictures import NONE, Pictures, pictures_of
+from isotype.records.memory import MemoryKind
+from isotype.train.command.command import Command
+from isotype.train.command.settings import Settings, settings_of
+from isotype.train.initial_adapter import is_its_own_reference, start_of
+from isotype.train.launched import from_first, processes, requested_sharding
 from isotype.train.models import parts_to_adapt, tokenizer_here
+from isotype.train.output.resume import RECOMPUTED, decided_before
+from isotype.train.preflight.plan import Options, StepPlan
+from isotype.train.preflight.step import PlannedStep
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.contents import fitting, plain_contents
-from isotype.train.rows.data import training_data_here
+from isotype.train.rows.data import fitting, training_data_here, uncut
 from isotype.train.rows.lengths import (
     COUNTED_ROWS,
     UNBOUNDED,
@@ -22,46 +31,155 @@ from isotype.train.rows.lengths import (
     longest_possible,
     packed_rows,
 )
-from isotype.train.validate import check_tokenizer, plain_turns
+from isotype.train.run import Choice, Run
+from isotype.train.validate import argument_problems, check_tokenizer, plain_turns
 
-if TYPE_CHECKING:
-    from isotype.train.command.settings import Settings
-    from isotype.train.preflight.plan import Options, StepPlan
+_UNTRACED = "DeepSpeed's own casts and sharding are not traced"
 
 
-def with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
+def plan_of_training(options: Options, command: Command) -> StepPlan:
+    """Return the step of a command, with the lengths of its rows if they are on this machine."""
+    settings = start_of(settings_of(command))
+    if problems := argument_problems(settings):
+        raise UsageError("invalid arguments", problems)
+    return _with_data(_of_arguments(options, settings), settings, options)
+
+
+def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
+    """Return the recomputed layers of a training, decided by rank 0 for all processes."""
+    settings, resume = run.settings, run.resume
+    if not settings.auto_checkpointing:
+        return Choice(checkpointing(settings.training), "as asked")
+    saved = decided_before(resume)
+    if resume is not None and RECOMPUTED in saved:
+        return Choice(saved[RECOMPUTED], f"as in {resume.name}, which the run goes on from")
+    plan = training_plan(settings, tokenizer, run.data, lengths)
+    step = PlannedStep(plan, config_of(run.checkpoint), run.policy)
+    return from_first(step.choice)
+
+
+def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
+    """Return the step of a training that is about to begin, with its longest possible rows."""
+    rows = data[settings.script.dataset_train_split]
+    plan = replace(
+        _of_arguments(Options(), settings),
+        adapt=parts_to_adapt(settings, next(iter(rows), {})),
+        pictures=pictures_in_rows(tokenizer, rows),
+    )
+    plan = _with_held_back(plan, settings, tokenizer, data)
+    return _bounded(plan, settings, rows, lengths or lengths_in(settings, tokenizer, rows))
+
+
+def _of_arguments(options: Options, settings: Settings) -> StepPlan:
+    """Return the step as the arguments alone describe it."""
+    from trl import get_peft_config
+
+    training, model, method = settings.training, settings.model, settings.method
+    asked = "per_device_train_batch_size" in settings.command or not options.bare
+    rows = options.batch or (training.per_device_train_batch_size if asked else 1)
+    length = options.length or getattr(training, "max_length", None)
+    completion = getattr(training, "max_completion_length", 0) or 0
+    attention, notes = model.attn_implementation, []
+    sharding = settings.sharding or requested_sharding(training)
+    recomputes = sharding is not None and sharding.checkpointing
+    packed = getattr(training, "packing", False) and str(training.packing_strategy).startswith("bfd")
+    if attention is not None and "flash" in attention:
+        notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
+        attention, packed = None, False
+    if training.torch_compile:
+        notes.append(
+            "torch.compile: judged is the step as it runs uncompiled; dtypes and findings are the same"
+        )
+    if training.deepspeed:
+        notes.append(_UNTRACED)
+    compares = method.compares(training)
+    precomputed = getattr(training, "precompute_ref_log_probs", False)
+    copied: MemoryKind | None = None
+    if compares and model.use_peft:
+        copied = None if is_its_own_reference(settings) else "adapters"
+    elif compares and not precomputed:
+        copied = "weights"
+    evaluation = None
+    if training.eval_strategy != "no" or settings.extra.eval_split is not None:
+        explicit = "per_device_eval_batch_size" in settings.command or method.loss == "policy"
+        evaluation = int(training.per_device_eval_batch_size) if explicit else 0
+    start = settings.start
+    lora = start.config if start is not None and model.use_peft else get_peft_config(model)
+    if start is None and lora is not None:
+        lora.bias = settings.extra.lora_bias
+    saved = checkpointing(training) or (CHECKPOINTING if recomputes else None)
+    accumulation = training.gradient_accumulation_steps
+    return StepPlan(
+        source=str(model.model_name_or_path),
+        method=method.name,
+        precision=settings.precision,
+        device=settings.extra.device,
+        rows=rows,
+        length=length,
+        completion=completion,
+        reference=compares and not precomputed,
+        copied=copied,
+        lora=lora,
+        adapt=None if settings.extra.adapt is None else parts_to_adapt(settings, ()),
+        learning_rate=training.learning_rate,
+        optimizer=str(getattr(training.optim, "value", training.optim)),
+        checkpointing=saved,
+        auto=settings.auto_checkpointing and not recomputes,
+        unforeseen=_UNTRACED if training.deepspeed else "" if length or completion else UNBOUNDED,
+        fsdp=options.fsdp if options.fsdp is not None else sharding.version if sharding else 0,
+        devices=options.devices or processes(),
+        reshard=sharding is None or sharding.reshard,
+        step_rows=0 if accumulation == 1 else rows * accumulation,
+        evaluation=evaluation,
+        revision=model.model_revision,
+        attention=attention,
+        packed=packed,
+        dropout=not getattr(training, "disable_dropout", False),
+        notes=tuple(notes),
+        ranges=settings.extra.ranges,
+        # The training leaves layers that torch.compile takes to PEFT; on a check nothing else hangs by it.
+        fuse=settings.extra.fuse and not (settings.auto_checkpointing and training.torch_compile),
+    )
+
+
+def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
     """Return the plan with the lengths of the evaluation rows, and the longest possible."""
-    training, split = settings.training, settings.script.dataset_test_split
+    split = settings.script.dataset_test_split
     if plan.evaluation is None or split not in data:
         return plan
-    rows = data[split]
-    lengths = lengths_in(settings, tokenizer, rows)
-    packed = bool(getattr(training, "packing", False))
-    limit, pictured = getattr(training, "max_length", None), bool(picture_columns(rows))
-    longest, _ = longest_possible(
-        lengths, limit, packed=packed, completion=plan.completion, pictured=pictured
-    )
+    lengths = lengths_in(settings, tokenizer, data[split])
+    longest, _ = _longest(plan, settings, data[split], lengths)
     return replace(plan, evaluation_lengths=lengths, evaluation_length=longest)
 
 
-def bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
+def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
     """Return the plan with the number of rows, and the longest possible."""
     training = settings.training
     if lengths is not None and len(lengths.tokens) == lengths.rows:
         learned = getattr(training, "completion_only_loss", None) is False
         plan = replace(plan, prompt=0 if learned else lengths.prompt)
-    limit = getattr(training, "max_length", None)
-    packed, pictured = bool(getattr(training, "packing", False)), bool(picture_columns(rows))
-    longest, why = longest_possible(
-        lengths, limit, packed=packed, completion=plan.completion, pictured=pictured
-    )
-    if packed and (filled := packed_rows(lengths, limit)) is not None:
+    longest, why = _longest(plan, settings, rows, lengths)
+    filled = packed_rows(lengths, training.max_length) if getattr(training, "packing", False) else None
+    if filled is not None:
         longest = max(map(sum, filled))
         return replace(plan, rows=min(plan.rows, len(filled)), length=longest, longest=longest)
     # A prompt of GRPO or RLOO is answered several times: there the rows of a batch are no rows of the data set.
     fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
     unforeseen = why if plan.unforeseen == UNBOUNDED else plan.unforeseen or why
     return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen)
+
+
+def _longest(
+    plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None
+) -> tuple[int | None, str]:
+    training = settings.training
+    return longest_possible(
+        lengths,
+        getattr(training, "max_length", None),
+        packed=bool(getattr(training, "packing", False)),
+        completion=plan.completion,
+        pictured=bool(picture_columns(rows)),
+    )
 
 
 _TRIED = 8
@@ -85,7 +203,7 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
     return max(filter(None, pictures), key=lambda picture: (picture.values, picture.tokens), default=NONE)
 
 
-def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
+def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     """Return the plan with the real lengths of a local data set's rows."""
     training, script = settings.training, settings.script
     notes: list[str] = []
@@ -103,18 +221,20 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
             plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
         )
     check_tokenizer(settings, source, tokenizer, data)
-    settings, data = fitting(settings, tokenizer, plain_contents(tokenizer, data, notes.append), notes.append)
+    data = fitting(settings, tokenizer, data, notes.append)
+    if whole := uncut(settings, data):
+        settings = settings.but(**whole)
     rows = data[script.dataset_train_split]
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
     notes += plain_turns(settings, tokenizer, data)
     lengths = lengths_in(settings, tokenizer, rows)
     plan = replace(plan, pictures=pictures_in_rows(tokenizer, rows))
     notes += filter(None, [None if lengths is None else lengths.begun_twice()])
-    plan = with_held_back(plan, settings, tokenizer, data)
+    plan = _with_held_back(plan, settings, tokenizer, data)
     plan = replace(plan, data="; ".join(notes), lengths=lengths)
     if options.length is not None:
         return plan
-    with_rows = bounded(plan, settings, rows, lengths)
+    with_rows = _bounded(plan, settings, rows, lengths)
     plan = with_rows if options.batch is None else replace(with_rows, rows=plan.rows)
     if lengths is None or getattr(training, "packing", False):
         return plan
@@ -125,8 +245,4 @@ def with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     words = getattr(tokenizer, "tokenizer", tokenizer)
     counted = f"counted by the tokenizer of {plan.source} (a vocabulary of {len(words):,})"
     cut = lengths.cut(limit)
-    return replace(
-        plan,
-        length=plan.longest or longest,
-        data="; ".join((cut or told, counted, *notes)),
-    )
+    return replace(plan, length=plan.longest or longest, data="; ".join((cut or told, counted, *notes)))

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
+from isotype.checkpoint.opened import config_of, open_model, require_complete_gguf
 from isotype.compat.peft import without_peft
 from isotype.compat.transformers import documents_told_at, has_states
 from isotype.core.dtypes import dtype_name
@@ -23,7 +23,7 @@ from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
 from isotype.lora.loss.trl_head import goes_by_lengths, may_go_by_lengths, put_head
 from isotype.model.fold import fold
-from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients, checkpointing
+from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
@@ -35,15 +35,12 @@ from isotype.report.check.report import Report
 from isotype.report.text import format_duration
 from isotype.rules.kit.costs import step_time
 from isotype.train.device import sound_attention
-from isotype.train.launched import from_first
 from isotype.train.models import weightless_model
-from isotype.train.output.resume import RECOMPUTED, decided_before
 from isotype.train.policy import policy_by_ranges
-from isotype.train.preflight.plan import StepPlan
-from isotype.train.preflight.step_plan import DEFAULT_LENGTH, training_plan
+from isotype.train.preflight.plan import DEFAULT_LENGTH, StepPlan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_length, step_inputs
 from isotype.train.rows.lengths import Lengths, one_a_row
-from isotype.train.run import Choice, NotForeseenError, Run, choose
+from isotype.train.run import Choice, NotForeseenError, choose
 
 MIXED = "documents are traced in padded rows of one each: in one packed row they would see each other"
 
@@ -169,10 +166,6 @@ class PlannedStep:
         known = self._traces.get((repr(arguments), rows, tokens))
         return run(self.request(arguments, rows, tokens), traced=known)
 
-    def peak(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> int:
-        """Return the bytes at the step's peak."""
-        return run(self.request(arguments, rows, tokens), verify=False).memory.peak
-
     def alternative(self, choice: Choice) -> str:
         """Describe the step's memory with all layers recomputed instead of none, or vice versa; "" if it fits easily."""
         room = self.room.size
@@ -198,20 +191,15 @@ class PlannedStep:
         rows, tokens = self.plan.rows, self.plan.longest or row_length(self.plan, self.config)
         key = (repr(arguments), rows, tokens)
         if key not in self._traces:
-            trace = trace_of(self.request(arguments, rows, tokens))
-            if trace.failure is not None:
-                raise NotForeseenError(f"it could not be traced ({trace.failure.error})")
-            self._traces[key] = trace
+            self._traces[key] = self.traced(arguments, rows, tokens)
         return self._traces[key]
 
-
-def choice_of(plan: StepPlan, checkpoint: Checkpoint, policy: PrecisionPolicy) -> Choice:
-    """Return the recomputed layers of a training that is about to begin, by its plan."""
-    try:
-        config = config_of(checkpoint)
-    except IsotypeError as error:
-        return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {error.headline}")
-    return PlannedStep(plan, config, policy).choice()
+    def traced(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Trace:
+        """Return the step as a trace that is not kept; raise NotForeseenError if it cannot be traced."""
+        trace = trace_of(self.request(arguments, rows, tokens))
+        if trace.failure is not None:
+            raise NotForeseenError(f"it could not be traced ({trace.failure.error})")
+        return trace
 
 
 def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
@@ -228,6 +216,10 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
         model, fusion = step.model(plan.checkpointing)
         length = row_length(plan, config)
         report = step.report(plan.checkpointing, plan.rows, length)
+    words = []
+    if chosen is not None:
+        other = step.alternative(chosen)
+        words = [f"gradient checkpointing {chosen.words} (auto): {chosen.reason}{other}"]
     trace = replace(
         report.trace,
         setup=replace(
@@ -243,16 +235,10 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
             *_notes(plan, model, length),
             *((MIXED,) if step.mixed else ()),
             *fusion,
-            *_chosen(chosen, step),
+            *words,
         ),
     )
     return replace(report, trace=trace)
-
-
-def _chosen(choice: Choice | None, step: PlannedStep) -> tuple[str, ...]:
-    if choice is None:
-        return ()
-    return (f"gradient checkpointing {choice.words} (auto): {choice.reason}{step.alternative(choice)}",)
 
 
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
@@ -363,15 +349,3 @@ def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
             "TRL's kernel computes the loss on this device; its tiles of up to 256 MiB are not counted"
         )
     return tuple(notes)
-
-
-def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
-    """Return the recomputed layers of a training, decided by rank 0 for all processes."""
-    settings, resume = run.settings, run.resume
-    if not settings.auto_checkpointing:
-        return Choice(checkpointing(settings.training), "as asked")
-    saved = decided_before(resume)
-    if resume is not None and RECOMPUTED in saved:
-        return Choice(saved[RECOMPUTED], f"as in {resume.name}, which the run goes on from")
-    plan = training_plan(settings, run.start, tokenizer, run.data, lengths)
-    return from_first(lambda: choice_of(plan, run.checkpoint, run.policy))

@@ -6,27 +6,17 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS
-from isotype.model.recompute import CHECKPOINTING, checkpointing
+from isotype.model.recompute import CHECKPOINTING
 from isotype.train.command.arguments import count_problems, number_problems
 from isotype.train.command.command import Command, specs
 from isotype.train.command.parse import parse_command
 from isotype.train.command.precision import read_precision_request
-from isotype.train.launched import processes, requested_sharding
-from isotype.train.preflight.plan import Options, StepPlan
-
-if TYPE_CHECKING:
-    from isotype.checkpoint.adapter import Adapter
-    from isotype.records.memory import MemoryKind
-    from isotype.train.command.settings import Settings
-    from isotype.train.rows.lengths import Lengths
-
-DEFAULT_LENGTH = 1024
-"""Default tokens per row, TRL's default of `--max_length`."""
+from isotype.train.launched import processes
+from isotype.train.preflight.plan import DEFAULT_LENGTH, Options, StepPlan
 
 _DESCRIPTION = """\
 Trace one training step on fake tensors and say what will crash, cost or lose precision, on any device, without
@@ -85,12 +75,9 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
         *(f"--{name}" for name in ("batch", "length", "image") if getattr(own, name) is not None),
     ]
     if flags:
-        raise UsageError.of(
-            f"arguments that do not go with {function}",
-            " ".join(flags),
-            "--device, --devices, --fsdp, --generate and the outputs",
-            "let the function decide it",
-        )
+        headline = f"arguments that do not go with {function}"
+        expected = "--device, --devices, --fsdp, --generate and the outputs"
+        raise UsageError.of(headline, " ".join(flags), expected, "let the function decide it")
     device, fsdp = vars(own).pop("device"), vars(own).pop("fsdp")
     return Options(fsdp=None if fsdp is None else int(fsdp), **vars(own)), function, device
 
@@ -166,21 +153,15 @@ def help_parser() -> argparse.ArgumentParser:
 
 def plan_of(options: Options, command: Command) -> StepPlan:
     """Return the step that a command describes."""
-    if options.bare and command.method == "sft" and command.file is None and _is_light(command):
-        problems = list(number_problems(command.given))
-        if problems:
+    light = {"model_name_or_path", "per_device_train_batch_size", "max_length", *_USED_MOST}
+    bare = options.bare and command.method == "sft" and command.file is None
+    if bare and light.issuperset(command.values):
+        if problems := list(number_problems(command.given)):
             raise UsageError("invalid arguments", problems)
         return with_pictures(_light_plan(options, command), options)
-    from isotype.train.command.settings import settings_of
-    from isotype.train.initial_adapter import start_of
-    from isotype.train.preflight.plan_rows import with_data
-    from isotype.train.validate import argument_problems
+    from isotype.train.preflight.plan_rows import plan_of_training
 
-    settings, start = start_of(settings_of(command))
-    problems = argument_problems(settings)
-    if problems:
-        raise UsageError("invalid arguments", problems)
-    return with_pictures(with_data(_full_plan(options, settings, start), settings, options), options)
+    return with_pictures(plan_of_training(options, command), options)
 
 
 def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
@@ -206,11 +187,6 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
     )
 
 
-def _is_light(command: Command) -> bool:
-    light = {"model_name_or_path", "per_device_train_batch_size", "max_length", *_USED_MOST}
-    return light.issuperset(command.values)
-
-
 def _light_plan(options: Options, command: Command) -> StepPlan:
     lora = {"r": command["lora_r"], **{name: command[name] for name in ("lora_alpha", "lora_dropout")}}
     return StepPlan(
@@ -229,115 +205,3 @@ def _light_plan(options: Options, command: Command) -> StepPlan:
         fsdp=options.fsdp or 0,
         devices=options.devices or processes(),
     )
-
-
-def _full_plan(options: Options, settings: Settings, start: Adapter | None) -> StepPlan:
-    from isotype.train.models import parts_to_adapt
-
-    training, model = settings.training, settings.model
-    method = settings.method.name
-    asked = "per_device_train_batch_size" in settings.command or not options.bare
-    rows = options.batch or (training.per_device_train_batch_size if asked else 1)
-    length = options.length or getattr(training, "max_length", None)
-    completion = getattr(training, "max_completion_length", 0) or 0
-    attention, notes = model.attn_implementation, []
-    sharding = settings.sharding or requested_sharding(training)
-    recomputes = sharding is not None and sharding.checkpointing
-    by_mask = attention is None or "flash" not in attention
-    if attention is not None and "flash" in attention:
-        notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
-        attention = None
-    packed = getattr(training, "packing", False) and str(training.packing_strategy).startswith("bfd")
-    if training.torch_compile:
-        notes.append(
-            "torch.compile: judged is the step as it runs uncompiled; dtypes and findings are the same"
-        )
-    if training.deepspeed:
-        notes.append("DeepSpeed's own casts and sharding are not traced")
-    return StepPlan(
-        source=str(model.model_name_or_path),
-        method=method,
-        precision=settings.precision,
-        device=settings.extra.device,
-        rows=rows,
-        length=length,
-        completion=completion,
-        reference=settings.method.compares(training)
-        and not getattr(training, "precompute_ref_log_probs", False),
-        copied=_copied(settings, start),
-        lora=_lora_config(settings, start) if model.use_peft else None,
-        adapt=None if settings.extra.adapt is None else parts_to_adapt(settings, ()),
-        learning_rate=training.learning_rate,
-        optimizer=str(getattr(training.optim, "value", training.optim)),
-        checkpointing=CHECKPOINTING
-        if recomputes and not training.gradient_checkpointing
-        else checkpointing(training),
-        auto=settings.auto_checkpointing and not recomputes,
-        unforeseen=_unforeseen(training, length or completion),
-        fsdp=options.fsdp if options.fsdp is not None else sharding.version if sharding else 0,
-        devices=options.devices or processes(),
-        reshard=sharding is None or sharding.reshard,
-        step_rows=0
-        if training.gradient_accumulation_steps == 1
-        else rows * training.gradient_accumulation_steps,
-        evaluation=_evaluation(settings),
-        revision=model.model_revision,
-        attention=attention,
-        packed=packed and by_mask,
-        dropout=not getattr(training, "disable_dropout", False),
-        notes=tuple(notes),
-        ranges=settings.extra.ranges,
-        # The training leaves layers that torch.compile takes to PEFT; on a check nothing else hangs by it.
-        fuse=settings.extra.fuse and not (settings.auto_checkpointing and training.torch_compile),
-    )
-
-
-def _copied(settings: Settings, start: Adapter | None) -> MemoryKind | None:
-    from isotype.train.initial_adapter import is_its_own_reference
-
-    if not settings.method.compares(settings.training):
-        return None
-    if not settings.model.use_peft:
-        return None if getattr(settings.training, "precompute_ref_log_probs", False) else "weights"
-    return None if is_its_own_reference(settings, start) else "adapters"
-
-
-def _evaluation(settings: Settings) -> int | None:
-    if settings.training.eval_strategy == "no" and settings.extra.eval_split is None:
-        return None
-    explicit = "per_device_eval_batch_size" in settings.command or settings.method.loss == "policy"
-    return int(settings.training.per_device_eval_batch_size) if explicit else 0
-
-
-def _unforeseen(training: Any, length: int) -> str:
-    if training.deepspeed:
-        return "DeepSpeed's own casts and sharding are not traced"
-    from isotype.train.rows.lengths import UNBOUNDED
-
-    return "" if length else UNBOUNDED
-
-
-def training_plan(
-    settings: Settings, start: Adapter | None, tokenizer: Any, data: Any, lengths: Lengths | None = None
-) -> StepPlan:
-    """Return the step of a training that is about to begin, with its longest possible rows."""
-    from isotype.train.models import parts_to_adapt
-    from isotype.train.preflight.plan_rows import bounded, pictures_in_rows, with_held_back
-    from isotype.train.rows.lengths import lengths_in
-
-    plan = _full_plan(Options(), settings, start)
-    rows = data[settings.script.dataset_train_split]
-    adapt = parts_to_adapt(settings, next(iter(rows), {}))
-    plan = replace(plan, adapt=adapt, pictures=pictures_in_rows(tokenizer, rows))
-    plan = with_held_back(plan, settings, tokenizer, data)
-    return bounded(plan, settings, rows, lengths or lengths_in(settings, tokenizer, rows))
-
-
-def _lora_config(settings: Settings, start: Adapter | None) -> Any:
-    from trl import get_peft_config
-
-    if start is not None:
-        return start.config
-    config = get_peft_config(settings.model)
-    config.bias = settings.extra.lora_bias
-    return config

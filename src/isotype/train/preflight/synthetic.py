@@ -136,6 +136,12 @@ def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return log_probs
 
 
+def _log_ratios(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
+    """Return log-probabilities of rows, float32 `[rows]`, less those of the reference if there is one."""
+    sums = _log_probs(model, batch).sum(-1)
+    return sums - _reference_log_probs(model, batch).sum(-1) if reference else sums
+
+
 def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return those of the base model without adapters, as TRL does; of the model itself if it has none."""
     with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
@@ -146,10 +152,7 @@ def _preference_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
 ) -> torch.Tensor:
     """Return DPO's sigmoid loss, https://arxiv.org/abs/2305.18290 equation 7, with beta 0.1."""
-    ratios = _log_probs(model, batch).sum(-1)
-    if reference:
-        ratios = ratios - _reference_log_probs(model, batch).sum(-1)
-    chosen, rejected = ratios.chunk(2)
+    chosen, rejected = _log_ratios(model, batch, reference).chunk(2)
     return -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
@@ -158,12 +161,8 @@ def _unpaired_loss(
 ) -> torch.Tensor:
     """Return KTO's loss, https://arxiv.org/abs/2402.01306 equation 8, with one more forward for the KL term."""
     with torch.no_grad():
-        kl = _log_probs(model, batch).sum(-1)
-        if reference:
-            kl = kl - _reference_log_probs(model, batch).sum(-1)
-    ratios = _log_probs(model, batch).sum(-1)
-    if reference:
-        ratios = ratios - _reference_log_probs(model, batch).sum(-1)
+        kl = _log_ratios(model, batch, reference)
+    ratios = _log_ratios(model, batch, reference)
     return (1 - torch.sigmoid(0.1 * (ratios - kl.mean().clamp(min=0)))).mean()
 
 

@@ -8,7 +8,6 @@ second text has are the targets. TRL gets token ids with labels, which it uses u
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -17,14 +16,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from isotype.compat.templates import render_chat
 from isotype.core.errors import DataError, UsageError
 from isotype.core.names import plural
 from isotype.core.pretrained import pretrained
 from isotype.data.cells import MARKS, left_out
 from isotype.train.command.settings import Settings
-from isotype.train.rows.contents import lists_in
-from isotype.train.rows.spans import Message, assistant_spans, other_spans
+from isotype.train.rows.data import lists_in
+from isotype.train.rows.spans import assistant_spans, other_spans, renderer
 
 _MARKED = "a template with {% generation %} and {% endgeneration %} around the assistant's text"
 _FIX = "--chat_template_path FILE.jinja with such a template, or leave --assistant_only_loss out"
@@ -165,20 +163,9 @@ def labelled_row(
 
     prompt = row.get("prompt") or []
     messages = row["messages"] if row.get("messages") is not None else [*prompt, *row["completion"]]
-    tools = row.get("tools")
-    arguments = {
-        "tools": json.loads(tools) if isinstance(tools, str) else tools,
-        **(row.get("chat_template_kwargs") or {}),
-    }
-
-    def render(part: Sequence[Message], prompting: bool) -> str:
-        turns: Any = [dict(message) for message in part]
-        if hasattr(tokenizer, "tokenizer"):
-            turns = prepare_multimodal_messages(turns)
-        return str(
-            render_chat(tokenizer, turns, tokenize=False, add_generation_prompt=prompting, **arguments)
-        )
-
+    render = renderer(
+        tokenizer, row, prepare_multimodal_messages if hasattr(tokenizer, "tokenizer") else list
+    )
     place = f"{source and source + ', '}row {index + 1}"
     try:
         spans_of = assistant_spans if only else other_spans
@@ -193,10 +180,8 @@ def labelled_row(
     places = encoded["offset_mapping"]
     learned = [any(start < last and end > first for first, last in spans) for start, end in places]
     if not any(learned):
-        what, fix = (
-            f"{place}: all turns are excluded by their marks",
-            "mark one with 1 or true, or remove the example",
-        )
+        what = f"{place}: all turns are excluded by their marks"
+        fix = "mark one with 1 or true, or remove the example"
         raise DataError.of("a row has no targets", what, "at least one turn", fix)
     labels = [token if mask else -100 for token, mask in zip(ids, learned, strict=True)]
     return {"input_ids": ids, "labels": labels}

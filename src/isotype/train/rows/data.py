@@ -1,18 +1,32 @@
-"""The rows of a training command, and those held back for evaluation."""
+"""The rows of a training command: read, held back, and with contents that the chat template and processor accept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from isotype.core.errors import UsageError
+from jinja2 import TemplateError
+
+from isotype.compat.templates import ERRORS, render_chat
+from isotype.core.console import Bar
+from isotype.core.errors import Problem, UsageError, one_line
+from isotype.core.names import listed, plural
+from isotype.data.build import undecoded
+from isotype.data.cells import CHATS
 from isotype.data.load import load_training_data
-from isotype.data.locate import find_local
+from isotype.data.locate import data_error, find_local
+from isotype.data.pictures import broken_rows, picture_columns
 from isotype.train.command.settings import Settings
+from isotype.train.rows.pictured import Pictured, answers_in
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
+
+_TRIED = 64
+"""Rows with pictures that go through the processor before the model is loaded."""
 
 
 def training_data(
@@ -63,3 +77,177 @@ def hold_back(settings: Settings, data: Any) -> Any:
         raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
     parts = rows.train_test_split(test_size=held, seed=settings.training.seed)
     return type(data)({script.dataset_train_split: parts["train"], script.dataset_test_split: parts["test"]})
+
+
+def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
+    """Join text parts by line breaks if the chat template writes only text."""
+    if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
+        return data
+    chats = {}  # columns of chats whose content may be parts, by their types; for a stream without types, all
+    for name, rows in data.items():
+        if (features := getattr(rows, "features", None)) is None:
+            chats[name] = sorted(CHATS & next(iter(rows), {}).keys())
+        else:
+            chats[name] = lists_in(features, CHATS, lambda turn: hasattr(turn.get("content"), "feature"))
+    if not any(chats.values()) or _takes_parts(tokenizer):
+        return data
+    say("content in several text parts is joined by line breaks: the chat template writes text alone")
+    return type(data)({name: _joined(rows, chats[name]) for name, rows in data.items()})
+
+
+def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
+    """Return the columns among `names` that are lists of objects whose types are `wanted` or unknown."""
+    items = {name: getattr(features[name], "feature", None) for name in features if name in names}
+    known = {name: item for name, item in items.items() if item is not None}
+    return [name for name, item in known.items() if not isinstance(item, Mapping) or wanted(item)]
+
+
+def _takes_parts(tokenizer: Any) -> bool:
+    try:
+        text = render_chat(tokenizer, [{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateError:
+        return True  # nothing is known: the rows themselves will show it
+    try:
+        parts = [{"type": "text", "text": "a"}]
+        return bool(text == render_chat(tokenizer, [{"role": "user", "content": parts}], tokenize=False))
+    except TemplateError:
+        return False
+
+
+def _joined(rows: Any, chats: list[str]) -> Any:
+    from datasets import Features, Json, List
+
+    if not chats:
+        return rows
+    features = rows.features and Features({**rows.features, **{name: List(Json()) for name in chats}})
+    return rows.map(_joined_row, fn_kwargs={"chats": chats}, features=features)
+
+
+def _joined_row(row: dict[str, Any], chats: list[str]) -> dict[str, Any]:
+    return row | {
+        name: [{**message, "content": _text(message.get("content"))} for message in row[name]]
+        for name in chats
+        if isinstance(row[name], list)
+    }
+
+
+def _text(content: Any) -> Any:
+    parts = content if isinstance(content, list) else []
+    plain = parts and all(part["type"] == "text" for part in parts)
+    return "\n".join(part["text"] for part in parts) if plain else content
+
+
+def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
+    """Raise DataError if the model takes no pictures, or its processor refuses some of up to 64 rows of a split."""
+    problems = [
+        problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
+    ]
+    if problems:
+        raise data_error(settings.script.dataset_name or "datasets", problems)
+
+
+def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iterator[Problem]:
+    columns = _columns(settings, rows)
+    if not columns:
+        return
+    if not hasattr(tokenizer, "tokenizer"):
+        what = (
+            f"{split}: pictures in the column {listed(map(repr, columns))}, and a model that takes text alone"
+        )
+        expected = "a model with a processor of pictures"
+        yield Problem(what, expected, "give such a model, or leave the column out")
+        return
+    if not hasattr(rows, "__len__"):
+        return
+    collator = Pictured(tokenizer)
+    for at in range(0, len(rows), max(1, -(-len(rows) // _TRIED))):
+        try:
+            collator.encoded([collator.written(rows[at], name) for name in answers_in(rows[at])])
+        except (TemplateError, OSError, *ERRORS) as error:
+            expected = "turns and pictures that the model's processor takes"
+            yield Problem(f"{split}, row {at + 1}: {one_line(error)}", expected, "correct the row")
+
+
+def _columns(settings: Settings, rows: Any) -> list[str]:
+    return [name for name in picture_columns(rows) if name in settings.method.optional]
+
+
+def has_pictures(settings: Settings, data: Any) -> bool:
+    """Return True if a split has a column of pictures that the method reads."""
+    return any(_columns(settings, rows) for rows in data.values())
+
+
+def uncut(settings: Settings, data: Any) -> dict[str, Any]:
+    """Return the arguments by which rows with pictures are not cut; none if no row has one."""
+    return {"max_length": None} if has_pictures(settings, data) else {}
+
+
+def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
+    """Return the splits with contents that the tokenizer takes; rows with pictures beyond `max_length` are dropped.
+
+    Raises:
+        DataError: such rows are not to be dropped.
+        UsageError: rows with pictures are to be packed.
+    """
+    data = plain_contents(tokenizer, data, say)
+    columns = [name for rows in data.values() for name in _columns(settings, rows)]
+    if not columns:
+        return data
+    for name in ("packing", "padding_free"):
+        if getattr(settings.training, name, False):
+            what = f"--{name} True, and pictures in the column {columns[0]!r}"
+            expected, fix = "a row of the batch for each example", f"leave --{name} out"
+            raise UsageError.of("rows with pictures are not joined", what, expected, fix)
+    limit = settings.command.given("max_length")
+    kept = {}
+    problems: list[Problem] = []
+    for split, rows in data.items():
+        kept[split] = rows
+        if not isinstance(limit, int) or not hasattr(rows, "__len__"):
+            continue
+        lengths = dict(_longer(Pictured(tokenizer), rows, limit))
+        if lengths and settings.extra.excess_length_strategy == "drop":
+            of = plural(len(rows), "row")
+            say(
+                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and left out: pictures are not cut"
+            )
+            kept[split] = rows.select(at for at in range(len(rows)) if at not in lengths)
+            lengths = {} if len(kept[split]) else lengths
+        expected = f"rows of at most max_length {limit}: pictures are not cut"
+        fix = f"--max_length {max(lengths.values(), default=0)}, or none; --excess_length_strategy drop leaves such rows out"
+        problems += [
+            Problem(f"{split}, row {at + 1}: {plural(n, 'token')}", expected, fix)
+            for at, n in lengths.items()
+        ]
+    if problems:
+        raise data_error(settings.script.dataset_name or "datasets", problems)
+    return type(data)(kept)
+
+
+def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, int]]:
+    bar = Bar("counting the tokens of rows with pictures")
+    bar.total = len(rows)
+    for at, row in enumerate(undecoded(rows)):
+        tokens, _ = collator.count(row)
+        if tokens > limit:
+            yield at, tokens
+        bar.advance()
+    bar.close()
+
+
+@contextmanager
+def pictures_named(trainer: Any) -> Iterator[None]:
+    """Raise DataError with the rows of pictures that a trainer cannot decode."""
+    try:
+        yield
+    except (OSError, SyntaxError) as error:
+        if getattr(error, "errno", None) is None:  # not the system's: pillow's own
+            held = trainer.eval_dataset
+            held = held if isinstance(held, dict) else {"evaluation": held}
+            splits = {"train": trainer.train_dataset, **held}
+            for split, rows in splits.items():
+                if hasattr(rows, "__len__") and picture_columns(rows):
+                    for at, problem in broken_rows(rows, whole=True):
+                        what = replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
+                        raise data_error("datasets", [what]) from error
+        raise

@@ -76,10 +76,14 @@ def lengths_of(
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
-    if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
-        return _with_pictures(tokenizer, undecoded(rows), every) if hasattr(tokenizer, "tokenizer") else None
-    words = getattr(tokenizer, "tokenizer", tokenizer)
     step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
+    if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
+        if not hasattr(tokenizer, "tokenizer"):
+            return None
+        pictured, rows = Pictured(tokenizer), undecoded(rows)  # it keeps what is made of pictures of one size
+        counts = [pictured.count(rows[at]) for at in range(0, len(rows), step)]
+        return Lengths(tuple(n for n, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts))
+    words = getattr(tokenizer, "tokenizer", tokenizer)
     tokens, prompts = [], []
     doubled = 0
     for at in range(0, len(rows), step):
@@ -90,15 +94,6 @@ def lengths_of(
             raise refused_row(source, at, error) from error
         doubled += _begins_twice(words, rows[at], text_field)
     return Lengths(tuple(tokens), len(rows), doubled, min(prompts))
-
-
-def _with_pictures(processor: Any, rows: Any, every: bool) -> Lengths:
-    step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
-    collator = Pictured(processor)  # it keeps what is made of pictures of one size
-    counts = [collator.count(rows[at]) for at in range(0, len(rows), step)]
-    return Lengths(
-        tuple(tokens for tokens, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts)
-    )
 
 
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
@@ -187,8 +182,7 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
     prompt = row.get("prompt")
     if METHODS[method].loss == "policy":
         return _tokens(tokenizer, prompt, None, tools)
-    answers = [row[name] for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
-    if answers:
+    if answers := [row[name] for name in ("completion", "chosen", "rejected") if row.get(name) is not None]:
         return max(_tokens(tokenizer, prompt, answer, tools) for answer in answers)
     chat = row.get("messages")
     return _tokens(tokenizer, None, chat if chat is not None else row[text_field], tools)

@@ -40,11 +40,11 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
     """
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:
-        what = f"{model} without a tokenizer on this machine"
-        expected, fix = (
+        what, expected = (
+            f"{model} without a tokenizer on this machine",
             "the tokenizer that its rows are read by",
-            "download the model first, or leave --data out",
         )
+        fix = "download the model first, or leave --data out"
         raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
     words = getattr(tokenizer, "tokenizer", tokenizer)
     length = min(_LENGTH, positions(blank_model(config_of(open_model(model, revision)))) or _LENGTH)

@@ -7,7 +7,6 @@ assistant. Rows are not cut, since a picture needs all of its tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from isotype.data.pictures import pictures_in, row_without_pictures, size_of
 from isotype.data.placed import in_parts
 from isotype.data.tokens import IGNORED
 from isotype.model.shard import is_sharded
-from isotype.train.rows.spans import Span, assistant_spans, other_spans
+from isotype.train.rows.spans import Span, assistant_spans, other_spans, renderer
 
 _OF_PICTURES = re.compile(
     r"image|img|vision|picture|<row_\d+_col_\d+>|patch|tile_|(^<|\W)[be]oi\W", re.IGNORECASE
@@ -92,20 +91,7 @@ class Pictured:
             text = prompt + (completion or "")
             return Written(text, [(0 if self.whole else len(prompt), len(text))], pictures)
         first = 0 if messages is not None or self.whole or completion is None else len(prompt)
-        schemas = row.get("tools")
-        arguments = {
-            "tools": json.loads(schemas) if isinstance(schemas, str) else schemas,
-            **(row.get("chat_template_kwargs") or {}),
-        }
-
-        def render(part: Sequence[Mapping[str, Any]], prompting: bool) -> str:
-            turns = list(part)
-            return str(
-                render_chat(
-                    self.processor, turns, tokenize=False, add_generation_prompt=prompting, **arguments
-                )
-            )
-
+        render = renderer(self.processor, row)
         turns = _turns(messages if messages is not None else [*prompt, *(completion or ())], len(pictures))
         if self.only:
             return Written(*assistant_spans(render, turns, first), pictures)
@@ -154,10 +140,13 @@ class Pictured:
     def _unlearned(self) -> Written:
         from PIL import Image
 
+        return Written(self._alone, [], [Image.new("RGB", (64, 64))])
+
+    @cached_property
+    def _alone(self) -> str:
+        """A user's turn with a picture and no text."""
         turns = [{"role": "user", "content": [{"type": "image"}]}]
-        return Written(
-            str(render_chat(self.processor, turns, tokenize=False)), [], [Image.new("RGB", (64, 64))]
-        )
+        return str(render_chat(self.processor, turns, tokenize=False))
 
     @cached_property
     def _around(self) -> frozenset[int]:
@@ -215,10 +204,8 @@ class Pictured:
         if size not in self._replacements:
             from PIL import Image
 
-            turns = [{"role": "user", "content": [{"type": "image"}]}]
-            text = str(render_chat(self.processor, turns, tokenize=False))
-            picture = Image.new("RGB", size)
-            made = self.processor(images=[[picture]], text=[text], return_text_replacement_offsets=True)
+            images = [[Image.new("RGB", size)]]
+            made = self.processor(images=images, text=[self._alone], return_text_replacement_offsets=True)
             (each,) = made["text_replacement_offsets"][0]
             self._replacements[size] = each["text"], each["replacement"]
         return self._replacements[size]

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from isotype.compat.templates import render_chat
 from isotype.data.cells import left_out
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, add the prompt for an answer) -> text."""
+
+
+def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any]], Any] = list) -> Render:
+    """Return the function that writes messages by the chat template, with the tools and template arguments of a row."""
+    tools = row.get("tools")
+    arguments = {
+        "tools": json.loads(tools) if isinstance(tools, str) else tools,
+        **(row.get("chat_template_kwargs") or {}),
+    }
+
+    def render(part: Sequence[Message], prompting: bool) -> str:
+        turns = prepare([dict(message) for message in part])
+        return str(
+            render_chat(tokenizer, turns, tokenize=False, add_generation_prompt=prompting, **arguments)
+        )
+
+    return render
 
 
 def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
