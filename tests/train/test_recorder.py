@@ -82,7 +82,7 @@ class Alone:
         )
         self.args = SimpleNamespace(device=torch.device("cpu"), **args)
         self.model = SimpleNamespace(training=True)
-        self.state, self.norm = state, norm
+        self.state, self.norm, self.train_dataset = state, norm, ()
         self.steps = StepMeter(self, True, SimpleNamespace(restart=lambda: None, peak=lambda: 5))
 
     def training_step(self, inputs: Any) -> torch.Tensor:
