@@ -16,7 +16,7 @@ def test_the_fixture_passes_a_healthy_model(isotype_check: Callable[..., Any]) -
 
 
 def test_the_fixture_fails_with_the_whole_report(isotype_check: Callable[..., Any]) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"error\[IST101\]: float32 meets bfloat16"):
+    with pytest.raises(pytest.fail.Exception, match=r"error\[IST101\]: float32 instead of bfloat16"):
         isotype_check(nn.Linear(4, 2).bfloat16(), {"input": torch.zeros(3, 4)}, device="cpu")
 
 

@@ -27,9 +27,13 @@ def test_a_new_rule_is_given_what_it_claims_and_nothing_else(
     monkeypatch.setattr(groups, "all_claims", lambda: (("IST199", claim), *before))
     layer.to(BF16).bias.data = torch.ones(8)
     trace = traced(layer, X, phases=("forward",))
-    new = contract_rule("isotype.rules.ist199_new", "{given} meets {expected} in a norm of the test's own")
+    new = contract_rule(
+        "isotype.rules.ist199_new", "{given} instead of {expected} in a norm of the test's own"
+    )
     messages = [finding.message for finding in new(trace)]
-    assert messages == (["float32 meets bfloat16 in a norm of the test's own"] if code == "IST110" else [])
+    assert messages == (
+        ["float32 instead of bfloat16 in a norm of the test's own"] if code == "IST110" else []
+    )
     old = next(rule for rule in all_rules() if rule.code == code)
     assert len(list(old.find(trace))) == (code != "IST110")
 

@@ -28,7 +28,7 @@ class Attention(nn.Module):
 @pytest.mark.real_cpu
 def test_a_query_in_another_dtype() -> None:
     (finding,) = verified(Attention(FP32), {"x": X}, "IST104")
-    assert finding.message == "float32 meets bfloat16 in attention"
+    assert finding.message == "float32 instead of bfloat16 in attention"
     assert (finding.module, finding.op) == ("", "torch.scaled_dot_product_attention")
     assert finding.cause.startswith("a cast to float32 at test_ist104.py:")
     assert f"the device says: {real_step(Attention(FP32), {'x': X}).error}" in finding.notes

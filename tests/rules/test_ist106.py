@@ -21,7 +21,7 @@ def pixels(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.real_cpu
 def test_pixels_in_another_dtype() -> None:
     (finding,) = verified(model(), pixels(FP32), "IST106")
-    assert finding.message == "float32 meets bfloat16 in a convolution"
+    assert finding.message == "float32 instead of bfloat16 in a convolution"
     assert (finding.module, finding.phase) == ("0", "forward")
     assert finding.cause == "the input input is float32"
     assert finding.notes == (f"the device says: {real_step(model(), pixels(FP32)).error}",)

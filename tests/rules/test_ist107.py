@@ -53,7 +53,9 @@ def test_a_checkpoint_that_forgets_autocast() -> None:
     outcome = real_step(Checkpointed(own=True), {"x": X}, autocast=BF16)
     assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("backward", "second")
     assert f"the device says: {outcome.error}" in finding.notes
-    assert finding.message == ("float16 meets bfloat16 while gradient checkpointing recomputes the forward")
+    assert finding.message == (
+        "float16 instead of bfloat16 while gradient checkpointing recomputes the forward"
+    )
     assert finding.op == "aten.addmm.default"
     assert finding.cause == "second.weight is float16"
 

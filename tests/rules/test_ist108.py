@@ -18,7 +18,9 @@ def test_generation_outside_of_the_autocast_that_training_relies_on() -> None:
     (finding,) = verified(wide_norms(), ids(), "IST108", autocast=BF16, phases=PHASES)
     outcome = real_step(wide_norms(), ids(), autocast=BF16, generate=lambda model: model(**ids()))
     assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("generate", "layers.0.proj")
-    assert finding.message == ("float32 meets bfloat16 in evaluation or generation, where autocast is off")
+    assert finding.message == (
+        "float32 instead of bfloat16 in evaluation or generation, where autocast is off"
+    )
     assert finding.cause == "layers.0.norm.weight is float32"
     assert finding.notes == (
         "1 more operator in 2 modules fails for the same cause",

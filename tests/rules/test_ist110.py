@@ -21,7 +21,7 @@ def model(wide_bias: bool) -> nn.Module:
 @pytest.mark.real_cpu
 def test_a_bias_in_another_dtype() -> None:
     (finding,) = verified(model(wide_bias=True), {"input": X}, "IST110")
-    assert finding.message == "float32 meets bfloat16 in a norm"
+    assert finding.message == "float32 instead of bfloat16 in a norm"
     assert (finding.module, finding.op, finding.phase) == ("1", "aten.native_layer_norm.default", "forward")
     assert finding.cause == "1.bias is float32"
     assert finding.evidence == ("1.bias is float32",)

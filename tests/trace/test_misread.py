@@ -35,7 +35,7 @@ def test_scales_that_the_kernel_misreads(device: str) -> None:
     report = isotype.check(Scaled(torch.bfloat16), inputs, device=device, optimizer="sgd")
     (error,) = report.errors
     assert (error.code, error.op) == ("IST101", "bitsandbytes.dequantize_blockwise.default")
-    assert error.message.startswith("bfloat16 meets float32")
+    assert error.message.startswith("bfloat16 instead of float32")
     assert error.cause == "the buffer absmax is bfloat16"
     assert f"the device says: {CORRUPTS}" in error.notes
     assert any(fix.verified for fix in error.fixes)

@@ -33,7 +33,7 @@ from isotype.trace.sides import is_adapter
 TITLE = "An adapter of another dtype than its layer"
 
 
-def _meets_an_adapter(broken: Broken) -> bool:
+def _takes_an_adapter(broken: Broken) -> bool:
     origins = (operand.origin for operand in broken.call.operands)
     return any(
         origin.kind in ("parameter", "buffer") and is_adapter(origin.name, broken.owners.get(origin.name))
@@ -41,6 +41,6 @@ def _meets_an_adapter(broken: Broken) -> bool:
     )
 
 
-CLAIMS = (Claim("operand", _meets_an_adapter),)
+CLAIMS = (Claim("operand", _takes_an_adapter),)
 
-find = contract_rule(__name__, "{given} meets {expected} at an adapter")
+find = contract_rule(__name__, "{given} instead of {expected} at an adapter")

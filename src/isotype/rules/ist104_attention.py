@@ -30,4 +30,4 @@ TITLE = "Attention operands or masks of different dtypes"
 
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*ATTENTION_KERNELS)),)
 
-find = contract_rule(__name__, "{given} meets {expected} in attention")
+find = contract_rule(__name__, "{given} instead of {expected} in attention")

@@ -39,6 +39,6 @@ _HOW = (
 
 find = contract_rule(
     __name__,
-    "{given} meets {expected} in the backward",
+    "{given} instead of {expected} in the backward",
     lambda finding: advice(finding.source, _HOW, "custom_bwd"),
 )

@@ -29,4 +29,4 @@ from isotype.rules.kit.groups import Claim
 TITLE = "A convolution whose input has another dtype than its weight"
 CLAIMS = (Claim("operator", lambda broken: broken.runs("conv")),)
 
-find = contract_rule(__name__, "{given} meets {expected} in a convolution")
+find = contract_rule(__name__, "{given} instead of {expected} in a convolution")

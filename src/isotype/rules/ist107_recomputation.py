@@ -36,7 +36,7 @@ TITLE = "Recomputation in other dtypes than the forward"
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)
 
 _mismatches = contract_rule(
-    __name__, "{given} meets {expected} while gradient checkpointing recomputes the forward"
+    __name__, "{given} instead of {expected} while gradient checkpointing recomputes the forward"
 )
 
 

@@ -37,4 +37,6 @@ def _lacks_autocast(broken: Broken) -> bool:
 
 CLAIMS = (Claim("phase", _lacks_autocast, settled=False),)
 
-find = contract_rule(__name__, "{given} meets {expected} in evaluation or generation, where autocast is off")
+find = contract_rule(
+    __name__, "{given} instead of {expected} in evaluation or generation, where autocast is off"
+)

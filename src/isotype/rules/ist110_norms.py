@@ -32,4 +32,4 @@ TITLE = "A norm whose weight has another dtype than its input"
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*_NORMS)),)
 
-find = contract_rule(__name__, "{given} meets {expected} in a norm")
+find = contract_rule(__name__, "{given} instead of {expected} in a norm")

@@ -2,8 +2,8 @@
 **What it means.** Some batches run a part of the model and others do not: rows with pictures run the vision tower, rows of text alone do not.
 FSDP2 and ZeRO-3 gather the weights of a part when it runs, in all processes together.
 
-**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips the tower and meets the others in the
-next collective: the sizes differ, and the run hangs (NCCL) or crashes (gloo).
+**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips the tower and starts the next
+collective while the others are in the tower's: the sizes differ, and the run hangs (NCCL) or crashes (gloo).
 
 **An example that fails**
 

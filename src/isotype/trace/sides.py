@@ -1,4 +1,4 @@
-"""The dtype of a part of a model: where dtypes meet, the one with fewer modules is out of place."""
+"""The dtype of a part of a model: of two dtypes in one operator, the one with fewer modules is out of place."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Sides:
     input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
-        """Return the dtype of the part where `causes` meet, in a call of `module`; `compute` if it has no
+        """Return the dtype of the part that holds all `causes` of a call of `module`; `compute` if it has no
         weights.
 
         The part is the smallest one with all origins of the dtypes, including all layers of its list; if an

@@ -277,7 +277,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     weights are never cast.
 
     Raises:
-        PrecisionError: invalid policy, or 16-bit weights would meet float32 ones without autocast.
+        PrecisionError: invalid policy, or 16-bit and float32 weights without autocast.
     """
     elements = _elements_by_dtype(model)
     most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)

@@ -65,7 +65,7 @@ def merge_adapter(
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
     The base is the one that the adapter was trained on, quantized as in training and dequantized again, so that the
-    adapter meets the weights it has learned to correct; or `base`, as stored. If the result is stored in the format
+    adapter is added to the weights it was trained on; or `base`, as stored. If the result is stored in the format
     that training quantized to, the adapter is merged into the base's stored weights: dequantized weights are on that
     format's grid, and small updates would be lost. PEFT merges each layer in float32; the sum is rounded once,
     without bias for 16 bits (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder,

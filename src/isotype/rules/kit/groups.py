@@ -25,7 +25,7 @@ Stage = Literal[
     "tensor",  # whose tensor it is
     "step",  # what no operand could change: a phase of its own, a function that is refused by name
     "value",  # which number it is
-    "dtype",  # that no kernel takes the dtype, whatever it meets
+    "dtype",  # that no kernel takes the dtype, whatever the other operands are
     "phase",  # when it runs
     "operator",  # which family of operators it belongs to
     "operand",  # what kind of weight it is
@@ -221,7 +221,7 @@ def sides_in(trace: Trace) -> Sides:
 def side_at(call: Call, sides: Sides) -> torch.dtype:
     """Return the dtype of the part of the model where a call's float operands meet."""
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
-    # One without dimensions gives its dtype to nothing that it meets.
+    # A tensor without dimensions does not change the dtype of other operands.
     return sides.at(
         call.module, [o.origin.cause for o in floats if o.shape] or [o.origin.cause for o in floats]
     )
@@ -260,7 +260,7 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
         return scratch[0]  # its use in another module is no evidence for this one
     foreign = [operand for operand in floats if operand.dtype != side]
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
-    # One without dimensions gives its dtype to nothing that it meets.
+    # A tensor without dimensions does not change the dtype of other operands.
     foreign = [operand for operand in foreign if operand.shape] or foreign
     # The model's own code explains more than a gradient or a downstream conversion.
     telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]

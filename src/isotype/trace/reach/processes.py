@@ -1,7 +1,7 @@
 """The batches of several processes that train together: modules that some do not run, collectives that differ.
 
 FSDP gathers and reduces the weights of a group in all processes together, and DDP reduces every gradient: a process
-that leaves one out waits for the others, or meets them in another collective.
+that leaves one out waits for the others, or runs another collective than they do.
 """
 
 from __future__ import annotations
