@@ -403,15 +403,15 @@ def resolve_auto(command: Command) -> tuple[Command, Row]:
     """Return the command with the plan's values for `auto`, and their row; raise UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
-        problem = Problem(f"auto in {processes()} processes", "numbers, the same in every process", fix)
-        raise UsageError("a launched training cannot plan", [problem])
+        what, expected = f"auto in {processes()} processes", "numbers, the same in every process"
+        raise UsageError.of("a launched training cannot plan", what, expected, fix)
     plan = plan_of_request(_question(command))
     row = plan.chosen
     if row is None:
         least = min((each.peak for each in plan.rows), default=0)
         need = f"a step takes {format_bytes(least)} at least, and may take {plan.devices[0].room}"
         fix = "a smaller model, or a larger device: isotype plan MODEL --device NAME shows what fits"
-        raise UsageError("nothing fits", [Problem(need, "a step that fits", fix)])
+        raise UsageError.of("nothing fits", need, "a step that fits", fix)
     return _with_values(command, row), row
 
 

@@ -367,12 +367,10 @@ def _fitting(
 def _too_long(length: int, limit: int, max_new_tokens: int | None) -> UsageError:
     asked = "" if max_new_tokens is None else f", and --max_new_tokens {max_new_tokens}"
     shorter = "ask a shorter question"
-    return UsageError.of(
-        "the question and its answer do not fit into the model's context",
-        f"a prompt of {length} tokens{asked}",
-        f"at most {limit} tokens with the answer",
-        f"--max_new_tokens {limit - length} or less; or {shorter}" if length < limit else shorter,
-    )
+    headline = "the question and its answer do not fit into the model's context"
+    what = f"a prompt of {length} tokens{asked}"
+    fix = f"--max_new_tokens {limit - length} or less; or {shorter}" if length < limit else shorter
+    return UsageError.of(headline, what, f"at most {limit} tokens with the answer", fix)
 
 
 def _context(model: Any) -> int | None:

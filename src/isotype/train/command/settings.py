@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -165,9 +166,8 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
     kinds = (*command.of().dataclass_types(), IsotypeArguments)
     held = {each.name for kind in kinds for each in fields(kind) if each.init}
     if absent := [name for name in command.values if name not in held]:
-        newer = (
-            f"an argument of the installed transformers {version('transformers')} and trl {version('trl')}"
-        )
+        here = f"transformers {version('transformers')} and trl {version('trl')}"
+        newer = f"an argument of the installed {here}"
         fix = "leave it out, or install newer ones"
         raise UsageError("invalid arguments", [Problem(f"--{name}", newer, fix) for name in absent])
     try:
@@ -176,9 +176,8 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
         wrong = list(number_problems(command.given))
         message = one_line(error)
         named = {name: command[name] for name in command.specs} | _values(command, decided)
-        cures = [
-            f"--{each}" for each in sorted(command.values) if _works_without(kinds, command, decided, each)
-        ]
+        works = partial(_works_without, kinds, command, decided)
+        cures = [f"--{name}" for name in sorted(command.values) if works(name)]
         fix = cure_by_name(message, command.values, named, f"isotype {command.method}")
         fix = f"leave {' or '.join(cures)} out" if cures else fix
         conflict = Problem(message, f"arguments that trl {command.method} takes together", fix)

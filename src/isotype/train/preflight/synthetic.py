@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from isotype.compat.peft import without_peft
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS, Loss
 from isotype.data.tokens import IGNORED
 from isotype.model.loss import loss_of
@@ -33,9 +33,9 @@ def synthetic_batch(
     """
     base = without_peft(model)
     if getattr(base, "main_input_name", "input_ids") != "input_ids":
+        headline, expected = "no batch can be made up for this model", "a model of token ids"
         fix = "give package.module:function, where the function returns (model, inputs)"
-        problem = Problem(f"{type(base).__name__} takes {base.main_input_name}", "a model of token ids", fix)
-        raise UsageError("no batch can be made up for this model", [problem])
+        raise UsageError.of(headline, f"{type(base).__name__} takes {base.main_input_name}", expected, fix)
     ids = torch.full((rows, length), FILL)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     pictures = pictures or by_config(base.config)
@@ -43,8 +43,8 @@ def synthetic_batch(
         least = least_length(base.config, pictures)
         if least > length:
             expected = f"room for the {pictures.tokens} tokens of its pictures and some text"
-            problem = Problem(f"rows of {length} tokens", expected, f"--max_length {least}, or more")
-            raise UsageError("the pictures do not fit into the sequence", [problem])
+            headline, fix = "the pictures do not fit into the sequence", f"--max_length {least}, or more"
+            raise UsageError.of(headline, f"rows of {length} tokens", expected, fix)
         ids[:, 1 : 1 + pictures.tokens] = pictures.ids
         batch |= {**pictures.batch(rows), **pictures.marks(ids, 1, base)}
     classifier = type(base).__name__.endswith("ForSequenceClassification")
