@@ -48,7 +48,7 @@ def test_the_command_prints_groups_and_reasons(tmp_path, capsys):
     assert rows["2 bfloat16 float32 (pinned) cast"].startswith("model.layers.*.")
     assert any(line[1:6] == ["2", "mxfp4", "bfloat16", "dequantized", "(of"] for line in lines)
     said = {line[0]: " ".join(line[1:]) for line in lines if line}
-    assert said["compute"] == "as asked"
+    assert said["compute"] == "as requested"
     assert said["storage"] == (
         "mxfp4 weights are dequantized once at load: they have no backward; --quantization mxfp4 keeps experts as they are stored"
     )

@@ -346,7 +346,7 @@ def test_the_dtype_is_never_float16_unless_it_was_trained_from_float16(make: Mak
         "the base checkpoint's; trained in float16, which cannot hold every bfloat16 value"
     )
     asked = merge_adapter(adapter, tmp_path / "asked", dtype="float16")
-    assert (asked.dtype, asked.dtype_reason) == (torch.float16, "as asked")
+    assert (asked.dtype, asked.dtype_reason) == (torch.float16, "as requested")
     assert json.loads((tmp_path / "asked" / "config.json").read_text())["dtype"] == "float16"
 
 
@@ -530,7 +530,7 @@ def test_a_write_that_fails_leaves_nothing(make: Make, tmp_path: Path) -> None:
         rf"the merged model cannot be written\n  - {tmp_path}/merged: .*File too large.*\n"
         r"    expected  a directory with room that can be written\n"
         r"    fix       free some space, or give --output on another disk\n"
-        r"  = the adapter and its base are as they were, and nothing is left behind: the same command goes on",
+        r"  = the adapter and its base are unchanged, and no partial file is left: run the same command again",
         str(caught.value),
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
@@ -546,7 +546,7 @@ def test_a_full_disk_is_found_before_the_first_byte(
         f"  - {tmp_path}: 0 B are free\n"
         "    expected  178 KiB for the weights\n"
         "    fix       free some space, or give --output on another disk\n"
-        "  = the adapter and its base are as they were, and nothing is left behind: the same command goes on"
+        "  = the adapter and its base are unchanged, and no partial file is left: run the same command again"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
 
@@ -762,7 +762,7 @@ def report(vanished: int, stored: str | None = None) -> MergeReport:
         "base",
         "nf4",
         torch.bfloat16,
-        "as asked",
+        "as requested",
         weights,
         logits,
         2_000_000,
@@ -831,7 +831,7 @@ def test_what_the_terminal_shows() -> None:
     assert lines == [
         "adapter           adapter",
         "base              base (dequantized from nf4)",
-        "dtype             bfloat16 (as asked)",
+        "dtype             bfloat16 (as requested)",
         "merged            3 weights, 2,000 entries changed",
         "lost to rounding  25.00% of a weight's update in the median, 50.00% in b.weight",
         "as before         600 of these entries have the base's values (30.00%)",

@@ -191,7 +191,7 @@ def test_a_checkpoint_to_resume_that_is_not_there(capsys, model, data, tmp_path)
         capsys, model, data, "--output_dir", out, "--resume_from_checkpoint", out / "checkpoint-9"
     )
     assert status == 2
-    assert err.startswith("error: no checkpoint to go on from\n")
+    assert err.startswith("error: no checkpoint to resume from\n")
 
 
 def test_an_output_directory_that_cannot_be_made(capsys, model, data, tmp_path):

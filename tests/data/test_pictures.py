@@ -188,7 +188,7 @@ def test_a_folder_of_pictures_with_metadata(metadata):
     assert [row["completion"][0]["content"] for row in rows] == ["a red one", "007"]
     assert contents(rows[0]) == [[PLACE, text(QUESTION)]]
     assert said == [
-        f"metadata.{metadata}: captions are learned as answers to 'Describe the picture.'; a column 'prompt' with 'completion' "
+        f"metadata.{metadata}: captions are trained as answers to 'Describe the picture.'; columns 'prompt' and 'completion' "
         "asks otherwise"
     ]
 

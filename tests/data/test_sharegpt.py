@@ -158,8 +158,8 @@ def test_data_sets_of_unlike_form_become_conversations(store: Callable[[Any], st
     data, said = load(None, config)
     assert data == [{"messages": STANDARD}] * 4
     assert said[0] == (
-        f"'pairs.csv', '{other}': prompts and completions become conversations, as the rest of the mixture is; "
-        "prompts are learned too, unless --assistant_only_loss True"
+        f"'pairs.csv', '{other}': prompts and completions become conversations, like the rest of the mixture; "
+        "the loss counts prompts too, unless --assistant_only_loss True is given"
     )
     assert said[1].startswith("share.jsonl: ShareGPT messages are read by the chat template's roles: ")
 
@@ -184,9 +184,7 @@ def test_plain_and_spoken_prompts_keep_their_form() -> None:
     write("b.jsonl", lines({"prompt": STANDARD[:1], "completion": STANDARD[1:]}))
     data, said = load(None, mixture({"path": "a.jsonl"}, {"path": "b.jsonl"}))
     assert data == [{"prompt": STANDARD[:1], "completion": STANDARD[1:]}] * 2
-    assert said == [
-        "'a.jsonl': plain prompts and answers become messages, as the rest of the mixture has them"
-    ]
+    assert said == ["'a.jsonl': plain prompts and answers become messages, like the rest of the mixture"]
 
 
 def test_a_mixture_names_file_and_row_of_that_file() -> None:

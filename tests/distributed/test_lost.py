@@ -68,7 +68,7 @@ def test_killing_one_process_ends_the_other_with_one_message_and_the_run_goes_on
     text = log.read_text()
     assert text.count("error: another process of the run has ended") == 1, text
     newest = whole_checkpoints(out)[-1]
-    assert f"{newest} is whole: go on with" in text
+    assert f"{newest} is complete: resume with" in text
     assert "torchrun --standalone --nproc_per_node 2 -m isotype sft" in text
     step = int(newest.name.rpartition("-")[2])
     more = argv(model, data, tmp_path / "again", 1, *common, "--resume_from_checkpoint", newest)

@@ -132,10 +132,10 @@ def test_float32_storage_with_16_bit_compute_says_what_it_relies_on_and_costs():
     rows = {role: (dtype, reason) for role, dtype, reason in policy.rows()}
     assert rows["matmuls"] == (
         "bfloat16",
-        "as asked; autocast casts float32 weights to it at each matmul; outside autocast the model computes in float32",
+        "as requested; autocast casts float32 weights to it at each matmul; outside autocast the model computes in float32",
     )
     assert rows["residual stream"] == ("float32", "as the weights: autocast casts at each matmul only")
-    assert rows["frozen base weights"] == ("float32", "as asked")
+    assert rows["frozen base weights"] == ("float32", "as requested")
     assert rows["norms"] == (
         "float32 inside",
         "variance in float32; RMSNorm returns its input's dtype, LayerNorm under CUDA autocast float32",

@@ -339,7 +339,7 @@ def test_arguments_that_do_not_fit_are_all_named(inputs: Any) -> None:
     assert refused(
         UsageError, check, net(), inputs, optimizer="adamw_troch", phases=("forward", "training", "sleep")
     ) == (
-        "the step cannot be checked as asked\n"
+        "the step cannot be checked with these arguments\n"
         "  - optimizer 'adamw_troch'\n"
         f"    expected  one of {', '.join(OPTIMIZERS)}\n"
         "    fix       did you mean adamw_torch or adamw_foreach?\n"

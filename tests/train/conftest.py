@@ -21,4 +21,4 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _as_asked(run: Run, *_: object) -> Choice:
-    return Choice(checkpointing(run.settings.training), "as asked")
+    return Choice(checkpointing(run.settings.training), "as requested")

@@ -82,6 +82,6 @@ def test_a_checkpoint_that_cannot_say_is_answered(tmp_path: Path, caplog: pytest
 
 def test_a_checkpoint_without_the_reference_model_that_a_run_moves_is_refused(tmp_path):
     trainer = SimpleNamespace(args=SimpleNamespace(sync_ref_model=True), ref_model=torch.nn.Linear(2, 2))
-    with pytest.raises(isotype.UsageError, match="cannot go on with its reference model"):
+    with pytest.raises(isotype.UsageError, match="cannot resume with its reference model"):
         begin_epoch(trainer, SimpleNamespace(), tmp_path, 0)
     begin_epoch(trainer, SimpleNamespace(), None, 0)

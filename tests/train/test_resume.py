@@ -60,5 +60,5 @@ def test_killed_in_saves_and_resumed_equals_uninterrupted(
     assert (f"checkpoint-{steps}/scaler.pt" in result["killed"]["digests"]) == ("float16" in flags)
     assert result["killed"]["entries"] == [f"checkpoint-{steps - 1}", f"checkpoint-{steps}"]
     out = tmp_path / "killed"
-    assert f"no whole checkpoint in {out}: starting at step 0" in result["log"]
-    assert f"going on from {out / 'checkpoint-'}" in result["log"]
+    assert f"no complete checkpoint in {out}: starting at step 0" in result["log"]
+    assert f"resuming from {out / 'checkpoint-'}" in result["log"]

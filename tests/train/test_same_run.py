@@ -198,7 +198,7 @@ def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
         monkeypatch.setattr("datasets.arrow_dataset.is_caching_enabled", lambda: False)
     _, text = train(dated, "--max_steps", 3, "--resume_from_checkpoint", "true")
     assert days[1:] == [{"w10"}]
-    assert note + "as in checkpoint-2, which the run goes on from" in text
+    assert note + "as in checkpoint-2, which the run resumes from" in text
     assert (
         json.loads((dated / "out" / "checkpoint-3" / RUN_FILE).read_text())["template_date"] == "2026-11-10"
     )
@@ -321,10 +321,10 @@ def test_bytes_that_have_changed_are_found_and_an_older_checkpoint_is_taken(run:
     path.write_bytes(content)
     outcome, text = train(run, "--resume_from_checkpoint", "true")
     assert (
-        f"note: {path.parent} is not whole: adapter_model.safetensors holds other bytes than were saved"
+        f"note: {path.parent} is not complete: adapter_model.safetensors holds other bytes than were saved"
         in text
     )
-    assert f"going on from {run / 'out' / 'checkpoint-1'}" in text
+    assert f"resuming from {run / 'out' / 'checkpoint-1'}" in text
     assert [step.step for step in outcome.record.steps] == [1, 2]
 
 

@@ -390,7 +390,7 @@ def assert_stopped_whole(out: Path, message: str, problem: str) -> None:
     told, way = message.split("  = ")
     assert told == problem
     assert way.startswith(
-        f"nothing else is lost, {last} is whole; go on with:\n    isotype sft --model_name_or_path "
+        f"nothing else is lost, {last} is complete; resume with:\n    isotype sft --model_name_or_path "
     )
     assert way.endswith(f" --resume_from_checkpoint {last}\n")
     assert whole_checkpoints(out) == [out / "checkpoint-1", last]
@@ -482,16 +482,16 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_says_what_is_missing(
     status, _, message = sft(out, "--resume_from_checkpoint", str(out / "checkpoint-2"))
     assert status == 2
     assert message == (
-        "error: no checkpoint to go on from\n"
+        "error: no checkpoint to resume from\n"
         f"  - --resume_from_checkpoint {out / 'checkpoint-2'}: optimizer.pt has 7 of {size} bytes\n"
         "    expected  a folder checkpoint-N that was saved to the end\n"
-        f"    fix       whole in {out}: checkpoint-1\n"
+        f"    fix       complete in {out}: checkpoint-1\n"
     )
     status, printed, _ = sft(out, "--max_steps", "2", "--resume_from_checkpoint", "true")
     assert status == 0
     assert (
-        f"note: {out / 'checkpoint-2'} is not whole: optimizer.pt has 7 of {size} bytes\n"
-        f"going on from {out / 'checkpoint-1'}\n"
+        f"note: {out / 'checkpoint-2'} is not complete: optimizer.pt has 7 of {size} bytes\n"
+        f"resuming from {out / 'checkpoint-1'}\n"
     ) in printed
     assert steps_in(printed) == [2]
 

@@ -202,7 +202,7 @@ def test_unknown_modules_are_named_with_the_nearest(model, data, tmp_path):
         "--lora_modules_to_save head",
     ]
     assert caught.value.problems[0].fix.startswith("did you mean q_proj")
-    with pytest.raises(UsageError, match="the adapter cannot be made as asked"):
+    with pytest.raises(UsageError, match="the adapter cannot be created with these arguments"):
         train(model, data, tmp_path / "out", "--lora_target_modules", ".*nosuch")
 
 
@@ -307,7 +307,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_update(
     )
     assert "  - mul gives NaN, written by the code\n" in err
     assert "aten.mul.Tensor   forward   train/test_training.py:" in err
-    assert f"  = {out / 'checkpoint-1'} was saved before and is whole" in err
+    assert f"  = {out / 'checkpoint-1'} was saved before and is complete" in err
     assert not (out / "checkpoint-2").exists()
     assert not (out / "adapter_model.safetensors").exists()
     report = json.loads((out / "run_report.json").read_text())

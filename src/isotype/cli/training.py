@@ -156,7 +156,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
         whole = outcome.checkpoint
         if whole is not None:
             command = resume_command(settings.command, record.output_dir, whole)
-            say(console, f"\nstopped; {whole} is whole. Go on with:\n    {command}")
+            say(console, f"\nstopped; {whole} is complete. Resume with:\n    {command}")
         else:
             put("\nstopped before the first checkpoint: there is nothing to resume")
     elif outcome.adapter is not None:

@@ -205,12 +205,12 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
 
 
 def _captions_line(source: str, row: Row | None) -> str | None:
-    """Describe how captions are learned; None if the data has none."""
+    """Describe how captions are trained; None if the data has none."""
     prompt = (row or {}).get("prompt")
     content = prompt[0].get("content") if isinstance(prompt, list) and prompt else None
     if not isinstance(content, list) or content[-1] != {"type": "text", "text": QUESTION}:
         return None
-    return f"{source}: captions are learned as answers to '{QUESTION}'; a column 'prompt' with 'completion' asks otherwise"
+    return f"{source}: captions are trained as answers to '{QUESTION}'; columns 'prompt' and 'completion' set another question"
 
 
 def _records(

@@ -233,12 +233,12 @@ def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iter
             continue
         what = f"column '{column}' holds a message with '{key}': {value!r}"[:200]
         if key in _PARTLY:
-            expected = "turns that are learned whole or not at all"
+            expected = "turns that count in the loss completely or not at all"
             yield Problem(what, expected, "split the turn, or remove the key")
         elif value not in _YES and value not in _NO:
             yield Problem(what, "1 or true, 0 or false", "round it, or remove the key")
         elif method != "sft" and column != "prompt" and left_out(message):
-            expected = f"answers that are learned whole: {method} leaves no turn out"
+            expected = f"answers without such a key: {method} trains on every turn"
             yield Problem(what, expected, "remove the key")
 
 

@@ -162,13 +162,13 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
         return list(parts)
     if len(set(required)) == 1 and "prompt" in required[0]:
         named = quoted(part.name for part, text in zip(parts, plain, strict=True) if text)
-        job.say(f"{named}: plain prompts and answers become messages, as the rest of the mixture has them")
+        job.say(f"{named}: plain prompts and answers become messages, like the rest of the mixture")
         return [_again(part, chat=True) if text else part for part, text in zip(parts, plain, strict=True)]
     if job.method == "sft" and set(required) <= {("messages",), ("prompt", "completion")}:
         turned = [part.name for part, names in zip(parts, required, strict=True) if "prompt" in names]
         job.say(
-            f"{quoted(turned)}: prompts and completions become conversations, as the rest of the mixture is; "
-            "prompts are learned too, unless --assistant_only_loss True"
+            f"{quoted(turned)}: prompts and completions become conversations, like the rest of the mixture; "
+            "the loss counts prompts too, unless --assistant_only_loss True is given"
         )
         return [_again(part, joined=True) for part in parts]
     held = "; ".join(

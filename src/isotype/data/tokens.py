@@ -23,7 +23,7 @@ _MASK_FIX = "write 1 for a token that counts and 0 for one that does not"
 _FIXES = {
     "labels": _LABEL_FIX,
     **dict.fromkeys((*_MASKS, "attention_mask"), _MASK_FIX),
-    **dict.fromkeys(_UNREAD, "leave the column out; what is not to be learned has the label -100"),
+    **dict.fromkeys(_UNREAD, "leave the column out; give tokens outside the loss the label -100"),
 }
 
 
@@ -44,8 +44,8 @@ def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
     pairs = zip(row.get("labels", ids), learned, strict=True)
     labels = [label if counts else IGNORED for label, counts in pairs]
     if set(labels) == {IGNORED}:
-        what = f"no token of the row is learned: each label is {IGNORED}, or masked"
-        return Problem(what, "a label that is a token's id", "write one, or remove the example")
+        what = f"no token of the row counts in the loss: each label is {IGNORED}, or masked"
+        return Problem(what, "at least one label that is a token's id", "write one, or remove the example")
     taken = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
     if masks or "labels" in row:
         taken["labels"] = labels

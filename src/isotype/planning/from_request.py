@@ -223,7 +223,7 @@ def totals(damages: Damages | None) -> dict[str, float]:
 
 def _room(request: PlanRequest, profile: DeviceProfile) -> Room:
     if request.memory is not None:
-        return Room(request.memory, f"{format_bytes(request.memory)}, as asked")
+        return Room(request.memory, f"{format_bytes(request.memory)}, as requested")
     return room_of(profile)
 
 
@@ -448,7 +448,7 @@ def _with_values(command: Command, row: Row) -> Command:
 def words_of(row: Row) -> str:
     """Describe the chosen row in one line."""
     speed = speed_of(row)
-    foreseen = f", {speed} tokens/s foreseen" if speed else ""
+    foreseen = f", {speed} tokens/s expected" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""
     room = "" if row.room is None else f" of the {format_bytes(row.room)} that it may take"
     return (

@@ -181,7 +181,7 @@ class _Draft:
                 "ask for nf4 or int8, or leave the quantization out",
             )
         elif requested and requested != MXFP4:
-            self.reasons["storage"] = "as asked"
+            self.reasons["storage"] = "as requested"
             return requested
         return None
 
@@ -191,7 +191,7 @@ class _Draft:
             return compute
         compute = parse_dtype(self.request.dtype)
         name = dtype_name(compute)
-        self.reasons["compute"] = "as asked"
+        self.reasons["compute"] = "as requested"
         if compute not in COMPUTE_DTYPES:
             self._refuse(
                 f"compute dtype {name}", "float32, bfloat16 or float16", "give one of these, or auto"
@@ -224,7 +224,7 @@ class _Draft:
             return torch.float32
         master = parse_dtype(self.request.master)
         name = dtype_name(master)
-        self.reasons["master"] = "as asked"
+        self.reasons["master"] = "as requested"
         if master not in COMPUTE_DTYPES:
             self._refuse(
                 f"master dtype {name}", "float32, bfloat16 or float16", "leave it out: float32 is right"
@@ -319,7 +319,7 @@ class _Draft:
                 "storage float32: there is no autocast to float32",
                 f"leave the storage out, or compute in {name}",
             )
-        self.reasons["storage"] = "as asked"
+        self.reasons["storage"] = "as requested"
         if storage != compute and self.request.trainable == "lora":
             memory = " and they take twice the memory" if storage == torch.float32 else ""
             self.warnings.append(f"{name} storage: every step casts the frozen weights to {low}{memory}")

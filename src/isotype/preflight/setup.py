@@ -36,7 +36,7 @@ def setup_of(request: StepRequest) -> Setup:
     """
     problems = list(_problems(request))
     if problems:
-        raise UsageError("the step cannot be checked as asked", problems)
+        raise UsageError("the step cannot be checked with these arguments", problems)
     policy = request.policy or policy_of(request.model)
     if policy is not None and policy.keep_frozen:
         policy = None

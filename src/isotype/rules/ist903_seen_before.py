@@ -63,6 +63,6 @@ def find(trace: Trace) -> Iterator[Finding]:
             "error",
             "every token predicts itself",
             cause="the loss compares the logits of a token with the id of the same token",
-            notes=(f"{plural(reach.labels.learned, 'prediction')} are learned", measured_on(reach)),
+            notes=(f"{plural(reach.labels.learned, 'prediction')} count in the loss", measured_on(reach)),
             fixes=(advice("loss", how),),
         )

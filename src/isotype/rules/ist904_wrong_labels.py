@@ -1,5 +1,5 @@
 """
-**What it means.** There are labels where nothing should be learned (at padding, at picture tokens), or
+**What it means.** There are labels at tokens that should not count in the loss (padding, pictures), or
 labels are compared with the wrong prediction: that of two tokens before.
 
 **Why it happens.** `labels = input_ids.clone()` without -100 where the mask is 0: the model learns to predict
@@ -31,7 +31,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice
 
-TITLE = "Labels at tokens that are not to be learned"
+TITLE = "Labels at tokens that must not count in the loss"
 KIND = "wiring"
 
 
@@ -51,7 +51,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             "error",
             "predictions are compared with the wrong token",
             cause=cause,
-            notes=(f"{plural(labels.learned, 'prediction')} are learned", measured_on(reach)),
+            notes=(f"{plural(labels.learned, 'prediction')} count in the loss", measured_on(reach)),
             fixes=fixes,
         )
     for count, what, cause, how in (
@@ -72,7 +72,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             yield Finding(
                 "IST904",
                 "warning",
-                f"{plural(count, 'token')} of {what} {'is' if count == 1 else 'are'} learned",
+                f"{plural(count, 'token')} of {what} {'counts' if count == 1 else 'count'} in the loss",
                 cause=f"labels are not -100 where {what} is: {cause}"
                 if what == "padding"
                 else f"labels are not -100 at {what}: {cause}",

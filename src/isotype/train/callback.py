@@ -385,7 +385,7 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     if rounded is None:
         return None
     return PrecisionError.of(
-        "the values this run goes on from were rounded while they were loaded",
+        "the values that this run resumes from were rounded while they were loaded",
         f"trainable parameters hold no more digits than {dtype_name(rounded)}",
         f"{dtype_name(master)} values, as they were saved",
         "call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "

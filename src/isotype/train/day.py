@@ -42,5 +42,5 @@ def day_note(run: Run, tokenizer: Any) -> str | None:
     elif template_date(run.resume) is None:
         which = f"today: {run.resume.name} names no day, and may have been trained with another"
     else:
-        which = f"as in {run.resume.name}, which the run goes on from"
+        which = f"as in {run.resume.name}, which the run resumes from"
     return f"the chat template can write today's date, and gets {day}: {which}"

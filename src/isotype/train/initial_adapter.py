@@ -193,12 +193,12 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
     """Raise PrecisionError if the adapter needs a part of the base's weights and the policy quantizes them."""
     name = settings.extra.init_lora_weights
     if name in OF_FLOATS and policy.quantized:
-        raise PrecisionError("the adapter cannot begin so", [_quantized(name, policy.storage)])
+        raise PrecisionError("the adapter cannot be initialised so", [_quantized(name, policy.storage)])
     if name == LOFTQ and policy.storage not in FOUR_BITS:
         what = f"--init_lora_weights {name} and a base in {policy.storage}"
         expected = "a base in 4 bits: it begins from their errors"
         fix = "--quantization nf4, or leave --init_lora_weights out"
-        raise PrecisionError.of("the adapter cannot begin so", what, expected, fix)
+        raise PrecisionError.of("the adapter cannot be initialised so", what, expected, fix)
 
 
 def _quantized(name: str, storage: str) -> Problem:

@@ -54,7 +54,7 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     if asked is None:
         return None
     if problems := list(_problems(asked, training, arguments)):
-        raise UsageError("the model cannot be sharded as asked", problems)
+        raise UsageError("the model cannot be sharded with these arguments", problems)
     return asked
 
 
@@ -170,6 +170,6 @@ def _lost(trainer: Any, goes_on: Callable[[Path], str]) -> TrainingError:
     )
     hint = "no checkpoint had been saved before; --save_steps N keeps one every N steps"
     if checkpoint:
-        hint = f"{checkpoint} is whole: go on with\n    {goes_on(checkpoint)}"
+        hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"
     problem = Problem(f"step {trainer.state.global_step + 1}: {here}", "all processes of the run", fix)
     return TrainingError("another process of the run has ended", [problem], hint)

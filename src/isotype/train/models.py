@@ -345,8 +345,10 @@ def _adapter_arguments() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        what, expected = one_line(error), "arguments that PEFT can adapt this model by"
-        raise UsageError.of("the adapter cannot be made as asked", what, expected, "see --lora_*") from error
+        what, expected = one_line(error), "arguments with which PEFT can adapt this model"
+        raise UsageError.of(
+            "the adapter cannot be created with these arguments", what, expected, "see --lora_*"
+        ) from error
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:

@@ -404,7 +404,7 @@ def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: A
         return None
     why = f"{settings.method.dropped} max_length {limit}"
     if "input_ids" in getattr(given, "column_names", ()):
-        why = f"none of their first {limit} tokens is learned"
+        why = f"none of their first {limit} tokens counts in the loss"
     if len(prepared) == 0:
         what = f"all {len(given)} examples were dropped: {why}"
         raise DataError.of("no example is left to train on", what, "shorter examples", "--max_length N")

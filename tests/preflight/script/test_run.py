@@ -199,7 +199,7 @@ def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixt
         "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
     )
     assert str(Path(isotype.__file__).parent) not in traceback
-    assert "isotype: foreseen before the step:" in after
+    assert "isotype: predicted before the step:" in after
     assert "   = cause  norm.weight is float32" in after
     assert "   = note   the script stopped here" in after
     assert "verified: " in after

@@ -264,7 +264,7 @@ def test_fixes_that_take_long_are_tried_after_the_crash(runs: Runs, monkeypatch:
     before, _, after = err.partition("Traceback (most recent call last):\n")
     assert status == 1
     assert "; fixes were not tried yet):" in before
-    assert "isotype: foreseen before the step:" in after
+    assert "isotype: predicted before the step:" in after
     assert "not verified" in before
     assert "not verified" not in after
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_measured_says_why() -> None:
     )
     unlearned = torch.full_like(ids, -100)
     (why,) = measured(built("llama")[0], {"input_ids": ids, "labels": unlearned}).undecided
-    assert why == "the batch has no label that is learned"
+    assert why == "no label of the batch counts in the loss"
 
 
 class Wrapped(nn.Module):

@@ -164,7 +164,7 @@ def test_check_warning_says_it_and_goes_on(
     with caplog.at_level(logging.WARNING, logger="isotype"):
         trainer.train(resume_from_checkpoint=elsewhere)
     first, *others = [record.getMessage() for record in caplog.records if record.name == "isotype"]
-    assert first.startswith("the values this run goes on from were rounded while they were loaded")
+    assert first.startswith("the values that this run resumes from were rounded while they were loaded")
     # The check of the first batch: TRL's head adds up the gradient of its input in float32.
     assert [message[:7] for message in others] == ["IST201:"]
     assert trainer.state.global_step == 6

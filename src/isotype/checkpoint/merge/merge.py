@@ -220,7 +220,7 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
         if asked not in COMPUTE_DTYPES:
             what, expected = f"--dtype {dtype_name(asked)}", "float32, bfloat16 or float16"
             raise PrecisionError.of("no dtype for a merged model", what, expected, "give one of these")
-        return asked, "as asked"
+        return asked, "as requested"
     stored = facts.trained_dtype if facts.trained_dtype in COMPUTE_DTYPES else None
     if adapter.policy is None:
         if stored is None:

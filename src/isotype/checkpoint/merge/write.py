@@ -233,7 +233,7 @@ def _no_room(place: Path, what: str, expected: str) -> SaveError:
         f"{place}: {what}",
         expected,
         fix,
-        hint="the adapter and its base are as they were, and nothing is left behind: the same command goes on",
+        hint="the adapter and its base are unchanged, and no partial file is left: run the same command again",
     )
 
 

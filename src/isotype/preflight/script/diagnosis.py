@@ -340,12 +340,12 @@ class Diagnosis:
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = _matching(self.report, call, live)
         if foreseen is not None and tried(foreseen):
-            self._say("foreseen before the step:")
+            self._say("predicted before the step:")
             self._render(foreseen)
             return
         again = _matching(self._traced_again(), call, live) or foreseen
         if again is not None:
-            self._say("foreseen before the step:" if foreseen else "the step, traced again, explains it:")
+            self._say("predicted before the step:" if foreseen else "the step, traced again, explains it:")
             self._render(again)
         elif live:
             self._render(Report(trace, tuple(live)))

@@ -79,7 +79,7 @@ class Probe:
         if not torch.equal(self.base, self.logits(batch.inputs)):
             raise UndecidedError("the model does not compute the same twice")
         if not len(self.learned):
-            raise UndecidedError("the batch has no label that is learned")
+            raise UndecidedError("no label of the batch counts in the loss")
 
     @property
     def of_rows(self) -> bool:

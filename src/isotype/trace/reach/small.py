@@ -267,7 +267,7 @@ def _adapted(small: nn.Module, model: Any) -> nn.Module:
     made: Any = None
     for name, config in model.peft_config.items():
         if isinstance(config, peft.PromptLearningConfig):
-            raise NoCopyError("its prompts are learned, which moves all positions")
+            raise NoCopyError("its prompts are trained, which shifts all positions")
         again = copy.deepcopy(config)
         for attribute, value in (
             ("init_lora_weights", True),

@@ -227,7 +227,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument("early_stopping_threshold", limit=_NOT_NEGATIVE),
     Argument("save_steps", "along the way", "500", "a checkpoint every so many steps", limit=_EVERY),
-    Argument("resume_from_checkpoint", "along the way", "true", "go on from the last whole checkpoint"),
+    Argument("resume_from_checkpoint", "along the way", "true", "resume from the last complete checkpoint"),
     Argument("logging_steps", "along the way", "10", "a line every so many steps", limit=_EVERY),
     Argument("eval_steps", limit=_EVERY),
     Argument(

@@ -205,7 +205,7 @@ def _hint(checkpoint: Path | None, script: bool, pictures: bool) -> str:
     if script:
         return f"{checkpoint} was saved before: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
     command = shlex.join(chat_command(checkpoint, pictures=pictures))
-    return f"{checkpoint} was saved before and is whole: {command}"
+    return f"{checkpoint} was saved before and is complete: {command}"
 
 
 def _tries(arguments: Any, step: int, script: bool) -> list[str]:
@@ -224,7 +224,7 @@ def _tries(arguments: Any, step: int, script: bool) -> list[str]:
             tries.append(flag("max_grad_norm", "1"))
     elif not arguments.fp16:
         tries.append(
-            "the first batch alone does this: look at its rows (one without a token to learn has no loss) and at "
+            "the first batch alone does this: look at its rows (one whose labels are all -100 has no loss) and at "
             "the model's config"
         )
     return tries

@@ -216,7 +216,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
             load_model(trainer.ref_model, checkpoint / REFERENCE)
         else:
             raise UsageError.of(
-                "the run cannot go on with its reference model",
+                "the run cannot resume with its reference model",
                 f"{checkpoint} with --sync_ref_model, which holds no reference model: sharded runs save none",
                 "a checkpoint of an unsharded run",
                 "begin again, or train without --sync_ref_model",

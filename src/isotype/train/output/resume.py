@@ -62,8 +62,10 @@ def resume_point(settings: Settings) -> Path | None:
             open_checkpoint(path)
         return path
     others = ", ".join(p.name for p in reversed(whole) if p.resolve() != path.resolve())
-    headline, what = "no checkpoint to go on from", f"--resume_from_checkpoint {asked}: {reason}"
-    fix = f"whole in {root}: {others}" if others else f"there is no other in {root}: leave the argument out"
+    headline, what = "no checkpoint to resume from", f"--resume_from_checkpoint {asked}: {reason}"
+    fix = (
+        f"complete in {root}: {others}" if others else f"there is no other in {root}: leave the argument out"
+    )
     raise CheckpointError.of(headline, what, "a folder checkpoint-N that was saved to the end", fix)
 
 
@@ -75,7 +77,7 @@ def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
         raise CheckpointError(
             f"{resume} is of another run",
             problems,
-            hint="a checkpoint goes on with the settings it was made with; leave --resume_from_checkpoint out and "
+            hint="a checkpoint resumes only with the settings it was saved with; leave --resume_from_checkpoint out and "
             "give another --output_dir to start again",
         )
 
@@ -99,11 +101,11 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
         reason = damage(path, contents=newer or resume is None)
         newer = newer or path == resume
         if reason is not None:
-            say(console, f"note: {path} is not whole: {reason}")
+            say(console, f"note: {path} is not complete: {reason}")
     if resume is None:
-        say(console, f"no whole checkpoint in {root}: starting at step 0")
+        say(console, f"no complete checkpoint in {root}: starting at step 0")
     else:
-        say(console, f"going on from {resume}")
+        say(console, f"resuming from {resume}")
         changed = changed_length(resume, identity)
         if changed is not None:
             say(console, f"note: {changed}")
@@ -243,7 +245,7 @@ def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:
     if not changed:
         return None
     said = ", ".join(f"--{name} {identity[name]:g} instead of {saved.get(name):g}" for name in changed)
-    return f"{said}: the {schedule} schedule goes on as one of that length"
+    return f"{said}: the {schedule} schedule continues with the new length"
 
 
 def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -310,7 +312,7 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         setting = f"{now} {name}"
         fix = "per_device_train_batch_size x gradient_accumulation_steps x processes has to stay what it was"
     elif name == "method":
-        setting, expected, fix = f"isotype {now}", f"isotype {was}", f"go on with isotype {was}"
+        setting, expected, fix = f"isotype {now}", f"isotype {was}", f"resume with isotype {was}"
     elif name == "layers":
         setting = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
         expected = f"{len(was)} stored otherwise" if was else "none"

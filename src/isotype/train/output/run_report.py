@@ -59,7 +59,9 @@ def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: boo
     except SaveError as error:
         if record.status != "finished":
             raise
-        hint = f"the trained model is whole in {root}, and so is what was saved before; only the report is missing"
+        hint = (
+            f"the trained model in {root} is complete, and so are the checkpoints; only the report is missing"
+        )
         raise SaveError(error.headline, error.problems, hint) from error
     return html
 

@@ -167,7 +167,7 @@ class WholeCheckpoints(Sharded):
                 require_readable(staging / "model")
                 fsync_tree(staging / "model")
                 publish_files(staging / "model", directory)
-        with self._save_errors(directory, "model card, beside the trained model, which is whole,"):
+        with self._save_errors(directory, "model card, beside the trained model, which is complete,"):
             self.create_model_card()
         if self.args.push_to_hub:
             self.push_to_hub()
@@ -212,7 +212,7 @@ class WholeCheckpoints(Sharded):
         if last is not None:
             command = self.hooks.goes_on and self.hooks.goes_on(last)
             how = f"with:\n    {command}" if command else f"with --resume_from_checkpoint {last}"
-            hint = f"nothing else is lost, {last} is whole; go on {how}"
+            hint = f"nothing else is lost, {last} is complete; resume {how}"
         headline, expected = f"the {what} could not be saved", "a directory that takes files of this size"
         fix = "make it writable and lift limits on file sizes, or give another --output_dir"
         if full:

@@ -232,6 +232,6 @@ def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
 
 def _require(checkpoint: Path, missing: list[str]) -> None:
     if missing:
-        fix = "go on with the settings of the run that saved it"
+        fix = "give the settings of the run that saved it"
         problem = Problem(f"{checkpoint} without {listed(missing)}", "every trained weight", fix)
         raise CheckpointError("a checkpoint of another run", [problem])

@@ -49,10 +49,10 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
     """Return the recomputed layers of a training, decided by rank 0 for all processes."""
     settings, resume = run.settings, run.resume
     if not settings.auto_checkpointing:
-        return Choice(checkpointing(settings.training), "as asked")
+        return Choice(checkpointing(settings.training), "as requested")
     saved = decided_before(resume)
     if resume is not None and RECOMPUTED in saved:
-        return Choice(saved[RECOMPUTED], f"as in {resume.name}, which the run goes on from")
+        return Choice(saved[RECOMPUTED], f"as in {resume.name}, which the run resumes from")
     plan = training_plan(settings, tokenizer, run.data, lengths)
     step = PlannedStep(plan, config_of(run.checkpoint), run.policy)
     return from_first(step.choice)

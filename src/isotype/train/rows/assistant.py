@@ -57,8 +57,8 @@ def labelled_rows(
     if (not only and not left) or ("input_ids" in columns and "labels" in columns):
         return data
     if left:
-        rest = "the assistant's other turns are" if only else "everything else is"
-        say(f"{plural(left, 'turn')} marked not to be learned: no loss is computed there, {rest} learned")
+        rest = "the assistant's other turns" if only else "everything else"
+        say(f"{plural(left, 'turn')} left out of the loss, as marked; the loss counts {rest}")
     speaking = _with_template(tokenizer, getattr(training, "chat_template_path", None))
     if only:
         _check_rows(columns)
@@ -67,7 +67,7 @@ def labelled_rows(
     if not left and (speaking is None or trl_finds_tokens(speaking)):
         return data
     if speaking is None:
-        what = f"turns marked not to be learned, and --chat_template_path {training.chat_template_path}, which adds tokens"
+        what = f"turns marked as outside the loss, and --chat_template_path {training.chat_template_path}, which adds tokens"
         expected = "a template without new tokens"
         raise UsageError.of("the turns cannot be found", what, expected, "leave one of them out")
     source = settings.script.dataset_name or "datasets"
@@ -100,9 +100,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
     what = f"--assistant_only_loss with the columns {', '.join(map(repr, columns))}, which hold no messages"
     fix = "leave --assistant_only_loss out"
     if "completion" in columns:
-        fix += (
-            ": of a prompt and its completion the completion alone is learned; or --apply_chat_template True"
-        )
+        fix += ": the loss of a prompt and its completion counts only the completion; or --apply_chat_template True"
     expected = "conversations: 'messages', or 'prompt' and 'completion' as lists of messages"
     raise UsageError.of("the assistant's tokens cannot be found in this data", what, expected, fix)
 
@@ -190,5 +188,5 @@ def labelled_row(
 _KEPT = "a chat template that writes the beginning of a conversation the same, whatever follows"
 _ROW_FIX = (
     "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around the assistant's text; or rows of "
-    "'prompt' and 'completion', whose completion alone is learned; or leave --assistant_only_loss out"
+    "'prompt' and 'completion', where the loss counts only the completion; or leave --assistant_only_loss out"
 )
