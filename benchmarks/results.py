@@ -211,7 +211,7 @@ def this_machine() -> Machine:
     wanted = (*KINDS, "avx512_vnni", "avx512_fp16")
     cores = os.cpu_count() or 1
     notes = [f"{each}={os.environ[each]}" for each in LIMITS if each in os.environ]
-    notes += ["other work beside"] if os.getloadavg()[0] > 1.5 * cores else []
+    notes += ["other programs running"] if os.getloadavg()[0] > 1.5 * cores else []
     return Machine(name, cores, tuple(each for each in wanted if each in flags), " ".join(notes))
 
 

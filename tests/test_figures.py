@@ -184,7 +184,9 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
         Book.read(path)
 
 
-@pytest.mark.parametrize(("load", "note"), [(0.1, ""), (1e4, " other work beside")], ids=["quiet", "busy"])
+@pytest.mark.parametrize(
+    ("load", "note"), [(0.1, ""), (1e4, " other programs running")], ids=["quiet", "busy"]
+)
 def test_a_benchmark_adds_a_line(tmp_path, monkeypatch, load, note):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr("sys.argv", [str(ROOT / "benchmarks" / "train.py"), "--rows", "2", "--record"])

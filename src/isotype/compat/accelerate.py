@@ -22,7 +22,7 @@ def is_prepared(model: Any) -> bool:
 
 
 def mixed_precision() -> str:
-    """Return this process's mixed precision (`fp16`, `bf16`, `no`); "None" if not set, "" without accelerate."""
+    """Return this process's mixed precision: `fp16`, `bf16`, `no`, the text "None" if unset, "" without accelerate."""
     state = sys.modules.get("accelerate.state")
     return "" if state is None else str(state.AcceleratorState._shared_state.get("_mixed_precision"))
 

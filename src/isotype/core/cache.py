@@ -71,7 +71,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return (folder named by the variable or `name` in the user's cache; why it is unusable, "" if usable)."""
+    """Return (folder that the variable names, else `name` in the user's cache; reason if unusable, else "")."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:

@@ -35,7 +35,7 @@ TABLE: Mapping[Operation, tuple[str, ...]] = {
 """Candidates on a GPU in order; without a working one torch's single operators."""
 
 DEVICES = ("cuda", "xpu")
-"""Device types with candidates; ROCm's is cuda."""
+"""Device types that have candidate kernels; ROCm devices have the type cuda."""
 
 _MODULES: Mapping[str, Any] = {
     "aten": products,

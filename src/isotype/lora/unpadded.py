@@ -248,7 +248,7 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, b
 
 @dataclass(frozen=True)
 class Trial:
-    """Trial without padding: sides (`"left"`, `"right"`) where it may be removed, or the reason for none."""
+    """Result of a trial without padding: sides (`"left"`, `"right"`) to remove it from; without any, the reason."""
 
     sides: frozenset[str] = frozenset()
     reason: str = ""

@@ -2,10 +2,10 @@
 **What it means.** Sequences packed into one row attend to each other: a prediction in one sequence depends
 on the tokens of another one.
 
-**Why it happens.** Packing needs a mask by sequence, and the mask is built by the model's own code from
-`position_ids`, from `cu_seq_lens_q`, from `seq_idx` or from numbered masks, whichever it reads. transformers
-builds it from `position_ids` only without an `attention_mask`: with an `attention_mask` of ones, as most
-collators and `tokenizer.pad` create it, positions restart but attention does not. State-space,
+**Why it happens.** Packing needs a mask that separates the sequences. The model's own code builds it from the input
+that it reads: `position_ids`, `cu_seq_lens_q`, `seq_idx` or numbered masks. transformers reads `position_ids` for
+it only without an `attention_mask`. With an `attention_mask` of ones, as most collators and `tokenizer.pad`
+create it, positions restart, but attention crosses the borders. State-space,
 linear-attention and convolution layers need `seq_idx`, and many do not read it.
 
 **An example that fails**

@@ -227,8 +227,8 @@ def _matched(
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
     """Return (largest magnitude that the call holds in float16, whether it is an operand); None without any.
 
-    Inside a scaled layer values are 2^-exponent times the measured ones, gradients 2^exponent; its weights
-    (largest: `weight`) are unscaled.
+    In a scaled layer, values are the measured ones times 2^-exponent, and gradients times 2^exponent. Its weights
+    (largest magnitude: `weight`) are not scaled.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]

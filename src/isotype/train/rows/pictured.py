@@ -82,7 +82,7 @@ class Pictured:
         return batch
 
     def written(self, row: Mapping[str, Any], answer: str = "completion") -> Written:
-        """Return a row as text: messages by the chat template, else unchanged; `answer` is the column of the answer."""
+        """Return a row as text: the chat template writes messages, other text is unchanged; `answer` names the answer's column."""
         pictures = pictures_in(row)
         prompt: Any = row.get("prompt")
         completion: Any = row.get(answer)
