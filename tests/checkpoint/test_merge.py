@@ -315,7 +315,7 @@ def test_another_base_is_taken_as_it_is_stored(make: Make, tmp_path: Path) -> No
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-7 + 2e-7).all()
     assert (report.storage, report.base) == ("bfloat16", str(original))
     assert report.notes == (
-        "trained on nf4 weights and merged into others: the logits differ by what nf4 had rounded, too",
+        "trained on nf4 weights and merged into others: the logits also differ by the rounding of nf4",
     )
     assert report.logits is not None
     assert report.logits.mean_kl > 0
@@ -694,7 +694,7 @@ def test_kinds_that_cannot_be_merged(base: Path, make: Make, tmp_path: Path) -> 
         "this adapter cannot be merged\n"
         f"  - {tmp_path}/prompt: a PROMPT_TUNING adapter; it adds virtual tokens to the input and changes no weight\n"
         "    expected  an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …\n"
-        f"    fix       use it beside its base: isotype chat {tmp_path}/prompt"
+        f"    fix       use it together with its base: isotype chat {tmp_path}/prompt"
     )
     adapter = make(alora_invocation_tokens=[3, 4])
     with pytest.raises(UsageError, match="an activated LoRA acts only after its invocation tokens"):
@@ -785,7 +785,7 @@ def test_the_report_warns_where_too_little_is_kept() -> None:
         few, stored="nf4", logits=nothing, weights=(WeightLoss("a", 1.1, 1000, 999),), cheapest=None
     )
     assert coded.warnings == (
-        "the merged model keeps 0.1 % of what was learned; keep the adapter apart, beside its base",
+        "the merged model keeps 0.1 % of what was learned; keep the adapter separate from its base",
     )
     assert (
         replace(coded, logits=replace(nothing, mean_kl=0.2))
@@ -812,7 +812,7 @@ def test_a_dtype_that_cannot_hold_the_ranges_is_warned_of(
     expected = (
         "the merged model is float16, but was trained with hidden states in float32 (values reach 104,000); "
         "model.layers.*.mlp.down_proj scaled by powers of two (0): scale: computed in float16 throughout, it can "
-        "overflow; merge with --dtype bfloat16 or float32, or keep the adapter apart, beside its policy"
+        "overflow; merge with --dtype bfloat16 or float32, or keep the adapter separate, with its policy"
     )
     assert report.warnings == ((expected,) if known and dtype == "float16" else ())
 

@@ -148,7 +148,7 @@ def test_a_pickle_in_disguise_is_not_run(tmp_path):
     assert not mark.exists()
     assert (
         "a pickle of other objects than tensors: posix.mkdir\n"
-        "    expected  tensors alone: whatever else is unpickled may run code\n"
+        "    expected  tensors only: unpickling anything else may run code\n"
     ) in refused(tmp_path / "pytorch_model.bin")
 
 

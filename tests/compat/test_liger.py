@@ -53,7 +53,7 @@ def test_enforce_takes_ligers_methods_out_and_says_so() -> None:
         model(input_ids=ids)
     changes = enforce_model(model, policy)
     assert {change.what for change in changes} == {
-        "Liger's forward -> the module's own: the policy holds in that one"
+        "Liger's forward -> the module's own, which follows the policy"
     }
     assert len(changes) == 2 * 3 + 1  # of two layers two norms and a MLP, and the last norm
     assert torch.equal(model(input_ids=ids).logits, expected)

@@ -189,7 +189,7 @@ def test_a_folder_of_pictures_with_metadata(metadata):
     assert contents(rows[0]) == [[PLACE, text(QUESTION)]]
     assert said == [
         f"metadata.{metadata}: captions are trained as answers to 'Describe the picture.'; columns 'prompt' and 'completion' "
-        "asks otherwise"
+        "set another question"
     ]
 
 

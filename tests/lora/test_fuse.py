@@ -151,7 +151,7 @@ def test_layers_that_read_the_same_input_run_as_one() -> None:
         "fused: 14 LoRA layers\n"
         "together: q_proj k_proj v_proj (2 times)\n"
         "together: gate_proj up_proj (2 times)\n"
-        "gated: 2 MLPs (silu), whose product is formed again in the backward\n"
+        "gated: 2 MLPs (silu), whose product the backward computes again\n"
         "norms: 5 RMSNorms in one function each\n"
         f"{rotary if elementwise.compiled() else ''}"
         "attention: the faster kernel for each class of shapes, measured when it is first called\n"
@@ -251,8 +251,8 @@ def test_a_model_that_cannot_be_run_is_fused_layer_by_layer() -> None:
     report = fuse(model)
     assert report.together == ()
     assert str(report).splitlines()[1] == (
-        "one by one: PeftModel could not be run: Pair.forward() got an unexpected keyword argument 'input_ids'; give "
-        "`inputs`, with which the model can be run"
+        "fused one by one: PeftModel could not be run: Pair.forward() got an unexpected keyword argument 'input_ids'; give "
+        "`inputs` that the model can run on"
     )
     assert model.training
     assert model.base_model.model.one.training

@@ -150,7 +150,7 @@ def test_rows_that_are_too_long_are_said_to_be(config: Path, formula: object) ->
     plan = planned(config, "1.2MiB", quantization="nf4")
     assert plan.chosen is not None
     assert (plan.chosen.length, plan.chosen.rows) == (192, 1)
-    assert "rows of 256 tokens do not fit, the longest that fit are used" in str(plan)
+    assert "rows of 256 tokens do not fit; the plan uses the longest that fit" in str(plan)
 
 
 def test_nothing_fits(config: Path, formula: object) -> None:
@@ -158,8 +158,8 @@ def test_nothing_fits(config: Path, formula: object) -> None:
     assert (plan.chosen, plan.command, plan.policy) == (None, None, None)
     title, least, fix = str(plan).splitlines()[3:6]
     assert title == "NVIDIA GeForce RTX 4090: nothing fits"
-    assert re.fullmatch(r"   a step takes \d.* MiB at least \(nf4\), and may take 100 KiB", least)
-    assert fix == "   a smaller model, a larger device"  # nor do 64 of them hold it
+    assert re.fullmatch(r"   a step needs at least \d.* MiB \(nf4\) and may use 100 KiB", least)
+    assert fix == "   try a smaller model or a larger device"  # nor do 64 of them hold it
     arguments = ["plan", str(config), "--device", "t4", "--max-memory", "100KiB", "--quantization", "nf4"]
     assert main(arguments) == 1
 
@@ -273,7 +273,7 @@ def test_so_many_of_a_device_are_enough_as_a_plan_for_them_says(tmp_path: Path) 
     assert many.chosen is not None
     none = isotype.plan(tmp_path, device="rtx4090", max_memory="1KiB", **int8)
     assert none.devices[0].enough is None
-    assert "a smaller model, a larger device\n" in str(none)
+    assert "try a smaller model or a larger device\n" in str(none)
 
 
 def test_no_row_that_is_tried_is_too_short_for_a_picture(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_auto_takes_the_trained_dtype_where_it_runs_natively_else_the_best(
 def test_auto_on_a_t4_says_why():
     reason = decide(LLAMA, T4, PrecisionRequest()).reasons["compute"]
     assert reason.startswith("the checkpoint was trained in bfloat16; ")
-    assert reason.endswith(", so the best it has is taken")
+    assert reason.endswith(", so its best dtype is used")
 
 
 def test_an_explicit_dtype_that_is_slow_is_honoured_with_a_warning():
@@ -70,8 +70,8 @@ def test_an_explicit_dtype_that_is_slow_is_honoured_with_a_warning():
 
 def test_float16_of_a_bfloat16_checkpoint_warns_about_range():
     assert decide(LLAMA, A100, PrecisionRequest(dtype="float16")).warnings == (
-        "value ranges were not measured: float16 ends at 65504, and a matmul whose own inputs or results pass it "
-        "overflows all the same (isotype.measure_ranges finds it; loss scaling guards the gradients only)",
+        "value ranges were not measured: a matmul whose inputs or results exceed float16's 65504 still overflows "
+        "(isotype.measure_ranges finds it; loss scaling protects gradients only)",
     )
 
 

@@ -222,7 +222,7 @@ def test_token_ids_are_drawn_where_the_tokenizer_knows_no_word() -> None:
 def test_token_ids_are_drawn_for_want_of_a_tokenizer(tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path / "model")
     ranges = isotype.measure_ranges(path, tokens=100)
-    assert ranges.text == "2 rows of 64 token ids drawn with a fixed seed, for want of a tokenizer"
+    assert ranges.text == "2 rows of 64 token ids drawn with a fixed seed, because there is no tokenizer"
     assert (ranges.tokens, ranges.batches) == (128, 2)
     assert isotype.measure_ranges(path, tokens=100).modules == ranges.modules
     assert kept(Ranges, ranges.key) is None

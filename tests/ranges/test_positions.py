@@ -65,7 +65,7 @@ def test_ranges_and_quality_of_a_model_of_few_positions(tmp_path: Path) -> None:
     model = gpt2(n_positions=20)
     model.save_pretrained(tmp_path)
     assert isotype.measure_ranges(tmp_path, tokens=60).text == (
-        "3 rows of 20 token ids drawn with a fixed seed, for want of a tokenizer"
+        "3 rows of 20 token ids drawn with a fixed seed, because there is no tokenizer"
     )
     assert isotype.measure_quality(tmp_path, tokens=60, exact=()).tokens == 60
     batch = {"input_ids": torch.full((1, 21), 5)}

@@ -343,7 +343,7 @@ def test_a_cpu_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "C++" not in _text(_report())
     monkeypatch.setenv("CXX", sys.executable)
     assert machine.compiler_here() == (
-        f"{sys.executable} is there: attention, LoRA layers, norms and the loss are compiled at the first step"
+        f"{sys.executable} compiles attention, LoRA layers, norms and the loss at the first step"
     )
 
 

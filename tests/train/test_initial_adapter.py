@@ -100,7 +100,7 @@ def test_what_begins_from_the_quantization_error_goes_on_as_any_adapter(path: Pa
     ("flags", "words"),
     [
         ("--init_lora_weights pisa", "did you mean pissa"),
-        ("--init_lora_weights pissa_niter_4", "these iterations begin at random"),
+        ("--init_lora_weights pissa_niter_4", "its iterations start from random values"),
         ("--init_lora_weights eva", "needs passes over data"),
         ("--init_lora_weights loftq --quantization nf4 --use_dora True", "DoRA's magnitudes"),
         ("--init_lora_weights loftq --quantization nf4 --chat_template_path x/y", "there before the trainer"),
@@ -128,7 +128,7 @@ def test_no_second_adapter_takes_its_part_out_of_the_base_once_more(path: Path, 
     train(path, tmp_path / "sft", "--init_lora_weights", "pissa", "--max_steps", 1)
     with pytest.raises(UsageError, match="merge it first"):
         train(tmp_path / "sft", tmp_path / "out", method="dpo")
-    with pytest.raises(CheckpointError, match="taken out of it"):
+    with pytest.raises(CheckpointError, match="subtracted from the base"):
         load_for_inference(tmp_path / "sft", quantization="nf4")
 
 

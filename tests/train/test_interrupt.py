@@ -76,7 +76,7 @@ def test_the_command_that_is_printed_goes_on(found: dict[str, Any]):
     printed = run["printed"].removeprefix(before["printed"])
     assert run["status"] == 0, printed
     assert f"resuming from {found['root']}/once/{checkpoint}\n" in printed
-    note = f"note: --max_steps {step + 5} instead of 400: the linear schedule goes on as one of that length"
+    note = f"note: --max_steps {step + 5} instead of 400: the linear schedule continues with the new length"
     assert f"{note} step {step + 1}/{step + 5} " in " ".join(printed.split())  # however wide the terminal is
     assert run["whole"] == [checkpoint, f"checkpoint-{step + 5}"]
     assert run["adapter"]

@@ -123,7 +123,7 @@ def test_what_may_change_does_not_matter(run: Path):
     outcome, text = train(run, *arguments)
     assert outcome.record.status == "finished"
     assert [step.step for step in outcome.record.steps] == [1, 2, 3]
-    assert "note: --max_steps 3 instead of 2: the linear schedule goes on as one of that length" in text
+    assert "note: --max_steps 3 instead of 2: the linear schedule continues with the new length" in text
 
 
 def test_a_checkpoint_of_another_program_is_compared_as_far_as_it_says(begun: Path, run: Path):

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_all_differences(model, data
     assert [p.given for p in caught.value.problems] == ["--use_peft False"]
     outcome, text = train(model, data, out, *more, "--lora_target_modules", "q_proj")
     assert [step.step for step in outcome.record.steps] == [1, 2, 3]
-    assert "note: --max_steps 3 instead of 2: the linear schedule goes on as one of that length" in text
+    assert "note: --max_steps 3 instead of 2: the linear schedule continues with the new length" in text
 
 
 def test_a_run_goes_on_under_the_ranges_that_it_was_begun_with(data, tmp_path, monkeypatch):

@@ -165,7 +165,7 @@ def test_a_checkpoint_without_weights(model, tmp_path):
     shutil.copy(model / "config.json", tmp_path)
     assert refused(CheckpointError, require_weights, open_checkpoint(str(tmp_path))) == (
         "a checkpoint without weights\n"
-        f"  - {tmp_path}: a config, and no weights beside it\n"
+        f"  - {tmp_path}: a config without weights in its directory\n"
         "    expected  model.safetensors, or shards with model.safetensors.index.json\n"
         "    fix       copy the weights there, or give the directory that save_pretrained() wrote"
     )

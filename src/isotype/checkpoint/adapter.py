@@ -247,13 +247,13 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:
         what = "is neither in the base nor in the adapter"
-        expected = "every weight of the model: without this one its outputs are others at each load"
+        expected = "every weight of the model: without this one its outputs differ at each load"
         raise _incompatible(adapter, model, [Problem(f"{name} {what}", expected, _LOST) for name in lost])
     config = copy.deepcopy(adapter.config)
     begun = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(begun, str) and begun.startswith(_OF_WHOLE_WEIGHTS):
-        conflict = f"a base in {policy.storage}, and an adapter that {begun} began"
-        expected = "a base in float32, bfloat16 or float16: a part of each weight is in the adapter, and is taken out of it"
+        conflict = f"a base in {policy.storage}, and an adapter that {begun} initialised"
+        expected = "a base in float32, bfloat16 or float16: the adapter holds a part of each weight, which is subtracted from the base"
         fix = "--quantization none, or merge the adapter first"
         raise _incompatible(adapter, model, [Problem(conflict, expected, fix)])
     config.inference_mode = False  # trainable parameters are what the policy keeps as masters

@@ -274,7 +274,7 @@ def _measured(
     notes = [*session.measured.notes, *session.run.notes]
     if missing:
         layers = plural(len(missing), "layer")
-        notes.append(f"{layers} not measured, which the text has not reached: {listed(missing)}")
+        notes.append(f"{layers} not measured, because no token reached them: {listed(missing)}")
     if stacks := len(list(stacked_weights(model.model))):
         what = plural(stacks, "stacked expert weight")
         notes.append(f"{what} not measured: --quantization mixed stores experts in nf4")

@@ -186,12 +186,12 @@ def _quantized(source: object, files: Sequence[str] | None) -> bool:
 
 
 def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
-    what, mixed, fix = "quantized checkpoint", "saved quantized", "load it without these"
+    what, mixed, fix = "quantized checkpoint", "saved quantized", "load it without these arguments"
     if policy.layers:
         what, mixed, fix = "mixed base", "under a policy of mixed storage", f"{fix}, or with quantization nf4"
-    request = f"{source} with a device map to disk, mismatched sizes or weights in memory, {mixed}"
-    expected = "weights that are read from files, each into its layer's format"
-    return PrecisionError.of(f"a {what} cannot be loaded so", request, expected, fix)
+    request = f"{source}, {mixed}, with a device map to disk, mismatched sizes or weights in memory"
+    expected = "weights in files: isotype stores each in its layer's format"
+    return PrecisionError.of(f"a {what} cannot be loaded with these arguments", request, expected, fix)
 
 
 # ------------------------------------------------------------------------------------------------------ streaming

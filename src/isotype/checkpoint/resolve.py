@@ -120,7 +120,7 @@ def resolve_request(
         if damages is None or facts.parameters is None:
             headline = "quantization damages of this model were not measured"
             expected = "measured damages of its layers"
-            fix = f"isotype quality {facts.source} measures them, where the weights are; or give --quantization nf4"
+            fix = f"run isotype quality {facts.source} on a machine that has the weights, or give --quantization nf4"
             raise PrecisionError.of(headline, f"quantization mixed for {facts.source}", expected, fix)
         mixture = mix(damages, plain, facts.parameters, request.base_memory)
         request, reason = mixture.applied(request), mixture.reason

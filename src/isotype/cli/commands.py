@@ -34,8 +34,8 @@ def inspect_parser() -> Parser:
     """Return the arguments of `isotype inspect`."""
     parser = Parser(
         prog="isotype inspect",
-        description="The dtypes, bytes and quantization that a checkpoint holds, by groups of equal tensors of all "
-        "layers. Reads headers only.",
+        description="Show dtypes, bytes and quantization of a checkpoint, with equal tensors of all layers in one "
+        "group. Only headers are read.",
     )
     add = parser.add_argument
     add("path", help="a directory, .safetensors, .safetensors.index.json or .gguf file, or a hub id")
@@ -44,22 +44,22 @@ def inspect_parser() -> Parser:
     add(
         "--dtype",
         default="auto",
-        help="of the plan: compute dtype; auto: the checkpoint's, where the device runs it",
+        help="with --plan: compute dtype; auto: the checkpoint's, if the device runs it",
     )
     add(
         "--quantization",
         choices=(*ASKED, MIXED),
         default=None,
-        help="of the plan: storage of the frozen weights; mixed: by the damages that isotype quality has measured",
+        help="with --plan: storage of the frozen weights; mixed: chosen by what isotype quality has measured",
     )
-    add("--base_memory", default=None, help="of the plan: what mixed weights take at most, such as 6GiB")
-    add("--device", default="auto", help="of the plan: a device or a device profile; auto: the best one here")
+    add("--base_memory", default=None, help="with --plan: maximum memory of mixed weights, such as 6GiB")
+    add("--device", default="auto", help="with --plan: a device or a device profile; auto: the best one here")
     add(
         "--for",
         nargs="+",
         dest="program",
         metavar=("PROGRAM", "MODEL"),
-        help="of an adapter: which of its tensors peft, vllm or llama.cpp applies to a model (default: its base)",
+        help="for an adapter: show which of its tensors peft, vllm or llama.cpp applies to a model (default: its base)",
     )
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -138,15 +138,15 @@ def quality_parser() -> Parser:
 
     parser = Parser(
         prog="isotype quality",
-        description="What storing each linear layer in 4, 8 or 16 bits does to the distribution of the next token, in nats. Weights are read "
-        "from disk block by block; what is measured on isotype's own texts is kept, and --quantization mixed chooses by it.",
+        description="Measure how storing each linear layer in 4, 8 or 16 bits changes the distribution of the next token, in nats. Weights are "
+        "read from disk block by block. Results on isotype's own texts are cached; --quantization mixed uses them.",
     )
     add = parser.add_argument
     add("model", help="a checkpoint directory, a .gguf file, embedded:NAME or a hub id")
     add(
         "--data",
         default=None,
-        help="a data set to measure on, as --dataset_name; by default texts of isotype's own",
+        help="a data set to measure on, written as for --dataset_name; default: isotype's own texts",
     )
     add("--tokens", type=int, default=256, help="number of tokens (default 256)")
     add(
@@ -154,9 +154,9 @@ def quality_parser() -> Parser:
         nargs="*",
         choices=MEASURED,
         default=["nf4"],
-        help="formats measured with all layers together, one forward each; for others, layers are summed (default nf4)",
+        help="formats measured with all layers together, in one forward each; other formats: sum over layers (default nf4)",
     )
-    add("--device", default=None, help="where it is computed (default cpu)")
+    add("--device", default=None, help="device to compute on (default cpu)")
     add("--revision", default=None, help="branch, tag or commit of a hub id")
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -246,7 +246,7 @@ def doctor_parser() -> Parser:
     """Return the arguments of `isotype doctor`."""
     parser = Parser(
         prog="isotype doctor",
-        description="What this machine and these library versions can do: dtypes, what each costs here (measured), "
+        description="Show what this machine and its libraries support: dtypes, the measured cost of each, "
         "and versions that do not fit each other.",
     )
     parser.add_argument(
@@ -300,7 +300,7 @@ def merge_parser() -> Parser:
         "--gguf",
         choices=GGUF_TYPES,
         default=None,
-        help="write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and below need its llama-quantize",
+        help="write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and the types after it need llama.cpp's llama-quantize",
     )
     parser.add_argument(
         "--model_revision",
@@ -349,7 +349,13 @@ def chat_parser() -> Parser:
     """Return the arguments of `isotype chat`."""
     parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
     parser.add_argument("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
-    parser.add_argument("--ask", action="append", default=None, metavar="QUESTION", help="ask this and leave")
+    parser.add_argument(
+        "--ask",
+        action="append",
+        default=None,
+        metavar="QUESTION",
+        help="ask this question and exit; may be repeated",
+    )
     parser.add_argument(
         "--image", action="append", default=None, metavar="FILE",
         help="a picture for the first question, if the model takes pictures; may be repeated",
@@ -365,7 +371,7 @@ def chat_parser() -> Parser:
     )
     parser.add_argument(
         "--max_new_tokens", type=int, default=None,
-        help="most tokens of an answer; by default 200, or as many as the model's context leaves",
+        help="maximum tokens of an answer; default: 200, or what is left of the model's context",
     )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     return parser

@@ -52,13 +52,13 @@ use the result:
   merge    merge an adapter into its base model, and report the rounding error
 
 before a run:
-  plan     what fits on a device, how fast, how long a data set takes, and the command of the best settings
-  check    whether a training step will crash, fit, crawl or lose precision, on any device, without weights
-  run      a training script of your own, unchanged, with its first step watched and its crash explained
-  inspect  dtypes, bytes and quantization of a checkpoint, and how it would be loaded
-  quality  what storing each layer in 4 or 8 bits does to the model's output
-  explain  what a finding means
-  doctor   what this machine and these library versions can do, and what each dtype costs here
+  plan     list settings that fit on a device, their speed and the time for a data set; print the best command
+  check    trace a training step for any device, without weights: crashes, memory, slow dtypes, lost precision
+  run      run your own training script unchanged; watch its first step and explain its crash
+  inspect  list dtypes, bytes and quantization of a checkpoint, and how isotype would load it
+  quality  measure how storing each layer in 4 or 8 bits changes the model's output
+  explain  explain a finding and its fixes
+  doctor   show which dtypes this machine runs, what each costs, and library versions that do not fit
 
 isotype COMMAND --help lists the arguments of a command. --debug shows tracebacks.
 """

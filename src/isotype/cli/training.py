@@ -96,7 +96,7 @@ def _planned(command: Command, console: Console) -> Command:
         return command
     from isotype.planning.from_request import resolve_auto, words_of
 
-    with console.status("tracing what fits …"):
+    with console.status("searching for settings that fit …"):
         planned, row = resolve_auto(command)
     say(console, words_of(row))
     return planned

@@ -221,7 +221,7 @@ RENAMED: Mapping[str, tuple[str, str]] = {
 """Former name -> (current name, equivalent value; "" for the same value)."""
 
 REMOVED: Mapping[str, str] = {
-    "overwrite_output_dir": "leave it out: a run into the folder of a finished one says what it writes over",
+    "overwrite_output_dir": "leave it out: a run that overwrites a finished one prints a note",
     "save_safetensors": "leave it out: weights are saved as safetensors",
     "logging_dir": "leave it out, or set TENSORBOARD_LOGGING_DIR",
     "fp16_opt_level": "leave it out: --dtype float16 trains with torch's own autocast",
@@ -232,8 +232,8 @@ REMOVED: Mapping[str, str] = {
     "past_index": "leave it out",
     "mp_parameters": "leave it out",
     "ray_scope": "leave it out",
-    "tokenizer": "leave it out: the tokenizer is the model's; a template of another one: --chat_template_path",
-    "tokenizer_name": "leave it out: the tokenizer is the model's; a template of another one: --chat_template_path",
+    "tokenizer": "leave it out: the tokenizer is the model's; give --chat_template_path for another template",
+    "tokenizer_name": "leave it out: the tokenizer is the model's; give --chat_template_path for another template",
     "max_prompt_length": "leave it out, or give --max_length for prompt and completion together",
     "max_target_length": "leave it out, or give --max_length for prompt and completion together",
     "dataset_batch_size": "leave it out",
@@ -241,7 +241,7 @@ REMOVED: Mapping[str, str] = {
     "chars_per_token": "leave it out: --packing True fills rows of --max_length",
     "label_pad_token_id": "leave it out: it is -100",
     "padding_value": "leave it out: it is the tokenizer's padding token",
-    "is_encoder_decoder": "leave it out: the model's config says it",
+    "is_encoder_decoder": "leave it out: isotype reads it from the model's config",
     "generate_during_eval": "leave it out; --ask QUESTION asks the model before and after",
     "reference_free": "leave it out",
     "force_use_ref_model": "leave it out",

@@ -114,7 +114,7 @@ def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
     (reason,) = reasons if len(reasons) == 1 else (None,)
     if reason == _OTHER:
         return f"{storage} {_OTHER}"
-    return reason or "they were left out where the model was quantized (isotype.load quantizes experts)"
+    return reason or "the tool that quantized the model left them out (isotype.load quantizes experts)"
 
 
 _OTHER = "reaches linear layers and experts only"

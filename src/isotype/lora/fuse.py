@@ -186,16 +186,16 @@ class FusionReport:
         lines = []
         for name, kernel in self.kernels.items():
             if kernel.functions is None:
-                what = f"unfused: {name} runs by single operators"
+                what = f"unfused: {name} runs as single operators"
                 if name == _GRADIENTS:
                     what = "rounded: products round gradients of adapters to the compute dtype"
                 lines.append(f"{what}: {'; '.join(kernel.reasons)}")
         if self.attention.slow:
             lines.append(f"attention: {self.attention.slow}")
         if self.attention.padded:
-            lines.append(f"padding: computed with the rest: {self.attention.padded}")
+            lines.append(f"padding: computed like other tokens: {self.attention.padded}")
         if self.unseen:
-            lines.append(f"one by one: {self.unseen}; give `inputs`, with which the model can be run")
+            lines.append(f"fused one by one: {self.unseen}; give `inputs` that the model can run on")
         return lines
 
     def __str__(self) -> str:
@@ -204,7 +204,7 @@ class FusionReport:
         lines += [f"together: {names} ({count} times)" for names, count in kinds.items()]
         for gate, count in Counter(self.gated.values()).items():
             mlps = f"{plural(count, 'MLP')} ({gate})"
-            lines.append(f"gated: {mlps}, whose product is formed again in the backward")
+            lines.append(f"gated: {mlps}, whose product the backward computes again")
         if self.experts:
             layers = plural(len(self.experts), "layer")
             lines.append(f"experts: those of {layers} in one function a layer, adapters on activations")

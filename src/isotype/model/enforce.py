@@ -45,7 +45,7 @@ class Change:
         return f"{self.name}: {self.what}"
 
 
-_LIGER = "Liger's forward -> the module's own: the policy holds in that one"
+_LIGER = "Liger's forward -> the module's own, which follows the policy"
 
 
 _BY_EXPERT = "bitsandbytes' parametrization -> one that is read by expert"

@@ -298,7 +298,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if weight.name in targets.left:
         return targets.left[weight.name]
     if weight.kind == _LINEAR:
-        return "PEFT takes their names for those of the experts"
+        return "PEFT confuses their names with those of experts"
     if targets.unable:
         settings = " and ".join(f"{name} {getattr(config, name)}" for name in targets.unable)
         return f"PEFT cannot adapt them with {settings}"

@@ -152,7 +152,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
             answer = plan_of_request(replace(less, longest=False))
             if answer.chosen is not None:
                 return replace(
-                    answer, notes=(f"given up, since nothing fits with it: {given_up}", *answer.notes)
+                    answer, notes=(f"switched off, because nothing fits with it: {given_up}", *answer.notes)
                 )
     devices = []
     for profile in profiles:
@@ -234,7 +234,7 @@ def _require_known(rooms: Mapping[str, Room]) -> None:
         if room.size is None
     ]
     if problems:
-        raise UsageError("nothing says what a step may take", problems)
+        raise UsageError("the memory that a step may use is unknown", problems)
 
 
 def _length(request: PlanRequest, config: Any) -> int:
@@ -305,13 +305,15 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
     if step.data:
         notes.append(step.data)
     if request.count > 1:
-        notes.append(f"what {request.count} devices exchange data: its time is not included")
+        notes.append(f"the time in which {request.count} devices exchange data is not included")
     if step.data_rows is None:
         sft = step.method == "sft"
         said = (
-            f"and {EXAMPLE_DATA} in the command" if sft else "and no data in the command: add --dataset_name"
+            f"and the command trains on {EXAMPLE_DATA}"
+            if sft
+            else "and the command names no data: add --dataset_name"
         )
-        notes.append(f"no --data: rows of one length, {said}")
+        notes.append(f"no --data: all rows are counted with one length, {said}")
     return tuple(notes)
 
 
@@ -409,7 +411,7 @@ def resolve_auto(command: Command) -> tuple[Command, Row]:
     row = plan.chosen
     if row is None:
         least = min((each.peak for each in plan.rows), default=0)
-        need = f"a step takes {format_bytes(least)} at least, and may take {plan.devices[0].room}"
+        need = f"a step needs at least {format_bytes(least)} and may use {plan.devices[0].room}"
         fix = "a smaller model, or a larger device: isotype plan MODEL --device NAME shows what fits"
         raise UsageError.of("nothing fits", need, "a step that fits", fix)
     return _with_values(command, row), row
@@ -450,7 +452,7 @@ def words_of(row: Row) -> str:
     speed = speed_of(row)
     foreseen = f", {speed} tokens/s expected" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""
-    room = "" if row.room is None else f" of the {format_bytes(row.room)} that it may take"
+    room = "" if row.room is None else f" of the {format_bytes(row.room)} that it may use"
     return (
         f"planned: {row.storage}, {row.rows} of {row.length:,} tokens{times}, checkpointing {row.checkpointing}: "
         f"{format_bytes(row.peak)}{room}{foreseen}"

@@ -14,7 +14,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.command import Command
 
 GOALS: Mapping[str, str] = {
-    "balanced": "the most precise storage of those at most a quarter slower than the fastest",
+    "balanced": "the most precise storage at most 25 % slower than the fastest",
     "longest": "the longest rows",
     "fastest": "the most tokens a second",
     "best": "the least damage by storage, then the most tokens a second",

@@ -105,7 +105,7 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
         help="criterion of the chosen row (default: balanced)",
     )
     add("--devices", type=int, default=1, help="how many of the device train together (default: 1)")
-    add("--max-memory", "--max_memory", metavar="SIZE", help="what a step may take, such as 20GiB")
+    add("--max-memory", "--max_memory", metavar="SIZE", help="memory that a step may use, such as 20GiB")
     add("--rows", type=int, help="rows of a micro-batch (default: chosen by memory)")
     add("--length", type=int, help="tokens of a row; --max_length, the data's longest row, or 1024")
     add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")

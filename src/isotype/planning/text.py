@@ -113,13 +113,13 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
         if least is None:
             say(console, f"{title}: nothing could be traced", "bold red")
             return
-        room = "" if least.room is None else f", and may take {format_bytes(least.room)}"
+        room = "" if least.room is None else f" and may use {format_bytes(least.room)}"
         say(console, f"{title}: nothing fits", "bold red")
-        say(console, f"   a step takes {format_bytes(least.peak)} at least ({least.storage}){room}")
-        more = (
-            "" if device.enough is None else f", or {device.enough} of this one (--devices {device.enough})"
-        )
-        say(console, f"   a smaller model, a larger device{more}")
+        say(console, f"   a step needs at least {format_bytes(least.peak)} ({least.storage}){room}")
+        larger = " or a larger device"
+        if device.enough is not None:
+            larger = f", a larger device, or {device.enough} of this one (--devices {device.enough})"
+        say(console, f"   try a smaller model{larger}")
         return
     room = "" if row.room is None else f" of {format_bytes(row.room)}"
     each = " on each" if row.devices > 1 else ""
@@ -274,7 +274,7 @@ def _seconds(seconds: float) -> str:
 def lines_of(plan: Record, device: Device) -> Iterator[str]:
     """Yield labelled lines about a device and its chosen row."""
     yield from _notes(device)
-    yield f"room       a step may take {device.room}"
+    yield f"room       a step may use {device.room}"
     yield f"rates      {device.rates or 'unknown, and so is the time'}"
     row = device.chosen
     if row is None:
@@ -291,7 +291,7 @@ def lines_of(plan: Record, device: Device) -> Iterator[str]:
             "" if time.spread == 1 else f", {_seconds(time.low)} to {_seconds(time.high)} by published runs"
         )
         least = _seconds(time.least)
-        yield f"time       {_seconds(time.seconds)} s a step{between}; its products alone {least} s; most of it for {time.bound}"
+        yield f"time       {_seconds(time.seconds)} s a step{between}; matmuls alone {least} s; bound by {time.bound}"
     if row.work is not None:
         yield f"data       {_work(row, row.work)}"
 
@@ -299,7 +299,7 @@ def lines_of(plan: Record, device: Device) -> Iterator[str]:
 def _unlike_asked(plan: Record, row: Row) -> str:
     others = {each.length for each in plan.rows if each.device == row.device and each.command != row.command}
     if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
-        return f"rows of {max(others):,} tokens do not fit, the longest that fit are used"
+        return f"rows of {max(others):,} tokens do not fit; the plan uses the longest that fit"
     return ""
 
 
@@ -345,7 +345,7 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
     heads = heads_of(rows)
     return {
         "title": title_of(plan, device),
-        "room": f"a step may take {device.room}",
+        "room": f"a step may use {device.room}",
         "picture": picture(rows, chosen),
         "heads": heads,
         "rows": [

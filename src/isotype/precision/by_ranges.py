@@ -33,8 +33,8 @@ MARGIN = 2.0
 LIMIT = FLOAT16_LARGEST / MARGIN
 
 _UNSEEN = (
-    "value ranges were not measured: float16 ends at 65504, and a matmul whose own inputs or results pass it "
-    "overflows all the same (isotype.measure_ranges finds it; loss scaling guards the gradients only)"
+    "value ranges were not measured: a matmul whose inputs or results exceed float16's 65504 "
+    "still overflows (isotype.measure_ranges finds it; loss scaling protects gradients only)"
 )
 
 _SUBNORMAL = 2.0**-15

@@ -89,7 +89,7 @@ def decide(
     routers = facts.routers and compute != torch.float32
     if routers:
         reasons["routers"] = (
-            "experts are chosen from their scores: rounded ones change places, and tokens go to other experts"
+            "experts are chosen by their scores: rounding changes the order, and sends tokens to other experts"
         )
     by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
@@ -351,7 +351,7 @@ def _auto_compute(
         return trained, f"the checkpoint was trained in {name} and {profile.title} runs it natively"
     return (
         best,
-        f"the checkpoint was trained in {name}; {profile.reason(trained)}, so the best it has is taken",
+        f"the checkpoint was trained in {name}; {profile.reason(trained)}, so its best dtype is used",
     )
 
 

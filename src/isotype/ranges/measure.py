@@ -178,8 +178,11 @@ def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -
     if not any(pieces):
         generator = torch.Generator().manual_seed(_SEED)
         ids = torch.randint(min(_FIRST, vocabulary - 1), vocabulary, (rows, length), generator=generator)
-        want = "a tokenizer" if tokenizer is None else "a tokenizer that knows a word of isotype's texts"
-        return ids, f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed, for want of {want}"
+        want = "tokenizer" if tokenizer is None else "tokenizer that knows a word of isotype's texts"
+        return (
+            ids,
+            f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed, because there is no {want}",
+        )
     batch = []
     for row in range(rows):
         tokens: list[int] = []

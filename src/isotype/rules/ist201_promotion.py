@@ -186,7 +186,7 @@ def _fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator
     if frozen and inputs:
         together = (*actions("parameter", frozen, expected), Action("input", "", expected))
         yield Fix(
-            f"cast {and_its_like(frozen)}, and what the model is given, to {expected}",
+            f"cast {and_its_like(frozen)} and the model's inputs to {expected}",
             safety_of_cast(weights, trace.setup.compute),
             actions=together,
         )

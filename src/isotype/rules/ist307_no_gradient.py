@@ -151,7 +151,7 @@ def _not_repeated(weights: Sequence[Weight]) -> tuple[str, Iterator[Fix]]:
     """Return (cause, fixes) of gradient checkpointing that computes something else again than the forward has."""
     named = and_its_like(weight.name for weight in weights)
     how = (
-        "keep in the backward what switches them on in the forward (a context manager that ends too early, a flag), "
+        "the forward switches them on by a context manager or a flag: keep it on in the backward, too, "
         "or checkpoint with use_reentrant=False, which raises an error"
     )
     cause = f"the forward uses {named}; gradient checkpointing computes its layer again without it"

@@ -152,7 +152,7 @@ _FUSE = (advice("experts", "let the adapters act on activations: isotype.fuse(mo
 _MERGE = (
     advice(
         "merge",
-        "merge a float32 copy of the weights and round once (isotype merge), or keep the adapter apart",
+        "merge a float32 copy of the weights and round once (isotype merge), or keep the adapter separate",
     ),
     advice(
         "unmerge", "after a passing merge put a saved copy of the weights back: unmerging rounds once more"

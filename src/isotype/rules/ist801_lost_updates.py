@@ -89,7 +89,7 @@ class _Size:
 
 
 def _update(weight: Weight, trace: Trace) -> float:
-    """Return the largest first update of a weight's values; infinite if unknown.
+    """Return the largest change of a weight's values in the first step; infinite if unknown.
 
     For Adam it is the learning rate, whatever the gradient; for SGD the learning rate times the measured
     gradient.

@@ -65,7 +65,7 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
             return render_chat(tokenizer, turns, **asked)
         except TemplateError as error:
             what = f"{template_source(tokenizer)}: {one_line(error)}"
-            fix = "ask otherwise, or correct the template"
+            fix = "ask another question, or correct the template"
             expected = "a conversation that the template can write"
             raise UsageError.of(
                 "the model's chat template refuses this conversation", what, expected, fix

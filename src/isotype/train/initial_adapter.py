@@ -136,7 +136,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     flag, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE, LOFTQ)
     expected = f"one of {', '.join(choices)}"
     if name.startswith("pissa_niter_"):
-        fix = "--init_lora_weights pissa: these iterations begin at random, and leave another base at every load"
+        fix = "--init_lora_weights pissa: its iterations start from random values, so every load would leave another base"
         yield Problem(flag, expected, fix)
     elif name in _REFUSED:
         yield Problem(flag, expected, _REFUSED[name])

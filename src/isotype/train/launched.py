@@ -164,10 +164,8 @@ def _leave_group() -> None:
 
 def _lost(trainer: Any, goes_on: Callable[[Path], str]) -> TrainingError:
     checkpoint = trainer.last_checkpoint()
-    here = f"process {trainer.args.process_index} of {trainer.args.world_size} waited for another one, which has ended"
-    fix = (
-        "look above for its own message; one that the system has killed (out of memory: signal 9) leaves none"
-    )
+    here = f"process {trainer.args.process_index} of {trainer.args.world_size} waited for another process, which has ended"
+    fix = "look for its message above; a process that the system killed (out of memory: signal 9) leaves none"
     hint = "no checkpoint had been saved before; --save_steps N keeps one every N steps"
     if checkpoint:
         hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"

@@ -143,7 +143,7 @@ def test_values_that_were_rounded_by_the_load_are_refused(
     trainer, _ = qlora_script(path, tmp_path)
     checkpoint = str(uninterrupted[0] / "checkpoint-3")
     assert refused(isotype.PrecisionError, trainer.train, resume_from_checkpoint=checkpoint) == (
-        "the values this run goes on from were rounded while they were loaded\n"
+        "the values that this run resumes from were rounded while they were loaded\n"
         "  - trainable parameters hold no more digits than bfloat16\n"
         "    expected  float32 values, as they were saved\n"
         "    fix       call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "

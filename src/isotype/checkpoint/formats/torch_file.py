@@ -112,7 +112,7 @@ def _what_failed(error: BaseException) -> Problem:
         what = refused[1] or refused[0]
         return Problem(
             f"a pickle of other objects than tensors: {what}",
-            "tensors alone: whatever else is unpickled may run code",
+            "tensors only: unpickling anything else may run code",
             "take the checkpoint in safetensors; do not load this file unless you trust its author",
         )
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)

@@ -296,7 +296,7 @@ def _shape(
     dense = written_shape([written] if written else [])
     if dense is not None:
         fits = dense[:-1] == shape[:-1] and -(-dense[-1] * options.bits // 32) == shape[-1]
-        what = f"{list(shape)} words, where {list(dense)} integers of {options.bits} bits are said"
+        what = f"{list(shape)} words, where {list(dense)} integers of {options.bits} bits are declared"
         _require(fits, what)
     return dense or ()
 
@@ -341,7 +341,7 @@ def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tu
 def _check_zero(
     zero: TensorHeader | None, scale: TensorHeader, shape: tuple[int, ...], kind: Kind, options: _Options
 ) -> None:
-    _require(zero is not None or options.symmetric, "no zero points, which config.json says there are")
+    _require(zero is not None or options.symmetric, "no zero points, although config.json declares them")
     if zero is not None:
         packed = len(scale.shape) > 1 and zero.dtype_name == "I32" and kind == "words"
         rows = -(-shape[-2] * options.bits // 32) if packed else 0

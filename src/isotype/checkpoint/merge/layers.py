@@ -29,7 +29,7 @@ from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.model.walk import kind_of
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
-_MERGEABLE, _BESIDE = "an adapter that PEFT can merge", "use it beside its base"
+_MERGEABLE, _BESIDE = "an adapter that PEFT can merge", "use it together with its base"
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def _check_mergeable(adapter: Adapter) -> None:
     if why:
         what = f"{adapter.directory}: a {kind} adapter; {why}"
         expected = "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …"
-        fix = f"use it beside its base: isotype chat {adapter.directory}"
+        fix = f"use it together with its base: isotype chat {adapter.directory}"
         raise UsageError.of("this adapter cannot be merged", what, expected, fix)
 
 
@@ -317,7 +317,7 @@ def _require_change(report: MergeReport, back: bool) -> None:
             f"a merge into {report.stored} would lose what was learned",
             "; ".join(filter(None, (keeps, lost))),
             f"a form that keeps {share(ENOUGH)}",
-            f"merge with {report.cheapest or '--dtype float32'}{original}; or keep the adapter beside its base: "
+            f"merge with {report.cheapest or '--dtype float32'}{original}; or keep the adapter separate from its base: "
             f"isotype chat {shlex.quote(str(report.adapter))}; nothing was written",
         )
 
@@ -327,18 +327,18 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
     cautions = []
     if own_base and trained is not None and trained.quantized and not policy.quantized:
         cautions.append(
-            f"merged into the weights that the base's files store, and quantized once: back in {trained.storage}, those that training has "
-            "dequantized would lose what was learned"
+            f"merged into the weights that the base's files store, and quantized once: quantizing the weights that training dequantized "
+            f"to {trained.storage} again would lose the adapter's changes"
         )
     if compared and not own_base and trained is not None and trained.quantized:
         cautions.append(
-            f"trained on {trained.storage} weights and merged into others: the logits differ by what {trained.storage} "
-            "had rounded, too"
+            f"trained on {trained.storage} weights and merged into others: the logits also differ by the rounding "
+            f"of {trained.storage}"
         )
     if compared and own_base and policy.storage == "int8":
         cautions.append(
-            "int8 layers round their inputs, too, in training and beside the adapter; the merged model does not, and the comparison "
-            "leaves it out"
+            "int8 layers also round their inputs, in training and with a separate adapter; the merged model does not, and the "
+            "comparison does not count this"
         )
     quantized_on = trained.device if own_base and trained is not None and trained.quantized else policy.device
     if trained is not None and quantized_on.split(":")[0] != policy.device.split(":")[0]:
@@ -366,7 +366,7 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
         return ()
     return (
         f"the merged model is float16, but was trained with {'; '.join(known)}: computed in float16 throughout, it can "
-        f"overflow; merge with {wider(stored, torch.bfloat16, torch.float32)}, or keep the adapter apart, beside its policy",
+        f"overflow; merge with {wider(stored, torch.bfloat16, torch.float32)}, or keep the adapter separate, with its policy",
     )
 
 

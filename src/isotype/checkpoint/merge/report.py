@@ -160,14 +160,14 @@ class MergeReport:
         """Recommended changes."""
         kept = None if self.logits is None else self.logits.kept
         if kept is None and self.coded and self.median_error >= 1:
-            off = f"a weight is off by {self.median_error:,.1f} × its update in the median"
-            fix = "store it in more bits, or keep the adapter apart, beside its base"
-            lost = f"stored as {self.stored}, {off}: what was learned may not show; {fix}"
+            off = f"the median error of a weight is {self.median_error:,.1f} × its update"
+            fix = "store it in more bits, or keep the adapter separate from its base"
+            lost = f"stored as {self.stored}, {off}: the training may have no effect; {fix}"
             return (*self.passed, lost)
         if kept is None or kept >= ENOUGH:
             return self.passed
         cheap = self.cheapest
-        fix = "keep the adapter apart, beside its base" if cheap is None else f"merge with {cheap}"
+        fix = "keep the adapter separate from its base" if cheap is None else f"merge with {cheap}"
         return (*self.passed, f"the merged model keeps {share(kept)} of what was learned; {fix}")
 
     @property

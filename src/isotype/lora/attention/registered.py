@@ -212,7 +212,7 @@ def _with_lengths(
     owner = owners[0]
     why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
     if why is None and any(parameter.is_meta for parameter in owner.parameters()):
-        why = "without weights nothing is known of it"
+        why = "it was not tried, because the model has no weights"
     if why is not None:
         return AttentionReport(False, reason, padded=why)
     report = _put(owner, LENGTHS, AttentionReport(True))

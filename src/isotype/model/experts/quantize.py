@@ -129,7 +129,7 @@ def quantize_parts(
         what = f"experts of shape {list(shape)} that are not stored in {storage}"
         expected = f"{storage} blocks"
         fix = "load them with quantization nf4 or int8, or with none"
-        raise CheckpointError.of(f"no weights are made into {storage}", what, expected, fix)
+        raise CheckpointError.of(f"weights cannot be converted to {storage}", what, expected, fix)
     codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device=device)
     constants: Any = stack.scales if storage == "int8" else stack.absmax
     matrices = (matrix for part in parts for matrix in part)

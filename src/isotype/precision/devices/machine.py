@@ -139,7 +139,9 @@ def compiler_here() -> str:
     """Return the parts of CPU training that a C++ compiler speeds up, or that lack one."""
     try:
         check_folder()
-        return f"{find_compilers()[0][0]} is there: attention, LoRA layers, norms and the loss are compiled at the first step"
+        return (
+            f"{find_compilers()[0][0]} compiles attention, LoRA layers, norms and the loss at the first step"
+        )
     except NotCompiledError as none:
         return f"{none}: attention, LoRA layers, norms and the loss run by torch's operators, more slowly"
 

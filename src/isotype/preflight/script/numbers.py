@@ -220,4 +220,6 @@ class Numbers:
                 f"the model's forward, run again, is finite; the loss that the script computes of it is not (its backward: {where})"
             )
         else:
-            self._say("the step, run again, is finite: what the script does to loss or gradients is not")
+            self._say(
+                "the step, run again, is finite: the script makes the loss or the gradients non-finite afterwards"
+            )

@@ -56,7 +56,7 @@ def step_words(report: Record) -> str:
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:
-        room = "" if limit.size is None else f" of the {format_bytes(limit.size)} it may take"
+        room = "" if limit.size is None else f" of the {format_bytes(limit.size)} it may use"
         words.append(f"peak {format_bytes(memory.peak)}{room}{_each(setup)}")
     if time is not None:
         rate = time.tokens_per_second
@@ -110,8 +110,8 @@ def seconds_words(report: Record) -> str:
     rate = time.tokens_per_second
     tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_each(report.trace.setup)})"
     return (
-        f"at least {format_duration(time.seconds)} a step on {title}{tokens}: its products alone at the data sheet's rates, which no "
-        f"card reaches; {format_duration(time.traced_seconds)} with every operator as it was traced, one after another, most of it for "
+        f"at least {format_duration(time.seconds)} a step on {title}{tokens}: matmuls alone, at the data sheet's rates, which no "
+        f"card reaches; {format_duration(time.traced_seconds)} if all traced operators run one after another, bound by "
         f"{time.bound}{apart}"
     )
 

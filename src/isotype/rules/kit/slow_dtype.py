@@ -100,7 +100,9 @@ def _estimate(cost: Cost, trace: Trace) -> Iterable[str]:
         return ()
     if trace.setup.profile.speed:
         return (f"about {cost.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
-    return (f"at least {cost.slowdown:.2g} times the step time: a roofline with float32's rate in its place",)
+    return (
+        f"at least {cost.slowdown:.2g} times the step time: a roofline that counts them at float32's rate",
+    )
 
 
 def _cause(trace: Trace, dtype: torch.dtype) -> str:

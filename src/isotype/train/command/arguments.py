@@ -31,24 +31,24 @@ class IsotypeArguments:
     quantization: str | None = _argument(
         None,
         "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
-        "--bnb_4bit_quant_type. mxfp4: experts that the checkpoint stores so (gpt-oss) stay packed. mixed: each linear layer in nf4, int8 or unquantized, by what that does to the model's output "
+        "--bnb_4bit_quant_type. mxfp4: experts that the checkpoint stores so (gpt-oss) stay packed. mixed: each linear layer in nf4, int8 or unquantized, chosen by how much that changes the model's output "
         "(measured once, see isotype quality).",
         choices=[*ASKED, MIXED],
     )
     base_memory: str | None = _argument(
         None,
-        "With --quantization mixed: what the base's weights take at most, such as 6GiB; by default a tenth more for "
-        "the linear layers than nf4 takes.",
+        "With --quantization mixed: maximum memory of the base's weights, such as 6GiB; by default linear layers may "
+        "use a tenth more than in nf4.",
     )
     adapt: str | None = _argument(
         None,
-        "Parts that get adapters, of a model that takes pictures: language, projector, vision, or several of them "
-        "(language,projector); all is the default, and of rows without pictures the language model alone.",
+        "For a model that takes pictures, the parts that get adapters: language, projector, vision, or several of them "
+        "(language,projector). Default: all, or only the language model if no row has a picture.",
     )
     quantized_parts: str = _argument(
         "language",
-        "What --quantization stores in fewer bits of a model that takes pictures or sound: language, or all: its towers and "
-        "projectors, too.",
+        "For a model that takes pictures or sound, the parts that --quantization stores in fewer bits: language, or all "
+        "(towers and projectors too).",
         choices=["language", "all"],
     )
     device: str = _argument("auto", "Device to train on: auto, cpu, cuda, mps, xpu.")
@@ -60,13 +60,13 @@ class IsotypeArguments:
     )
     fuse: bool = _argument(
         True,
-        "Compute LoRA layers in one function each, those that read the same input together (isotype.fuse); "
-        "--no_fuse leaves them as PEFT has them.",
+        "Compute each LoRA layer in one function, and layers with the same input together (isotype.fuse); "
+        "with --no_fuse, PEFT computes them.",
     )
     ask: str | None = _argument(
         None,
-        "A question the model answers before and after training. By default the first prompt of "
-        "the test split, where evaluation is on (--eval_strategy).",
+        "A question the model answers before and after training. Default: the first prompt of "
+        "the test split, if evaluation is on (--eval_strategy).",
     )
     columns: str | None = _argument(
         None,
@@ -108,8 +108,8 @@ class IsotypeArguments:
     init_lora_weights: str | None = _argument(
         None,
         "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq; by default A is drawn "
-        "(Kaiming) and B is zero. loftq compensates a part of the 4-bit errors. olora and pissa take a part out of "
-        "the base's weights, which may not be quantized then.",
+        "(Kaiming) and B is zero. loftq compensates a part of the 4-bit errors. olora and pissa move a part of the base's weights "
+        "into the adapter, so the base must not be quantized.",
     )
     early_stopping_patience: int | None = _argument(
         None,
@@ -188,11 +188,11 @@ _NOT_RL: tuple[Loss, ...] = ("labels", "preference", "reward", "unpaired")
 _COMPARED: tuple[Loss, ...] = ("preference", "unpaired")
 
 ARGUMENTS: tuple[Argument, ...] = (
-    Argument("model_name_or_path", "what", "MODEL", "directory, GGUF, hub id, or an adapter"),
-    Argument("dataset_name", "what", "DATA", "JSONL, CSV, parquet, directory, hub id"),
-    Argument("columns", "what", "alpaca", "or prompt=question,completion=answer"),
-    Argument("eval_split", "what", "0.05", "share of rows to evaluate on"),
-    Argument("output_dir", "what", "DIR", "adapter, checkpoints, report"),
+    Argument("model_name_or_path", "model and data", "MODEL", "directory, GGUF, hub id, or an adapter"),
+    Argument("dataset_name", "model and data", "DATA", "JSONL, CSV, parquet, directory, hub id"),
+    Argument("columns", "model and data", "alpaca", "or prompt=question,completion=answer"),
+    Argument("eval_split", "model and data", "0.05", "share of rows to evaluate on"),
+    Argument("output_dir", "model and data", "DIR", "adapter, checkpoints, report"),
     Argument("quantization", "precision", "nf4", "storage: nf4, fp4, int8, mxfp4"),
     Argument("dtype", "precision", "bfloat16", "compute dtype; auto by default"),
     Argument("device", "precision", "cuda", "auto, cpu, cuda, mps, xpu"),
@@ -223,16 +223,22 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("init_lora_weights", "adapter", "loftq", "or pissa, olora, gaussian, orthogonal"),
     Argument("use_peft", "adapter", "False", "train every weight"),
     Argument(
-        "early_stopping_patience", "along the way", "3", "evaluations without a better loss", limit=_COUNT
+        "early_stopping_patience",
+        "progress and results",
+        "3",
+        "evaluations without a better loss",
+        limit=_COUNT,
     ),
     Argument("early_stopping_threshold", limit=_NOT_NEGATIVE),
-    Argument("save_steps", "along the way", "500", "a checkpoint every so many steps", limit=_EVERY),
-    Argument("resume_from_checkpoint", "along the way", "true", "resume from the last complete checkpoint"),
-    Argument("logging_steps", "along the way", "10", "a line every so many steps", limit=_EVERY),
+    Argument("save_steps", "progress and results", "500", "a checkpoint every so many steps", limit=_EVERY),
+    Argument(
+        "resume_from_checkpoint", "progress and results", "true", "resume from the last complete checkpoint"
+    ),
+    Argument("logging_steps", "progress and results", "10", "a line every so many steps", limit=_EVERY),
     Argument("eval_steps", limit=_EVERY),
     Argument(
         "report_to",
-        "along the way",
+        "progress and results",
         "wandb",
         "tensorboard, wandb, trackio, mlflow",
         choices=_names(
@@ -241,8 +247,8 @@ ARGUMENTS: tuple[Argument, ...] = (
             lambda each: ["none", "all", *each],
         ),
     ),
-    Argument("push_to_hub", "along the way", "True", "upload the result"),
-    Argument("config", "along the way", "FILE.yaml", "any of these as name: value lines"),
+    Argument("push_to_hub", "progress and results", "True", "upload the result"),
+    Argument("config", "progress and results", "FILE.yaml", "any of these as name: value lines"),
     *_limited(
         _NOT_NEGATIVE, "warmup_steps weight_decay adam_epsilon dataloader_num_workers neftune_noise_alpha"
     ),
@@ -364,7 +370,7 @@ def short_help(method: str) -> str:
     lines += [
         "",
         "-q less output, -v more. --print-config writes the command as a file for",
-        "--config, and does not train. --help-all lists every argument: they are those of",
+        "--config, and does not train. --help-all lists every argument, with those of",
         f"trl {method}. isotype check {method} … checks a run without starting it.",
     ]
     return "\n".join(lines) + "\n"

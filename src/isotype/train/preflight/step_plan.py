@@ -119,7 +119,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 
 _USED_MOST: Mapping[str, str] = {
-    "dtype": "compute dtype; auto: the checkpoint's, where the device runs it",
+    "dtype": "compute dtype; auto: the checkpoint's, if the device runs it",
     "quantization": "storage of the frozen weights",
     "device": "a device here (cpu, cuda) or any profile (t4, a100, h100, mi300x, …)",
     "ranges": "for float16: measure the checkpoint's value ranges, or decide by what is known already",
