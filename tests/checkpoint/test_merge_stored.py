@@ -120,7 +120,7 @@ def test_a_coded_weight_has_no_count_of_what_vanished() -> None:
     report = MergeReport(Path(), Path("m"), "b", "nf4", torch.float32, "", weights, None, 1, stored="q4_0")
     assert report.vanished is None
     assert report.vanished_share == 0
-    assert report.warnings[0].startswith("stored as q4_0, a weight is off by 1.8 × its update in the median")
+    assert report.warnings[0].startswith("stored as q4_0, the median error of a weight is 1.8 × its update")
 
 
 # ------------------------------------------------------------------------------------------------------ one file

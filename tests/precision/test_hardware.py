@@ -366,7 +366,7 @@ def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         "device not in this machine\n"
         "  - device 'cuda:1'\n"
         f"    expected  a device that torch sees; torch {torch.__version__} ({build}) sees 0 cuda devices\n"
-        "    fix       use auto (a CPU, where there is no other), or install a torch built for cuda; to plan for one with "
+        "    fix       use auto (the CPU if there is no other device), or install a torch built for cuda; to plan for one with "
         "isotype check, name a profile such as h100"
     )
 

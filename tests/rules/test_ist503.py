@@ -118,7 +118,7 @@ def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
     assert len(results) == (dtype == BF16)
     for finding in results:
         assert finding.message == (
-            "deltas of adapters are formed whole and added to 4 bfloat16 stacked weights: "
+            "whole deltas of adapters are computed and added to 4 bfloat16 stacked weights: "
             "what is smaller than half a rounding step is lost"
         )
         assert finding.cause.startswith(

@@ -413,7 +413,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     assert refused(CheckpointError, talk, bare, "w1") == (
         "no tokenizer in the checkpoint\n"
         f"  - {bare} has no tokenizer\n"
-        "    expected  tokenizer.json and tokenizer_config.json beside the weights\n"
+        "    expected  tokenizer.json and tokenizer_config.json in the directory of the weights\n"
         "    fix       copy them from the model that the weights come from"
     )
 

@@ -218,7 +218,7 @@ def test_a_tokenizer_larger_than_the_model(model, tmp_path):
         ({"input_ids": [10**9, 1]}, "column 'input_ids' holds 1000000000\n"),
         ({"labels": [1, 5000]}, "column 'labels' holds 5000\n    expected  0 to 63, the ids that the model has; or -100\n"),
         ({"labels": [1, -1]}, "column 'labels' holds -1\n"),
-        ({"labels": [1]}, "column 'labels' has 1 value beside 2 token ids\n"),
+        ({"labels": [1]}, "column 'labels' has 1 value for 2 token ids\n"),
     ],
 )  # fmt: skip
 def test_every_row_of_token_ids_is_one_of_the_models(wrong, what, model):

@@ -82,7 +82,7 @@ def _lacking(message: str) -> Problem | None:
         return Problem(what, "the package pillow", "pip install 'isotype[vision]'")
     if re.search(r"[Tt]orchvision", message):
         kind = re.search(r"\w+Processor", message)
-        fix = "pip install torchvision; beside a torch for CPUs, from https://download.pytorch.org/whl/cpu (--index-url)"
+        fix = "pip install torchvision; for a CPU build of torch, from https://download.pytorch.org/whl/cpu (--index-url)"
         name = kind.group() if kind else "its processor"
         what = f"{name}, which has no class for pillow, needs torchvision"
         return Problem(what, "the package torchvision", fix)
@@ -90,7 +90,7 @@ def _lacking(message: str) -> Problem | None:
 
 
 def _none(source: str | Path, reason: str) -> CheckpointError:
-    expected = "tokenizer.json and tokenizer_config.json beside the weights"
+    expected = "tokenizer.json and tokenizer_config.json in the directory of the weights"
     fix = "copy them from the model that the weights come from"
     return CheckpointError.of("no tokenizer in the checkpoint", f"{source}: {reason}", expected, fix)
 

@@ -121,7 +121,9 @@ _TURNS = Column(
     'write "…", or [{"role": "user", "content": "…"}, …]',
 )
 TEXT = Column("text", _text_fault, 'write it as text: "…"')
-_IDS = Column("a list of token ids", _ids_fault, "write whole numbers from 0 on, as a tokenizer returns them")
+_IDS = Column(
+    "a list of token ids", _ids_fault, "write whole numbers of at least 0, as a tokenizer returns them"
+)
 _NUMBER = Column("a number", _no(int, float), "write a number without quotes")
 _LABEL_FIX = "write true for a good completion and false for a bad one"
 TURN_COLUMNS = ("prompt", "completion", "chosen", "rejected")

@@ -177,7 +177,7 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
         expected = f"files ending in {', '.join(_SUFFIXES)}, or what save_to_disk wrote"
         fix = f"name a directory with such files; this one holds {quoted(held)}"
         if any(Path(each).suffix.lower() in SUFFIXES for each in held):
-            fix = "write what belongs to each picture: cat.txt beside cat.png, or metadata.jsonl with 'file_name' and 'text'"
+            fix = "write a text for each picture: cat.txt for cat.png, or metadata.jsonl with 'file_name' and 'text'"
         fix = fix if held else "the directory is empty"
         raise data_error(name, [Problem(f"the directory '{folder}' holds no data", expected, fix)])
     inside = {path: _split_word(path.parent.name) if path.parent != folder else None for path in files}

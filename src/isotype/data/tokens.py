@@ -70,7 +70,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
     if wrong := [value for value in values if type(value) not in kinds][:1]:
         return f"holds {describe(wrong[0])}", "a list of whole numbers"
     if len(values) != count:
-        return f"has {plural(len(values), 'value')} beside {plural(count, 'token id')}", "one for each token"
+        return f"has {plural(len(values), 'value')} for {plural(count, 'token id')}", "one for each token"
     if mask and not {0, 1}.issuperset(values):
         return f"holds {next(value for value in values if value not in (0, 1))}", "0 and 1"
     if name == "labels" and (below := next((v for v in values if v < 0 and v != IGNORED), None)):
@@ -96,7 +96,7 @@ def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
             if pc.any(differ := pc.not_equal(*counts)).as_py() and not seen:
                 at = pc.index(differ, True).as_py()
                 ids, labels = (count[at].as_py() for count in counts)
-                what = f"column 'labels' has {plural(labels, 'value')} beside {plural(ids, 'token id')}"
+                what = f"column 'labels' has {plural(labels, 'value')} for {plural(ids, 'token id')}"
                 yield start + at, Problem(what, "one for each token", _LABEL_FIX)
                 return
         for name in names:

@@ -177,7 +177,7 @@ class _Draft:
             stores = saved or (dtype_name(trained) if trained else "another format")
             self._refuse(
                 f"quantization {MXFP4}, but {self.facts.source} stores its weights in {stores}",
-                f"experts that are stored in {MXFP4}, as gpt-oss is published: they are kept so, and none are made so",
+                f"experts that the checkpoint stores in {MXFP4}, like gpt-oss: isotype keeps them, but converts no weights to it",
                 "ask for nf4 or int8, or leave the quantization out",
             )
         elif requested and requested != MXFP4:

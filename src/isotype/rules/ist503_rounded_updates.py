@@ -80,7 +80,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if formed:
         where = _tensors(formed, "stacked weight", "stacked weights")
         finding = _finding(
-            f"deltas of adapters are formed whole and added to {where}: {_LOST}", formed, _FUSE
+            f"whole deltas of adapters are computed and added to {where}: {_LOST}", formed, _FUSE
         )
         yield replace(finding, notes=(*finding.notes, _share(trace)))
     if kept:

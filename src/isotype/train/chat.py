@@ -262,7 +262,7 @@ def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
         what, fix = f"{name}: a {type(without_peft(model)).__name__}", "give another model"
         raise UsageError.of("this model does not write text", what, "a model with a language head", fix)
     if tokenizer is None:
-        expected = "tokenizer.json and tokenizer_config.json beside the weights"
+        expected = "tokenizer.json and tokenizer_config.json in the directory of the weights"
         fix = "copy them from the model that the weights come from"
         raise CheckpointError.of("no tokenizer in the checkpoint", f"{name} has no tokenizer", expected, fix)
 

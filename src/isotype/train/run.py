@@ -75,7 +75,7 @@ def choose(foresee: Foresee, room: Room) -> Choice:
                 return Choice(some, f"{saved}, and no more than {room.words}")
     except NotForeseenError as why:
         return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {why}")
-    fits = "" if least <= room.size else ", more than the step may take even so"
+    fits = "" if least <= room.size else ", still more than the step may use"
     reason = f"{format_bytes(least)} at the step's peak, {format_bytes(without)} without: {room.words}{fits}"
     return Choice(CHECKPOINTING, reason)
 

@@ -133,7 +133,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
     if extra.early_stopping_patience is None:
         if "early_stopping_threshold" in settings.command:
             setting = f"--early_stopping_threshold {extra.early_stopping_threshold:g}"
-            yield Problem(setting, "--early_stopping_patience beside it", "--early_stopping_patience 3")
+            yield Problem(setting, "--early_stopping_patience with it", "--early_stopping_patience 3")
         return
     setting = f"--early_stopping_patience {extra.early_stopping_patience}"
     if extra.eval_split is None and training.eval_strategy == "no":

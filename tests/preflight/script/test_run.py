@@ -408,7 +408,8 @@ def test_peft_s_own_experts_are_said_to_form_their_deltas(capsys: pytest.Capture
     assert out.count("loss") == 2
     assert "error[" not in err
     assert (
-        "warning[IST503]: deltas of adapters are formed whole and added to 4 bfloat16 stacked weights" in err
+        "warning[IST503]: whole deltas of adapters are computed and added to 4 bfloat16 stacked weights"
+        in err
     )
 
 

@@ -119,7 +119,7 @@ def write_merged(
         words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
         if words is None or not getattr(words, "is_fast", False):
             what = "no tokenizer that can be read as tokenizer.json"
-            fix = "copy tokenizer.json beside the adapter"
+            fix = "copy tokenizer.json into the adapter's directory"
             raise UsageError.of("a GGUF file holds its tokenizer", what, "a fast tokenizer", fix)
         name = Path(str(name_of(config))).stem or "model"
         values = (each for part in merging.parts() for each in part.items())

@@ -460,7 +460,7 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
     fix = (
         f"use {kind}:{count - 1}"
         if count
-        else f"use auto (a CPU, where there is no other), or install a torch built for {kind}; to plan for one with "
+        else f"use auto (the CPU if there is no other device), or install a torch built for {kind}; to plan for one with "
         f"isotype check, name a profile such as {profile}"
     )
     return PrecisionError.of(

@@ -102,7 +102,7 @@ class IsotypeArguments:
     )
     lora_bias: str = _argument(
         "none",
-        "Which biases are trained beside the adapters: none, all, or those of the adapted layers.",
+        "Biases that are trained together with the adapters: none, all, or those of the adapted layers.",
         choices=["none", "all", "lora_only"],
     )
     init_lora_weights: str | None = _argument(
@@ -231,9 +231,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument("early_stopping_threshold", limit=_NOT_NEGATIVE),
     Argument("save_steps", "progress and results", "500", "a checkpoint every so many steps", limit=_EVERY),
-    Argument(
-        "resume_from_checkpoint", "progress and results", "true", "resume from the last complete checkpoint"
-    ),
+    Argument("resume_from_checkpoint", "progress and results", "true", "from the newest complete checkpoint"),
     Argument("logging_steps", "progress and results", "10", "a line every so many steps", limit=_EVERY),
     Argument("eval_steps", limit=_EVERY),
     Argument(

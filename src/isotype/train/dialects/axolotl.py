@@ -28,7 +28,7 @@ def topics(reader: Reader) -> None:
     micro = reader.typed("micro_batch_size", "a number above 0", 1)
     if whole and not reader.get("gradient_accumulation_steps"):
         reader.use("batch_size", gradient_accumulation_steps=max(1, int(whole // micro)))
-    reader.note("no effect beside gradient_accumulation_steps", "batch_size")
+    reader.note("no effect with gradient_accumulation_steps", "batch_size")
     if isinstance(more := reader.get("optim_args"), dict):
         reader.use("optim_args", optim_args=",".join(f"{name}={value}" for name, value in more.items()))
     for plugin in reader.typed("plugins", "a list", []):

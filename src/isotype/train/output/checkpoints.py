@@ -121,7 +121,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
                 warnings.simplefilter("ignore")  # warnings about a pickle; its refusal is reported
                 content = torch.load(path, map_location="meta", weights_only=True)
         except (pickle.UnpicklingError, EOFError, OSError, *_REFUSALS):
-            return f"{path.name} is not what torch.save writes of tensors and numbers, and nothing else of it is read"
+            return f"{path.name} is not what torch.save writes of tensors and numbers, and isotype reads nothing else from it"
         content = content if isinstance(content, dict) else {}
         if lacking := [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]:
             return f"{path.name} has no {' and no '.join(lacking)}"

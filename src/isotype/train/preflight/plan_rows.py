@@ -218,7 +218,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:
         return replace(
-            plan, notes=(*plan.notes, "the rows' lengths: there is no tokenizer here of this model")
+            plan, notes=(*plan.notes, "the rows' lengths: this machine has no tokenizer of the model")
         )
     check_tokenizer(settings, source, tokenizer, data)
     data = fitting(settings, tokenizer, data, notes.append)

@@ -341,7 +341,7 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
 def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
     notes = [*batch_notes(model.config, plan.pictures), *getattr(model, "adapter_notes", ())]
     if plan.length is not None and plan.length > length:
-        notes.append(f"rows of {length} tokens, not {plan.length}: the model has no more positions")
+        notes.append(f"rows of {length} tokens instead of {plan.length}: the model has no more positions")
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: its activations are all kept")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):

@@ -125,8 +125,8 @@ _USED_MOST: Mapping[str, str] = {
     "ranges": "for float16: measure the checkpoint's value ranges, or decide by what is known already",
     "lora_r": "rank of the adapters",
     "lora_alpha": "scale of the adapters, over their rank",
-    "lora_dropout": "in front of the adapters",
-    "learning_rate": "of the optimizer",
+    "lora_dropout": "dropout in front of the adapters",
+    "learning_rate": "learning rate of the optimizer",
     "optim": "optimizer, by transformers' name",
 }
 """Arguments of `isotype sft` for which a bare model is checked without importing its trainer, which takes seconds."""
@@ -182,7 +182,7 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
     raise UsageError.of(
         "the pictures cannot be counted",
         f"--image {shown} for {plan.source}, {'whose processor is not here' if takes else 'which takes text alone'}",
-        "the processor beside the model" if takes else "a model that takes pictures",
+        "the processor in the model's directory" if takes else "a model that takes pictures",
         "copy its preprocessor_config.json and tokenizer here" if takes else "leave --image out",
     )
 
