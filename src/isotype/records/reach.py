@@ -1,4 +1,4 @@
-"""Dependence of a step's outputs on its inputs, measured on a small copy of the model."""
+"""Dependence of a step's outputs and gradients on its inputs and weights: traced, and measured on a small copy."""
 
 from __future__ import annotations
 
@@ -134,6 +134,26 @@ class Parting:
     at: int
     first: Collective | None
     other: Collective | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A trainable parameter that the forward uses but that gets no gradient.
+
+    Attributes:
+        weight: its name.
+        module, source: where it is used first.
+        function: the `torch.autograd.Function` whose forward uses it; "" outside of any.
+        behind: modules that had returned before it with gradients on, in order.
+        ignored: whether it is used with gradients on, but the loss does not depend on the result.
+    """
+
+    weight: str
+    module: str
+    source: str
+    function: str
+    behind: tuple[str, ...]
+    ignored: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.precision.versions import Incompatibility
 from isotype.records.memory import Memory, Phase
-from isotype.records.reach import Reach
+from isotype.records.reach import Reach, Unreached
 
 FLOATS = frozenset(
     {
@@ -370,26 +370,6 @@ GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
 """Their messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unreached:
-    """A trainable parameter that the forward uses but that gets no gradient.
-
-    Attributes:
-        weight: its name.
-        module, source: where it is used first.
-        function: the `torch.autograd.Function` whose forward uses it; "" outside of any.
-        behind: modules that had returned before it with gradients on, in order.
-        ignored: whether it is used with gradients on, but the loss does not depend on the result.
-    """
-
-    weight: str
-    module: str
-    source: str
-    function: str
-    behind: tuple[str, ...]
-    ignored: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,8 @@ from dataclasses import replace
 
 from isotype.core.names import short
 from isotype.records.finding import Finding, Fix, in_library
-from isotype.records.trace import GRADIENTLESS, Call, Trace, Unreached, Weight
+from isotype.records.reach import Unreached
+from isotype.records.trace import GRADIENTLESS, Call, Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, layer_of, names, trained
 from isotype.rules.kit.words import advice, and_its_like, device_says, fix

@@ -9,7 +9,8 @@ import torch
 
 from isotype.compat.standard import frame_above
 from isotype.core.source import shown
-from isotype.records.trace import Origin, Unreached
+from isotype.records.reach import Unreached
+from isotype.records.trace import Origin
 from isotype.trace.recorder import Place
 
 aten = torch.ops.aten

@@ -35,7 +35,8 @@ from isotype.compat.torch import (
 )
 from isotype.core.optimizers import learning_rate_of
 from isotype.records.memory import Memory, Phase
-from isotype.records.trace import Failure, Setup, Trace, Unreached
+from isotype.records.reach import Unreached
+from isotype.records.trace import Failure, Setup, Trace
 from isotype.trace.live.forward import (
     enumerate_inputs,
     has_parameters,
