@@ -137,7 +137,7 @@ def test_no_row_is_longer_than_the_model(capsys, config):
     found = report_json(capsys, config, "--device", "h100")
     assert found["setup"]["batch"]["input_ids"] == [1, 64]
     found = report_json(capsys, config, "--device", "h100", "--length", 100)
-    assert "rows of 64 tokens, not 100: the model has no more positions" in found["not_traced"]
+    assert "rows of 64 tokens instead of 100: the model has no more positions" in found["not_traced"]
 
 
 @few("method", [name for name in METHODS if name != "sft"], "dpo", "grpo")

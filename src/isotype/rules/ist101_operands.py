@@ -29,7 +29,7 @@ from __future__ import annotations
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 
-TITLE = "Activations whose dtype differs from the weights'"
+TITLE = "Activations whose dtype differs from that of the weights"
 CLAIMS = (Claim("rest", lambda broken: True),)
 
 find = contract_rule(__name__, "{given} instead of {expected} in an operator that takes one dtype")
