@@ -23,13 +23,13 @@ from isotype.checkpoint.opened import (
 from isotype.checkpoint.resolve import Measurement, kept_or_noted, resolve_request
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
 from isotype.checkpoint.tokenizer import tokenizer_of
+from isotype.compat.peft import without_peft
 from isotype.core.errors import CheckpointError
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.ranges import Ranges
 from isotype.ranges.measure import (
     Batches,
     Measured,
-    base_of,
     given_batches,
     made_batches,
     measure,
@@ -108,7 +108,7 @@ def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple
 
 def _tokenizer_of_module(model: nn.Module) -> Any:
     """Return the tokenizer of the checkpoint that a model in memory was loaded from; None if not available."""
-    name = str(getattr(base_of(model), "name_or_path", "") or "")
+    name = str(getattr(without_peft(model), "name_or_path", "") or "")
     try:
         files = (local_path(name) or local_snapshot(name)) if name else None
         return None if files is None else tokenizer_of(tokenizer_source(open_checkpoint(files)))

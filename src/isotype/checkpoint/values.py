@@ -131,7 +131,7 @@ def _unpacked(
 ) -> torch.Tensor:
     """Unpack int32 words to int8 [..., columns], lowest bits first and across words, offset by half.
 
-    `order`: places of as many neighbouring columns, of which `shape` has a multiple.
+    `order`: places of as many neighbouring columns; `shape` has a multiple of them.
     """
     begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32

@@ -12,7 +12,7 @@ from torch import distributed
 
 @contextmanager
 def fake_process_group(size: int) -> Iterator[Any]:
-    """Yield a one-dimensional mesh of `size` processes, of which this one is the first.
+    """Yield a one-dimensional mesh of `size` processes; this process is the first.
 
     Raises:
         ValueError: this process has a process group.

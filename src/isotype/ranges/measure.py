@@ -291,13 +291,7 @@ def of_module(model: nn.Module) -> Measured:
                 "give the checkpoint, by its path or hub id",
             )
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    return Measured(model, type(base_of(model)).__name__, device)
-
-
-def base_of(model: nn.Module) -> nn.Module:
-    """Return the base model of a PEFT model; other models unchanged."""
-    base: nn.Module = without_peft(model)
-    return base
+    return Measured(model, type(without_peft(model)).__name__, device)
 
 
 def measure(

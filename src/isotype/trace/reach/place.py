@@ -23,6 +23,15 @@ def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def gradients_of(model: nn.Module, loss: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """Return the loss's gradient of each trainable parameter, None outside of its graph; {} without a graph."""
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if not trained or loss is None or not loss.requires_grad:
+        return {}
+    gradients = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
+    return dict(zip(trained, gradients, strict=True))
+
+
 def first_place(
     model: nn.Module, run: Callable[[Any], Any], before: Any, after: Any, where: torch.Tensor, seen: float
 ) -> tuple[str, str]:

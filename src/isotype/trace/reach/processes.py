@@ -23,7 +23,7 @@ from isotype.model.loss import find_loss
 from isotype.model.walk import blocks_in
 from isotype.records.reach import Collective, Parting
 from isotype.trace.reach.batch import Batch
-from isotype.trace.reach.place import logits_of
+from isotype.trace.reach.place import gradients_of, logits_of
 
 _PROCESSES = 2
 _MOVES = {
@@ -77,14 +77,10 @@ def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, .
     """Return the trainable parameters to which the loss of some batch gives no gradient: DDP waits for them."""
     missing: dict[str, None] = {}
     for batch in batches:
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        loss = _loss(model, batch)
-        if loss is None or not loss.requires_grad:
+        gradients = gradients_of(model, _loss(model, batch))
+        if not gradients:
             return ()
-        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        missing.update(
-            dict.fromkeys(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
-        )
+        missing.update(dict.fromkeys(name for name, gradient in gradients.items() if gradient is None))
     return tuple(missing)
 
 

@@ -9,6 +9,7 @@ import torch
 from isotype.core.names import starred
 from isotype.model.loss import find_loss
 from isotype.records.reach import NoReach
+from isotype.trace.reach.place import gradients_of
 from isotype.trace.reach.probe import Probe
 
 COUNT = "num_items_in_batch"
@@ -68,15 +69,12 @@ def unused_weights(probe: Probe) -> Iterator[NoReach]:
 
     Experts count as one set, because a batch need not use each expert.
     """
-    named = probe.copy.model.named_parameters()
-    trained = {name: weight for name, weight in named if weight.requires_grad and weight.is_floating_point()}
-    loss = probe.loss() if trained else None
-    if loss is None or not loss.requires_grad:
-        return
-    gradients = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
+    model = probe.copy.model
+    trains = any(weight.requires_grad for weight in model.parameters())
+    gradients = gradients_of(model, probe.loss()) if trains else {}
     silent: dict[str, bool] = {}
     outside: dict[str, bool] = {}
-    for name, gradient in zip(trained, gradients, strict=True):
+    for name, gradient in gradients.items():
         outside[starred(name)] = outside.get(starred(name), True) and gradient is None
         if gradient is not None:
             silent[starred(name)] = silent.get(starred(name), True) and not bool(gradient.any())
@@ -84,7 +82,7 @@ def unused_weights(probe: Probe) -> Iterator[NoReach]:
         yield NoReach("ungraded", name)
     for name, nothing in silent.items():
         if nothing:
-            yield NoReach("adapter" if "lora_" in name else "weight", name, _why(probe, name, trained))
+            yield NoReach("adapter" if "lora_" in name else "weight", name, _why(probe, name, gradients))
 
 
 def _why(probe: Probe, name: str, trained: Iterable[str]) -> str:
