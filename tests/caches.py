@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from isotype.core.cache import LIBRARIES, default_cache_dir
@@ -12,5 +13,6 @@ def own_cache(folder: Path) -> str:
     libraries = default_cache_dir() / LIBRARIES
     libraries.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / LIBRARIES).symlink_to(libraries.resolve())
+    with contextlib.suppress(FileExistsError):  # two workers share a folder
+        (folder / LIBRARIES).symlink_to(libraries.resolve())
     return str(folder)
