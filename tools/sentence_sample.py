@@ -1,0 +1,106 @@
+"""Draw sentences at random for a reading test: a reader rates every sentence "read once" or "read twice".
+
+python -m tools.sentence_sample --seed 7              # 40 sentences of pages, docstrings and messages
+python -m tools.sentence_sample --seed 7 --count 20
+
+The reader sees a sentence with its file, its line and its function, and may not open the file. A sentence that needs a second reading
+is rewritten, and so are its like. Then another person reads another sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tools.sources import ROOT, Module, Sources, read_sources
+
+_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*])")
+_PART = re.compile(r"\n\s*\n|^\s*(?:(?:[-*]|\d+\.)\s+|(?=\**\w+: ))", re.MULTILINE)
+_PATTERN = re.compile(r"\\|\(\?")
+_CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_SKIPPED = ("|", "#", "<")
+_LEAST_WORDS = 5
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence with its place: `where` is path and line, `holder` the page, function, class or module around it."""
+
+    kind: str
+    where: str
+    holder: str
+    text: str
+
+
+def sentences(sources: Sources) -> list[Sentence]:
+    """Return all sentences of five words or more in docstrings, messages, README, CONTRIBUTING and docs."""
+    drawn = [sentence for module in sources.modules.values() for sentence in _in_module(module)]
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        drawn += _in_page(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))
+    return drawn
+
+
+def _in_module(module: Module) -> Iterator[Sentence]:
+    path = str(module.path.relative_to(ROOT))
+    no_message: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            holder = module.name if isinstance(node, ast.Module) else node.name
+            match node.body[:1]:
+                case [ast.Expr(value=ast.Constant(value=str(text)) as alone)]:
+                    no_message.add(id(alone))
+                    yield from _split("docstring", path, alone.lineno, holder, text)
+        elif isinstance(node, ast.JoinedStr):
+            no_message |= {id(part) for part in node.values}
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.JoinedStr() | ast.Constant(value=str()) if id(node) not in no_message:
+                yield from _split("message", path, node.lineno, module.name, _written(node))
+
+
+def _written(node: ast.expr) -> str:
+    """Return the text of a string; of an f-string with the expressions of its values in braces."""
+    match node:
+        case ast.Constant():
+            return str(node.value)
+        case ast.JoinedStr():
+            return "".join(map(_written, node.values))
+        case ast.FormattedValue():
+            return f"{{{ast.unparse(node.value)}}}"
+        case _:
+            raise TypeError(f"not a string: {ast.unparse(node)}")
+
+
+def _in_page(path: str, text: str) -> Iterator[Sentence]:
+    prose = _CODE.sub(lambda block: "\n" * block.group().count("\n"), text)
+    return _split("page", path, 1, path, prose)
+
+
+def _split(kind: str, path: str, line: int, holder: str, text: str) -> Iterator[Sentence]:
+    place = 0
+    for part in _PART.split(text):
+        place = text.index(part, place)
+        if part.startswith(_SKIPPED) or (kind == "message" and _PATTERN.search(part)):
+            continue
+        for sentence in _END.split(re.sub(r"\s+", " ", part).strip()):
+            if len(sentence.split()) >= _LEAST_WORDS:
+                yield Sentence(kind, f"{path}:{line + text.count(chr(10), 0, place)}", holder, sentence)
+
+
+def main() -> None:
+    """Print `--count` sentences that `--seed` draws."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, default=40)
+    chosen = parser.parse_args()
+    drawn = random.Random(chosen.seed).sample(sentences(read_sources()), chosen.count)
+    for number, sentence in enumerate(drawn, 1):
+        print(f"{number:3}. {sentence.kind} in {sentence.where} ({sentence.holder})\n     {sentence.text}\n")
+
+
+if __name__ == "__main__":
+    main()
