@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -170,14 +171,33 @@ def test_code_without_its_source_chooses_for_itself():
     assert kind == "cast"
 
 
-def test_a_debuggers_own_mark_of_a_frame_is_left_alone():
+def test_a_debugger_keeps_its_events_and_the_cause_stays_right():
+    """A coverage tool or a debugger traces the lines of the same frames."""
+    lines: list[int] = []
+    code = TAKEN["to"].__code__
+
+    def tracer(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is code and event in ("line", "return"):
+            lines.append(frame.f_lineno)
+        return tracer if frame.f_code is code else None
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        step = traced(Block(TAKEN["to"]), X, phases=("forward",))
+    finally:
+        sys.settrace(before)
+    assert causes(step) == [("parameter", "norm.weight")]
+    assert lines == [code.co_firstlineno] * 2, "the line, and the return after the cast was recorded"
+
+
+def test_a_frame_keeps_its_mark():
     frame, before = sys._getframe(), sys._getframe().f_trace
     try:
         frame.f_trace = None
-        assert call_of(frame) is call_of(frame) is not None
-        frame.f_trace = print
-        assert call_of(frame) is None
-        assert frame.f_trace is print
+        mark = call_of(frame)
+        assert call_of(frame) is mark is frame.f_trace
+        assert mark(frame, "line", None) is None
     finally:
         frame.f_trace = before
 

@@ -74,6 +74,16 @@ def test_values_that_nobody_knows_get_a_stand_in(name: str) -> None:
     assert type(found) is type(READS[name](x=X))
 
 
+def test_a_drawn_index_is_one_that_can_be_drawn() -> None:
+    """Dropout of blocks indexes by such numbers: 1 is no index of a single block."""
+    for bounds, expected in (((1,), 0), ((4,), 1), ((0, 1), 0), ((2, 9), 2), ((-5, 0), -1)):
+        draw = lambda x, bounds=bounds: torch.randint(*bounds, (1,)).item()  # noqa: E731
+        assert followed(draw, {"x": X}) == expected
+    order = followed(lambda x: x[0, torch.randperm(3)].tolist(), {"x": X})
+    assert sorted(order) == sorted(X[0].tolist())
+    assert followed(lambda x: torch.randint(0, 9, (2,)).max().item(), {"x": X}) == 1, "not known"
+
+
 def test_a_condition_on_a_weight_is_taken_for_true() -> None:
     assert followed(lambda x: bool(x.sum() > 100), {"x": X}, known=False) is True
     assert followed(lambda x: x.float().max().item(), {"x": X}, known=False) == 1.0

@@ -42,10 +42,17 @@ class _Call:
     tensors alive.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_tracer")
 
-    def __call__(self, *_: Any) -> None:
-        """Trace nothing if a debugger, enabled meanwhile, calls this for the frame's lines."""
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Pass an event on to the trace function that a debugger or a coverage tool has set for this frame."""
+        if self._tracer is None:
+            return None
+        self._tracer = self._tracer(frame, event, arg) or self._tracer
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +86,10 @@ class DtypeReads:
         """Record that the running code has read the dtype made by `origin`."""
         self._count += 1
         for frame in _frames(frame_above(1)):
-            call = call_of(frame)
-            if call is not None:
-                read = _Read(
-                    weakref.ref(call), frame.f_code, frame.f_lasti, origin.dtype, origin, self._count
-                )
-                self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
+            read = _Read(
+                weakref.ref(call_of(frame)), frame.f_code, frame.f_lasti, origin.dtype, origin, self._count
+            )
+            self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
         """Return the origin of the `dtype` in the innermost call of the model's code; None if the code chose it."""
@@ -156,11 +161,13 @@ class DtypeReads:
 # ------------------------------------------------------------------------------------------------------ frames
 
 
-def call_of(frame: FrameType) -> _Call | None:
-    """Return the mark of the call in `frame`; None if a debugger has set its own."""
-    if frame.f_trace is None:
-        frame.f_trace = _Call()
-    return frame.f_trace if isinstance(frame.f_trace, _Call) else None
+def call_of(frame: FrameType) -> _Call:
+    """Return the mark of the call in `frame`, made on first use."""
+    if not isinstance(frame.f_trace, _Call):
+        frame.f_trace = _Call(frame.f_trace)
+    call: Any = frame.f_trace
+    assert isinstance(call, _Call)
+    return call
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

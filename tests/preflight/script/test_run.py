@@ -189,6 +189,30 @@ def test_a_healthy_raw_loop_is_watched_in_a_line(capsys: pytest.CaptureFixture[s
     assert "; peak " in last
 
 
+def test_a_loss_of_the_script_is_judged_after_the_first_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It was not traced ahead, since the model returns no loss; the real step shows it."""
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(8, 8).half()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
+        "for step in range(2):\n"
+        "    loss = -torch.log(model(torch.ones(2, 8).half()).relu() + 1e-10).mean()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n",
+        encoding="utf-8",
+    )
+    status, _, err = _run(capsys, str(script))
+    before, _, after = err.partition("isotype: after the first step:")
+    assert status == 0
+    assert "error" not in err
+    assert "IST811" not in before
+    assert after.count("warning[IST811]: an epsilon of 1e-10 is zero in float16") == 1
+    assert "loop.py:5" in after
+
+
 def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *_script("raw_loop", "broken"))
     assert (status, out) == (1, "")

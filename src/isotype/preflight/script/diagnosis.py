@@ -97,6 +97,7 @@ class Diagnosis:
         self._live: tuple[Finding, ...] = ()
         self._late: tuple[Finding, ...] = ()
         self._setup_seen: Setup | None = None
+        self._loss_traced = True
         self._returned: SimpleQueue[bool] = SimpleQueue()
 
     def begin(self) -> None:
@@ -164,7 +165,8 @@ class Diagnosis:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
             reason = f"{self._seconds:g} s were spent (--preflight-seconds)" if spent else failure.error
             self._say(f"the step was traced ahead only up to {where}: {reason}")
-        if not all(self._returned.get() for _ in range(self._returned.qsize())):
+        self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
+        if not self._loss_traced:
             self._say("the model returns no loss: the loss that the script computes was not traced ahead")
 
     # ------------------------------------------------------------------------------------------------- after a step
@@ -173,10 +175,12 @@ class Diagnosis:
         self._setup_seen = setup = self._setup()
         if setup is not None and (self.report is None or not self.report.complete):
             self._live = judge(self.watch.trace(setup))
-        elif setup is not None and self.watch.unreached and self._speaks:
-            modules = {each.module for each in self.watch.unreached}
-            seen = judge(self.watch.trace(setup))
-            self._say_late([each for each in seen if each.severity != "note" and each.module in modules])
+        elif setup is not None and self._speaks and (self.watch.unreached or not self._loss_traced):
+            modules = {unreached.module for unreached in self.watch.unreached}
+            seen = [finding for finding in judge(self.watch.trace(setup)) if finding.severity != "note"]
+            self._say_late(
+                [finding for finding in seen if not self._loss_traced or finding.module in modules]
+            )
         if (model := self.watch.model) is not None:
             self._stale.stepped(torch.device(device_of(model)).type)
 

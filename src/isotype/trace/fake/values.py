@@ -8,6 +8,7 @@ selections and splits by them are consistent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -110,6 +111,9 @@ class Values:
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """Return the real result of an operator with known operands; None if one is unknown."""
         packet = operator_packet(func)
+        if packet in (aten.randint, aten.randperm):
+            with unset_fake_temporarily():
+                return _drawn(packet, args, kwargs)
         if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         shape_only = packet in _SHAPE_ONLY
@@ -299,6 +303,16 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
     with unset_fake_temporarily():
         guess = (torch.arange(shape.numel()) % 2 == 0).reshape(shape)
     return cast("torch.Tensor", _as_guessed(guess))
+
+
+def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Return a possible draw: of a single integer or a short permutation, which code uses as indices; else None."""
+    dtype = kwargs.get("dtype") or torch.int64
+    if packet is aten.randperm:
+        return torch.arange(args[0], dtype=dtype) if args[0] <= LIMIT else None
+    *bounds, shape = args
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    return torch.full(shape, min(max(low, 1), high - 1), dtype=dtype) if math.prod(shape) == 1 else None
 
 
 def _as_guessed(value: Any) -> Any:
