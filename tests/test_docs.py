@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import posixpath
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from tools.site_pages import moved, on_page_markdown
+from tools.site_pages import BESIDE, moved, on_page_markdown
 
 import isotype
 from isotype import Damages, Ranges, rules
@@ -246,6 +247,26 @@ def test_links_between_the_root_and_docs_stay_inside_of_the_site():
     rule = SimpleNamespace(file=SimpleNamespace(src_uri="rules/IST101.md"))
     assert on_page_markdown("[a](../README.md)", page) == "[a](README.md)"
     assert on_page_markdown("[a](../plan.md)", rule) == "[a](../plan.md)"
+
+
+def test_every_link_of_the_site_leads_to_one_of_its_files():
+    """As `make docs` checks with MkDocs: pages of docs/, and those that the hook adds beside them."""
+    beside = [*sorted(ROOT.glob("*.md")), *(ROOT / name for name in BESIDE)]
+    pages = {path.relative_to(ROOT).as_posix(): moved(path.read_text(encoding="utf-8")) for path in beside}
+    for path in (ROOT / "docs").rglob("*.*"):
+        uri = path.relative_to(ROOT / "docs").as_posix()
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        text = path.read_text(encoding="utf-8") if path.suffix == ".md" else ""
+        pages[uri] = on_page_markdown(text, page)
+    broken = [
+        (uri, link)
+        for uri, text in pages.items()
+        if uri.endswith(".md")
+        for link in re.findall(r"\]\(([^)#\s]+)", re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.M | re.S))
+        if not link.startswith(("http", "mailto:"))
+        and posixpath.normpath(posixpath.join(posixpath.dirname(uri), link)) not in pages
+    ]
+    assert broken == []
 
 
 def test_the_reference_has_every_public_name_once():

@@ -31,5 +31,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def moved(text: str) -> str:
-    """A page of the root with links as they are from the folder of the site that docs/ becomes."""
-    return re.sub(r"\]\(docs/", "](", text)
+    """A page from outside of docs/ with links as they are from its folder of the site, whose root docs/ becomes."""
+    return re.sub(r"\]\((\.\./)?docs/", r"](\1", text)
