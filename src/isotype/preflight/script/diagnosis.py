@@ -178,9 +178,9 @@ class Diagnosis:
         elif setup is not None and self._speaks and (self.watch.unreached or not self._loss_traced):
             modules = {unreached.module for unreached in self.watch.unreached}
             seen = [finding for finding in judge(self.watch.trace(setup)) if finding.severity != "note"]
-            self._say_late(
-                [finding for finding in seen if not self._loss_traced or finding.module in modules]
-            )
+            if not self._loss_traced:
+                modules.add("")  # the script's own code, where its loss is
+            self._say_late([finding for finding in seen if finding.module in modules])
         if (model := self.watch.model) is not None:
             self._stale.stepped(torch.device(device_of(model)).type)
 
