@@ -1,0 +1,248 @@
+"""Training set-ups by seed, and the files and the command of each: random models of tens of MiB a step, rows of random words.
+
+`benchmarks/foreseen.py` measures them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+WORDS = 900
+VOCABULARY = 1024
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+_GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+_WIDE = {"head_dim": 32}
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "bos_token_id": 2, "eos_token_id": 3
+}  # fmt: skip
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_SIZES, **_GROUPED}),
+    "llama-tied": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**_SIZES, **_GROUPED, "sliding_window": 64}),
+    "glm4": ("Glm4Config", {**_SIZES, **_GROUPED, **_WIDE}),
+    "qwen3": ("Qwen3Config", {**_SIZES, **_GROUPED, **_WIDE}),
+    "gemma": ("GemmaConfig", {**_SIZES, **_GROUPED, **_WIDE}),
+    "gemma2": ("Gemma2Config", {**_SIZES, **_GROUPED, **_WIDE, "sliding_window": 64}),
+    "gemma3": ("Gemma3TextConfig", {**_SIZES, **_GROUPED, **_WIDE, "sliding_window": 64}),
+    "phi": ("PhiConfig", _SIZES),
+    "phi3": ("Phi3Config", {**_SIZES, **_GROUPED}),
+    "olmo2": ("Olmo2Config", {**_SIZES, **_GROUPED}),
+    "granite": ("GraniteConfig", {**_SIZES, **_GROUPED}),
+    "stablelm": ("StableLmConfig", {**_SIZES, **_GROUPED}),
+    "starcoder2": ("Starcoder2Config", {**_SIZES, **_GROUPED}),
+    "cohere": ("CohereConfig", {**_SIZES, **_GROUPED}),
+    "smollm3": ("SmolLM3Config", {**_SIZES, **_GROUPED}),
+    "gpt-neox": ("GPTNeoXConfig", _SIZES),
+    "gpt2": ("GPT2Config", _GPT),
+    "opt": ("OPTConfig", {**_SIZES, "ffn_dim": 512, "word_embed_proj_dim": 128}),
+    "bloom": ("BloomConfig", {**_SIZES, "n_layer": 4, "n_head": 4}),
+    "falcon": ("FalconConfig", _SIZES),
+    "mixtral": ("MixtralConfig", {**_SIZES, **_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**_SIZES, **_GROUPED, **_WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {**_SIZES, **_GROUPED, **_WIDE, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+    ),
+}  # fmt: skip
+"""Name -> (configuration class of transformers, its arguments). Not Qwen2: its tokenizers are read by a class that knows no word of these."""
+
+
+_EXPERTS: dict[str, Any] = {"hidden_size": 256, "num_experts_per_tok": 2, "intermediate_size": 256}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe of 16": ("Qwen3MoeConfig", {**ARCHITECTURES["qwen3-moe"][1], **_EXPERTS, "num_experts": 16, "moe_intermediate_size": 256}),
+    "gpt-oss of 16": ("GptOssConfig", {**ARCHITECTURES["gpt-oss"][1], **_EXPERTS, "num_local_experts": 16}),
+}  # fmt: skip
+"""Of 16 experts in 4 layers, whose weights are nine tenths of the model's."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training set-up.
+
+    Attributes:
+        architecture: a key of `ARCHITECTURES`.
+        method: `sft` or `dpo`.
+        storage: of the frozen weights: `none`, `nf4`, `int8` or `mxfp4`.
+        adapters: `lora`, `dora` or `full` (every weight is trained).
+        evaluation: `off`, `default` rows, or rows a step.
+    """
+
+    architecture: str
+    method: str
+    storage: str
+    dtype: str
+    adapters: str
+    rank: int
+    dropout: float
+    packing: bool
+    checkpointing: str
+    accumulation: int
+    optimizer: str
+    evaluation: str
+    rows: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        words = [self.architecture, self.method, self.storage, self.dtype]
+        words += [self.adapters if self.adapters == "full" else f"{self.adapters} r{self.rank}"]
+        words += [f"dropout {self.dropout:g}"] if self.dropout else []
+        words += ["packed"] if self.packing else []
+        words += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "False" else []
+        words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
+        words += [self.optimizer, f"evaluation {self.evaluation}", f"{self.rows} x {self.length}"]
+        return ", ".join(words)
+
+
+def draw(seed: int, number: int) -> Setup:
+    """The set-up with this number of a seed."""
+    dice = random.Random(f"{seed}/{number}")
+    full = dice.random() < 0.25
+    method = "sft" if dice.random() < 0.75 else "dpo"
+    return Setup(
+        architecture=dice.choice(tuple(ARCHITECTURES)),
+        method=method,
+        storage="none" if full else dice.choice(("none", "nf4", "int8")),
+        dtype=dice.choice(("float32", "bfloat16", "float16")),
+        adapters="full" if full else dice.choice(("lora", "lora", "dora")),
+        rank=dice.choice((4, 8, 16, 64)),
+        dropout=dice.choice((0.0, 0.05)),
+        packing=method == "sft" and dice.random() < 0.3,
+        checkpointing=dice.choice(("False", "False", "True", "auto")),
+        accumulation=dice.choice((1, 1, 2, 3)),
+        optimizer=dice.choice(("adamw_torch_fused", "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "rmsprop")),
+        evaluation=dice.choice(("off", "off", "default", "1", "8", "16")),
+        rows=dice.choice((1, 2, 4, 8)),
+        length=dice.choice((64, 96, 128, 192)),
+    )  # fmt: skip
+
+
+def mixtures() -> list[tuple[str, Setup]]:
+    """Every storage of `MIXTURES`, with and without checkpointing."""
+    every = itertools.product(MIXTURES, ("none", "nf4", "int8", "mxfp4"), ("False", "True"))
+    setups = [
+        Setup(
+            name,
+            "sft",
+            storage,
+            "bfloat16",
+            "lora",
+            16,
+            0.05,
+            False,
+            recompute,
+            1,
+            "adamw_torch",
+            "off",
+            4,
+            128,
+        )
+        for name, storage, recompute in every
+        if storage != "mxfp4" or name.startswith("gpt-oss")
+    ]
+    return [(f"m/{number}", setup) for number, setup in enumerate(setups)]
+
+
+# The files of a set-up
+
+
+def save_model(setup: Setup, folder: Path) -> None:
+    """A random model with a tokenizer of whole words."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<unk>", "<s>", "</s>", *(f"w{number}" for number in range(WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    name, settings = (ARCHITECTURES | MIXTURES)[setup.architecture]
+    config = getattr(transformers, name)(**settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    if setup.storage == "mxfp4":
+        write_blocks(folder)
+
+
+def write_blocks(folder: Path) -> None:
+    """Put random blocks of mxfp4 in the place of the experts of a saved gpt-oss."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        weights[f"{name}_blocks"] = codes
+        weights[f"{name}_scales"] = torch.full(codes.shape[:-1], 121, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def save_rows(setup: Setup, folder: Path) -> None:
+    """Rows as long as a step may take them: packed ones are shorter, others are cut."""
+    dice, shares = random.Random(0), cycle((5, 3))
+
+    def words(count: int) -> str:
+        return " ".join(f"w{dice.randrange(WORDS)}" for _ in range(count))
+
+    def row() -> dict[str, str]:
+        if setup.method == "dpo":
+            half = setup.length // 2
+            return {"prompt": words(half), "chosen": " " + words(half), "rejected": " " + words(half)}
+        # Two documents fill a packed row, so that every batch is the largest that can occur.
+        share = next(shares) if setup.packing else 8
+        return {"text": words(setup.length * share // 8 - 2 if setup.packing else setup.length + 8)}
+
+    steps = 3 * setup.rows * setup.accumulation * (2 if setup.packing else 1)
+    folder.mkdir()
+    held = setup.rows if setup.evaluation in ("off", "default") else int(setup.evaluation)
+    for split, count in (("train", steps), ("test", held * (2 if setup.packing else 1))):
+        lines = "".join(json.dumps(row()) + "\n" for _ in range(count))
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def command_of(setup: Setup, root: Path) -> list[str]:
+    """The arguments of `isotype`, without `check`."""
+    words = [
+        setup.method, "--model_name_or_path", root / "model", "--dataset_name", root / "data", "--output_dir", root / "out",
+        "--dtype", setup.dtype, "--device", "cpu", "--per_device_train_batch_size", setup.rows, "--max_length", setup.length,
+        "--gradient_checkpointing", setup.checkpointing, "--gradient_accumulation_steps", setup.accumulation,
+        "--optim", setup.optimizer, "--max_steps", 2, "--save_strategy", "no", "--report_to", "none", "--learning_rate", 1e-4,
+    ]  # fmt: skip
+    if setup.adapters == "full":
+        words += ["--use_peft", "False"]
+    else:
+        words += ["--lora_r", setup.rank, "--lora_dropout", setup.dropout]
+        words += ["--use_dora", "True"] if setup.adapters == "dora" else []
+    words += ["--quantization", setup.storage] if setup.storage != "none" else []
+    words += ["--packing", "True"] if setup.packing else []
+    if setup.evaluation != "off":
+        words += ["--eval_strategy", "steps", "--eval_steps", 2]
+        words += [] if setup.evaluation == "default" else ["--per_device_eval_batch_size", setup.evaluation]
+    return list(map(str, words))
