@@ -84,6 +84,13 @@ def test_a_drawn_index_is_one_that_can_be_drawn() -> None:
     assert followed(lambda x: torch.randint(0, 9, (2,)).max().item(), {"x": X}) == 1, "not known"
 
 
+@pytest.mark.parametrize("drawn", [(), (1,), (1, 1, 1)])
+def test_a_layer_that_chance_may_skip_is_kept(drawn: tuple[int, ...]) -> None:
+    """Stochastic depth and LayerDrop, also of probability zero."""
+    skipped = followed(lambda x: [bool(torch.rand(drawn) < chance) for chance in (0.0, 0.1, 0.5)], {"x": X})
+    assert skipped == [False] * 3
+
+
 def test_a_condition_on_a_weight_is_taken_for_true() -> None:
     assert followed(lambda x: bool(x.sum() > 100), {"x": X}, known=False) is True
     assert followed(lambda x: x.float().max().item(), {"x": X}, known=False) == 1.0

@@ -111,7 +111,7 @@ class Values:
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """Return the real result of an operator with known operands; None if one is unknown."""
         packet = operator_packet(func)
-        if packet in (aten.randint, aten.randperm):
+        if packet in (aten.rand, aten.randint, aten.randperm):
             with unset_fake_temporarily():
                 return _drawn(packet, args, kwargs)
         if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
@@ -306,13 +306,20 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
 
 
 def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return a possible draw: of a single integer or a short permutation, which code uses as indices; else None."""
-    dtype = kwargs.get("dtype") or torch.int64
+    """Return a possible draw of a single number (one half, or 1 where it may be drawn) or of a short permutation.
+
+    Code skips layers and chooses indices by such draws. None for others, whose values stay unknown.
+    """
+    dtype = kwargs.get("dtype")
     if packet is aten.randperm:
         return torch.arange(args[0], dtype=dtype) if args[0] <= LIMIT else None
     *bounds, shape = args
+    if math.prod(shape) != 1:
+        return None
+    if packet is aten.rand:
+        return torch.full(shape, 0.5, dtype=dtype)
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
-    return torch.full(shape, min(max(low, 1), high - 1), dtype=dtype) if math.prod(shape) == 1 else None
+    return torch.full(shape, min(max(low, 1), high - 1), dtype=dtype or torch.int64)
 
 
 def _as_guessed(value: Any) -> Any:
