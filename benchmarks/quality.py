@@ -128,9 +128,9 @@ def within(layers: tuple[LayerDamage, ...], room: int, score: Callable[[LayerDam
     """nf4 and int8 by the least score that fits."""
     forms = ("nf4", "int8")
     options = [[Option(layer.bytes(form), score(layer, form)) for form in forms] for layer in layers]
-    choice = choose(options, room)
-    assert choice is not None
-    return {layer.module: forms[at] for layer, at in zip(layers, choice.options, strict=True)}
+    picked = choose(options, room)
+    assert picked is not None
+    return {layer.module: forms[at] for layer, at in zip(layers, picked, strict=True)}
 
 
 def in_order(layers: list[LayerDamage], room: int) -> Storage:

@@ -346,7 +346,7 @@ def test_this_machine() -> None:
 
 def test_auto_prefers_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     card = cuda_profile(_nvidia((8, 0)))
-    monkeypatch.setitem(hardware._BACKENDS, "cuda", hardware._Backend(lambda: 2, lambda device: card))
+    monkeypatch.setitem(hardware._BACKENDS, "cuda", (lambda: 2, lambda device: card))
     assert device_profile("auto") is card
     assert device_profile("cuda:1") is card
     with pytest.raises(PrecisionError, match="use cuda:1"):
@@ -355,8 +355,7 @@ def test_auto_prefers_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("cuda", "xpu", "mps"):
-        backend = replace(hardware._BACKENDS[kind], count=lambda: 0)
-        monkeypatch.setitem(hardware._BACKENDS, kind, backend)
+        monkeypatch.setitem(hardware._BACKENDS, kind, (lambda: 0, hardware._BACKENDS[kind][1]))
     assert device_profile() == device_profile("cpu")
     assert device_profile("mps").title == "Apple GPU"
     with pytest.raises(PrecisionError) as caught:

@@ -18,78 +18,59 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
 _SUMS = 1 << 15
-"""Distinct sums of bytes: rounding loses at most 1/32768 of the room per layer."""
+"""Default number of distinct sums of bytes: rounding loses at most 1/32768 of the room per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to store a layer: its bytes, and its damage to the model's output."""
+    """A way to store a layer: the bytes of the layer, and the damage to the model's output."""
 
     bytes: int
     damage: float
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Chosen options.
+def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
+    """Return the index of each layer's option so that all fit into `room` bytes with the least total damage.
 
-    Attributes:
-        options: index of each layer's option.
-        bytes: sum of their bytes.
-        damage: sum of their damages.
-    """
+    If the layers' sizes have more than `sums` distinct sums of bytes (`sums` is at least 1), sizes are rounded up.
 
-    options: tuple[int, ...]
-    bytes: int
-    damage: float
-
-
-def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> Choice | None:
-    """Return one option per layer with the least damage within `room` bytes; None if even the smallest do not
-    fit.
-
-    `sums` is the number of distinct sums of bytes, at least 1. With more, sizes are rounded up to fewer.
+    Returns:
+        None if even the smallest options do not fit.
     """
     least = [min(option.bytes for option in options) for options in layers]
     spare = room - sum(least)
     if spare < 0:
         return None
     extra = [[option.bytes - low for option in options] for options, low in zip(layers, least, strict=True)]
-    step = math.gcd(*(each for options in extra for each in options)) or 1
+    step = math.gcd(*(size for options in extra for size in options)) or 1
     most = min(spare, sum(max(options) for options in extra))
     if most // step >= sums:
         step = math.ceil(most / (sums - 1)) if sums > 1 else most + 1
-    steps = [[math.ceil(each / step) for each in options] for options in extra]
-    picked = _table(layers, steps, min(spare // step, sum(map(max, steps))))
-    chosen = [options[at] for options, at in zip(layers, picked, strict=True)]
-    return Choice(
-        tuple(picked),
-        sum(option.bytes for option in chosen),
-        math.fsum(option.damage for option in chosen),
-    )
+    steps = [[math.ceil(size / step) for size in options] for options in extra]
+    return _table(layers, steps, min(spare // step, sum(map(max, steps))))
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Return the indices of the best options within `room` steps, by dynamic programming."""
+    """Return the index of each layer's best option within `room` steps of bytes, by dynamic programming."""
     best = torch.zeros(room + 1, dtype=torch.float64)
-    taken = []
+    choices = []
     for options, sizes in zip(layers, steps, strict=True):
         values = torch.full((len(options), room + 1), torch.inf, dtype=torch.float64)
         for at, (option, size) in enumerate(zip(options, sizes, strict=True)):
             if size <= room:
                 values[at, size:] = best[: room + 1 - size] + option.damage
         best, chosen = values.min(dim=0)
-        taken.append(chosen.to(torch.int16))
-    picked, left = [], room
-    for chosen, sizes in zip(reversed(taken), reversed(steps), strict=True):
-        at = int(chosen[left])
+        choices.append(chosen.to(torch.int16))
+    picked = []
+    for chosen, sizes in zip(reversed(choices), reversed(steps), strict=True):
+        at = int(chosen[room])
         picked.append(at)
-        left -= sizes[at]
+        room -= sizes[at]
     return picked[::-1]
 
 
 _TENTH = 10
-"""Divisor of nf4's bytes for the default room: a tenth more."""
+"""By default, the layers may take a tenth more bytes than in nf4."""
 
 
 @dataclass(frozen=True)
@@ -97,23 +78,19 @@ class Mixture:
     """A decision on mixed storage.
 
     Attributes:
-        storage: format of most layers: a 4-bit one if there is any.
-        layers: layers in another format.
+        storage: the model's nominal format, see `_most`.
+        layers: the layers in another format.
         double_quant: whether the constants of 4-bit layers are quantized.
-        bytes: of all layers.
-        damage: estimated, in nats per token.
-        reason: in words.
+        reason: the counts of layers by format, their bytes, and the estimated damage in nats per token, in words.
     """
 
     storage: str
     layers: tuple[LayerStorage, ...]
     double_quant: bool
-    bytes: int
-    damage: float
     reason: str
 
     def applied(self, request: PrecisionRequest) -> PrecisionRequest:
-        """Return the request for this base."""
+        """Return the request with the formats of this decision."""
         return replace(
             request,
             quantization=self.storage if self.storage in QUANTIZATIONS else None,
@@ -121,18 +98,21 @@ class Mixture:
             quant_storage=request.quant_storage if self.storage == "nf4" else None,
             layers=self.layers,
             base_memory=None,
-            quantized_parts="all",  # every layer by its damage
+            quantized_parts="all",  # the damage alone decides each layer's format
         )
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request for everything but the layers' formats; its constants are quantized, which costs little."""
+    """Return the request with all layers in nf4, from which everything but the layers' formats is decided.
+
+    If the request leaves it open, the quantization constants are quantized too: that costs little.
+    """
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
 
 
 def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
-    """Return the request for a policy's base, mixed or not."""
+    """Return the request with the storage formats of `policy`, whose base may be mixed."""
     return replace(
         request,
         quantization=policy.quantization,
@@ -145,9 +125,9 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the moments of `saved` if all layers have the same formats.
+    """Return `policy` with the moments of the input channels in `saved` if both have the same layer formats.
 
-    A resumed run keeps its initial 4-bit constants, whatever was measured since.
+    A resumed run keeps the 4-bit constants of its first start, whatever was measured since.
     """
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
@@ -155,17 +135,18 @@ def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) ->
 
 
 def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int | None = None) -> Mixture:
-    """Return the formats with the least damage: nf4 in blocks of 64 or 32 with fitted constants, int8, or
-    unquantized.
+    """Return the layers' formats with the least total damage within a memory limit.
+
+    Formats are nf4 in blocks of 64 or 32 with fitted constants, int8, and the float dtype of unquantized weights.
 
     Args:
-        damages: measured of the model.
-        policy: with all layers in nf4.
-        parameters: number of the model's parameters, including layers.
-        memory: limit of the base's weights in bytes; None: nf4's bytes plus a tenth for the layers.
+        damages: the model's measured damages.
+        policy: the policy with all layers in nf4.
+        parameters: number of all parameters of the model.
+        memory: most bytes of all weights of the base; None: the layers may take a tenth more than in nf4.
 
     Raises:
-        PrecisionError: the smallest formats exceed `memory`.
+        PrecisionError: even the smallest formats exceed `memory`.
     """
     plain = dtype_name(policy.plain)
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
@@ -177,8 +158,8 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
         [Option(layer.bytes(form, double_quant=policy.double_quant), layer.damage_in(form)) for form in forms]
         for layer in damages.layers
     ]
-    choice = choose(options, room)
-    if choice is None:
+    picked = choose(options, room)
+    if picked is None:
         least = others + sum(min(option.bytes for option in layer) for layer in options)
         raise PrecisionError.of(
             "no mixed storage fits",
@@ -186,34 +167,27 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
             f"at least {format_bytes(least)}: every layer in nf4",
             "give more memory for the base, a smaller model, or more GPUs (--fsdp 2)",
         )
-    chosen = {layer.module: forms[at] for layer, at in zip(damages.layers, choice.options, strict=True)}
+    chosen = {layer.module: forms[at] for layer, at in zip(damages.layers, picked, strict=True)}
+    size = sum(layer[at].bytes for layer, at in zip(options, picked, strict=True))
     storage = _most(chosen, plain)
     damage = damages.estimate(chosen, "nf4")
     counts = Counter(chosen.values())
     count = ", ".join(f"{counts[form]} in {form}" for form in forms if counts[form])
     reason = (
-        f"mixed: of {plural(len(chosen), 'linear layer')} {count}, {format_bytes(choice.bytes)} "
+        f"mixed: of {plural(len(chosen), 'linear layer')} {count}, {format_bytes(size)} "
         f"({'a tenth more than nf4 takes' if memory is None else 'what is left'}: {format_bytes(room)}), chosen by the damage measured on "
         f"{plural(damages.tokens, 'token')}: about {damage:.2g} nats a token, {damages.total('nf4'):.2g} with nf4 everywhere"
     )
-    return Mixture(
-        storage,
-        tuple(
-            LayerStorage(
-                layer.module, chosen[layer.module], layer.moments if chosen[layer.module] in FITTED else ""
-            )
-            for layer in damages.layers
-            if chosen[layer.module] != storage
-        ),
-        policy.double_quant and storage == "nf4",
-        choice.bytes,
-        damage,
-        reason,
+    differing = tuple(
+        LayerStorage(layer.module, form, layer.moments if form in FITTED else "")
+        for layer in damages.layers
+        if (form := chosen[layer.module]) != storage
     )
+    return Mixture(storage, differing, policy.double_quant and storage == "nf4", reason)
 
 
 def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> int:
-    """Return the bytes of a base's weights under a policy, as counted by `base_memory`."""
+    """Return the bytes of all weights of a base under a policy, the quantity that `base_memory` limits."""
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
     layers = sum(
         layer.bytes(policy.storage_of(layer.module), double_quant=policy.double_quant)
@@ -223,6 +197,6 @@ def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> in
 
 
 def _most(chosen: Mapping[str, str], plain: str) -> str:
-    """Return the model's nominal format: nf4 if any layer has 4 bits, since libraries query the bits of a model."""
+    """Return the model's nominal format: nf4 if any layer has 4 bits, because libraries read one format from a model."""
     forms = set(chosen.values())
     return "nf4" if forms & set(FITTED) else "int8" if "int8" in forms else plain

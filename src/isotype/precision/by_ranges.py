@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from isotype.precision.facts import ModelFacts
 
 MARGIN = 2.0
-"""float16's largest number divided by the largest accepted magnitude; derived in docs/ranges.md."""
+"""The largest float16 number over the largest accepted magnitude; docs/ranges.md derives the value."""
 LIMIT = FLOAT16_LARGEST / MARGIN
 
 _UNSEEN = (
@@ -38,18 +38,18 @@ _UNSEEN = (
 )
 
 _SUBNORMAL = 2.0**-15
-"""Weights with a smaller median lose digits: float16 has fewer bits than bfloat16's below 2^-14."""
+"""Weights with a smaller median magnitude lose digits: below 2^-14 float16 has fewer significant bits than bfloat16."""
 _PRODUCTS = 64.0
-"""Largest gradient times largest input overstates a weight's gradient, since they are rarely at the same token."""
+"""Accepted product of the largest gradient and the largest input, over 65504: both rarely occur at the same token."""
 
 
 @dataclass(frozen=True)
 class RangeDecision:
-    """Parts of a policy that follow from measured ranges.
+    """The parts of a policy that are decided from measured ranges.
 
     Attributes:
-        wide: whether the residual stream is carried in float32.
-        exceptions: modules that cannot run in float16 as the others do.
+        wide: whether the residual stream is float32.
+        exceptions: modules that cannot run in float16.
         loss_scale: the initial loss scale.
         reasons: role -> reason, for `residual` and `loss_scaling`.
         warnings: risks that could not be excluded.
@@ -65,10 +65,10 @@ class RangeDecision:
 def decide_by_ranges(
     facts: ModelFacts, profile: DeviceProfile, compute: torch.dtype, storage: str, ranges: Ranges | None
 ) -> RangeDecision:
-    """Return the decisions that keep all values in `compute`'s range; none for float32 and bfloat16.
+    """Return the decisions that keep all values in the range of the dtype `compute`.
 
-    An exception is scaled or runs in float32, whichever is faster on the device of `profile`. `ranges` None:
-    not measured.
+    float32 and bfloat16 need no exceptions. In float16, a module whose values are too large is scaled or runs in
+    float32, whichever is faster on the device of `profile`. If `ranges` is None, the ranges were not measured.
     """
     if compute != torch.float16:
         why = "as everything else" if compute == torch.float32 else "as the weights"
@@ -77,14 +77,14 @@ def decide_by_ranges(
         return _without_measurement(facts)
     scale, why_scale = _loss_scale(ranges)
     worst = _largest(ranges)
-    adapters = {each.module: each for each in _adapters(ranges, scale)}
+    adapters = {exception.module: exception for exception in _adapters(ranges, scale)}
     if worst is None or worst[1] <= LIMIT:
         return RangeDecision(
             exceptions=tuple(adapters.values()),
             loss_scale=scale,
             reasons={"residual": _narrow(ranges, worst) + _unmeasured(ranges), "loss_scaling": why_scale},
         )
-    others = {each.module: each for each in _exceptions(ranges, profile, storage)}
+    others = {exception.module: exception for exception in _exceptions(ranges, profile, storage)}
     return RangeDecision(
         wide=True,
         exceptions=tuple({**adapters, **others}.values()),
@@ -100,7 +100,7 @@ def decide_by_ranges(
 
 
 def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return a float16 `policy` with the decisions from ranges in `saved`, for resuming without a measurement."""
+    """Return a float16 `policy` with the decisions that `saved` derived from ranges: a resumed run measures nothing."""
     if saved is None or not policy.compute == saved.compute == torch.float16:
         return policy
     roles = {role: saved.reasons[role] for role in ("residual", "loss_scaling") if role in saved.reasons}
@@ -151,10 +151,10 @@ def known_families() -> Mapping[str, Mapping[str, str]]:
 
 
 def _without_measurement(facts: ModelFacts) -> RangeDecision:
-    known = known_families().get(facts.model_type or "")
+    family = known_families().get(facts.model_type or "")
     trained = facts.trained_dtype
-    if known:
-        why = f"{known['reaches']} ({known['source']}); not measured on this checkpoint"
+    if family:
+        why = f"{family['reaches']} ({family['source']}); not measured on this checkpoint"
         return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
     if trained == torch.float16:
         why = "as the weights: ranges unknown, but the checkpoint was trained in float16"
@@ -175,59 +175,51 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 
 
 def _largest(ranges: Ranges) -> tuple[str, float] | None:
-    """Return (module, value) of the largest magnitude that an all-float16 forward would round."""
-    found = [
+    """Return (module, value) of the largest magnitude that a forward would round if it ran in float16 throughout."""
+    values = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),
         *((module.name, module.weight) for module in ranges.modules if module.kind != "norm"),
-        *((operator.module, value) for operator, value in _own_operators(ranges)),
+        *((operator.module, value) for operator, value in _forward_operators(ranges)),
     ]
-    return max(
-        ((name, value) for name, value in found if not is_fill(value)),
-        key=lambda pair: pair[1],
-        default=None,
-    )
+    return max((pair for pair in values if not is_fill(pair[1])), key=lambda pair: pair[1], default=None)
 
 
-def _own_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Yield the operators that a forward runs in 16 bits, with their largest magnitudes.
-
-    Norms are excluded: they compute in float32.
-    """
+def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
+    """Yield (operator, largest magnitude) of the operators that a forward runs in 16 bits: all but those of norms."""
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
-            # A fill value among the operands carries no information, the others do.
+            # A mask's fill value says nothing about the other operands.
             values = (value for value in (operator.output, *operator.inputs) if not is_fill(value))
             yield operator, max((0.0, *values))
 
 
 def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
-    """Yield the modules that cannot run in float16 even with a float32 residual stream."""
+    """Yield an exception for each module that cannot run in float16 even if the residual stream is float32."""
     stream = _carriers(ranges)
-    own: dict[str, tuple[OperatorRange, float]] = {}
-    for operator, value in _own_operators(ranges):
-        if value > own.get(operator.module, (operator, LIMIT))[1]:
-            own[operator.module] = operator, value
+    worst: dict[str, tuple[OperatorRange, float]] = {}
+    for operator, value in _forward_operators(ranges):
+        if value > worst.get(operator.module, (operator, LIMIT))[1]:
+            worst[operator.module] = operator, value
     for module in ranges.modules:
         if module.kind == "linear":
             exception = _linear(module, profile, storage)
             if exception is not None:
                 yield exception
         elif module.kind == "embedding" and (module.weight > FLOAT16_LARGEST or module.output > LIMIT):
-            # Some scale the looked-up rows, in the dtype of their weight.
+            # Some models scale the looked-up rows in the dtype of the embedding's weight.
             largest, what = max((module.weight, "weights"), (module.output, "results"))
             yield ModuleException(module.name, "float32", reason=f"its {what} reach {number(largest)}")
-        elif module.kind == "other" and module.name in own and module.name not in stream:
-            operator, value = own[module.name]
+        elif module.kind == "other" and module.name in worst and module.name not in stream:
+            operator, value = worst[module.name]
             op = operator.op.split(".")[1] if "." in operator.op else operator.op
-            yield ModuleException(
-                module.name, "float32", reason=f"the operands of {op} reach {number(value)}"
-            )
+            reason = f"the operands of {op} reach {number(value)}"
+            yield ModuleException(module.name, "float32", reason=reason)
 
 
 def _carriers(ranges: Ranges) -> frozenset[str]:
-    """Return the modules that only pass on the residual stream: its blocks and all their parents."""
+    """Return the names of the modules that only pass on the residual stream: the blocks and all their parents."""
     carriers = {"", *ranges.stream}
     for name in ranges.stream:
         parts = name.split(".")
@@ -237,25 +229,20 @@ def _carriers(ranges: Ranges) -> frozenset[str]:
 
 def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> ModuleException | None:
     quantized = storage in QUANTIZATIONS
-    int8 = storage == "int8"  # any range: its rows have float32 scales
+    int8 = storage == "int8"  # its rows have float32 scales, so weights of any range are fine
     if module.weight > FLOAT16_LARGEST and not int8:
         return ModuleException(module.name, "float32", reason=f"its weights reach {number(module.weight)}")
     if 0 < module.median_weight < _SUBNORMAL and not int8:
-        return ModuleException(
-            module.name,
-            "float32",
-            reason=f"its weights are near {number(module.median_weight)}, where float16 has few digits",
-        )
+        reason = f"its weights are near {number(module.median_weight)}, where float16 has few digits"
+        return ModuleException(module.name, "float32", reason=reason)
     largest, end = max((module.input, "inputs"), (module.output, "results"))
     if largest <= LIMIT or not math.isfinite(largest):
         return None
     reason = f"its {end} reach {number(largest)}"
-    # Two casts and two products of activations, against a matmul at float32's rate.
+    # Scaling costs two casts and two elementwise products of activations, float32 a slower matmul.
     if not quantized and not _float16_is_faster(profile):
         return ModuleException(module.name, "float32", reason=reason)
-    return ModuleException(
-        module.name, "scale", exponent=max(math.ceil(math.log2(largest / LIMIT)), 0), reason=reason
-    )
+    return ModuleException(module.name, "scale", max(math.ceil(math.log2(largest / LIMIT)), 0), reason)
 
 
 def _float16_is_faster(profile: DeviceProfile) -> bool:
@@ -264,30 +251,21 @@ def _float16_is_faster(profile: DeviceProfile) -> bool:
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
-    """Yield linear layers whose adapters' gradients can exceed float16's range at the loss scale.
+    """Yield an exception for each linear layer whose adapters' gradients can exceed float16's range at the loss scale.
 
-    The gradient of lora_B is the sum over tokens of the output's gradient times lora_A's output, that of
-    lora_A likewise times the layer's input (https://arxiv.org/abs/2106.09685, equation 3).
+    The gradient of lora_A is a sum over tokens: the gradient of lora_A's output times the layer's input. The gradient
+    of lora_B is the layer's output gradient times lora_A's output (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:
-            yield ModuleException(
-                module.name,
-                "adapters",
-                reason=f"inputs reach {number(module.input)}, gradients {number(module.gradient)}",
-            )
+            reason = f"inputs reach {number(module.input)}, gradients {number(module.gradient)}"
+            yield ModuleException(module.name, "adapters", reason=reason)
 
 
 def _loss_scale(ranges: Ranges) -> tuple[float, str]:
-    """Return the loss scale at which the largest measured gradient is a sixteenth of 65504, and the reason."""
-    gradients = [
-        *(module.gradient for module in ranges.modules),
-        *(
-            operator.output
-            for operator in ranges.operators
-            if operator.phase == "backward" and operator.matmul
-        ),
-    ]
+    """Return (loss scale that brings the largest measured gradient to at most a sixteenth of 65504, reason)."""
+    products = (op for op in ranges.operators if op.phase == "backward" and op.matmul)
+    gradients = [*(module.gradient for module in ranges.modules), *(product.output for product in products)]
     largest = max((value for value in gradients if math.isfinite(value)), default=0.0)
     if not largest:
         return DEFAULT_LOSS_SCALE, "float16 gradients underflow below 6e-8 without it"

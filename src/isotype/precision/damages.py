@@ -21,10 +21,11 @@ _SHOWN = 12
 
 
 def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = False) -> int:
-    """Return the bytes of a weight `[rows, columns]` in a format, including its constants.
+    """Return the bytes of a weight `[rows, columns]` in a format, including the quantization constants.
 
-    4 bits: a float32 per block; with double quantization (https://arxiv.org/abs/2305.14314, section 3) one
-    byte per block, a float32 per 256 blocks, and one more. int8: a float32 per row.
+    A 4-bit weight has a float32 constant per block, or with double quantization
+    (https://arxiv.org/abs/2305.14314, section 3) a byte per block, a float32 per 256 blocks, and one more float32.
+    An int8 weight has a float32 constant per row.
     """
     values = rows * columns
     if form in _FLOATS:
@@ -42,11 +43,11 @@ class LayerDamage:
 
     Attributes:
         module: fully qualified name.
-        rows, columns: shape of its weight as the layer computes with it, `[out, in]`.
-        damage: format -> nats per token, to first order in the loss: Kullback-Leibler divergence of the
-            next token's distribution from that of the float32 model if only this layer is stored so.
-        error: format -> squared norm of the error of its weight.
-        moments: of its input channels, as text of `isotype.precision.policy.write_moments`.
+        rows, columns: shape of the layer's dense weight, `[out, in]`.
+        damage: format -> nats per token: the Kullback-Leibler divergence of the next token's distribution from the
+            float32 model's if only this layer is stored in the format, to first order in the loss.
+        error: format -> squared norm of the weight's error.
+        moments: second moments of the layer's input channels, as text of `isotype.precision.policy.write_moments`.
     """
 
     module: str
@@ -57,11 +58,11 @@ class LayerDamage:
     moments: str = ""
 
     def bytes(self, form: str, *, double_quant: bool = False) -> int:
-        """Return the bytes of its weight in a format."""
+        """Return the bytes of the layer's weight in a format."""
         return stored_bytes(self.rows, self.columns, form, double_quant=double_quant)
 
     def damage_in(self, form: str) -> float:
-        """Return the nats per token in a format; 0 in float32."""
+        """Return the damage of a format in nats per token; 0 for float32."""
         return 0.0 if form == "float32" else self.damage[form]
 
 
@@ -73,12 +74,11 @@ class Damages(Measurement):
         source: the model, in words.
         key: fingerprint of the checkpoint; "" for a model in memory.
         when: date and time, ISO 8601 in UTC.
-        dtype: of the computation.
-        text: the texts, in words.
+        dtype: dtype of the computation.
+        text: the measured texts, in words.
         tokens: number of tokens.
         layers: all linear layers that quantization covers, in the model's order.
-        measured: format -> nats per token with all layers stored so, for the same tokens: exact, not an
-            estimate.
+        measured: format -> measured nats per token with all layers in the format, for the same tokens.
         notes: remarks on the measurement.
     """
 
@@ -101,17 +101,16 @@ class Damages(Measurement):
         return {layer.module: layer for layer in self.layers}
 
     def total(self, form: str) -> float:
-        """Return the nats per token with every layer in a format: measured, else the sum over layers."""
-        return (
-            self.measured[form]
-            if form in self.measured
-            else self._sum((layer, form) for layer in self.layers)
-        )
+        """Return the nats per token with every layer in a format: the measured value, else the layers' sum."""
+        if form in self.measured:
+            return self.measured[form]
+        return self._sum((layer, form) for layer in self.layers)
 
     def estimate(self, storage: Mapping[str, str], otherwise: str) -> float:
-        """Return the nats per token with the layers in `storage` stored so, and the others in `otherwise`.
+        """Return the estimated nats per token for formats by module; modules not in `storage` are in `otherwise`.
 
-        The sum of the layers' damages, times the ratio of `otherwise`'s measured total to its sum.
+        The estimate is the sum of the layers' damages, times the measured total of the format `otherwise` over the
+        layers' sum in that format.
         """
         mixed = self._sum((layer, storage.get(layer.module, otherwise)) for layer in self.layers)
         plain = self._sum((layer, otherwise) for layer in self.layers)
@@ -122,7 +121,7 @@ class Damages(Measurement):
         return math.fsum(layer.damage_in(form) for layer, form in pairs)
 
     def bytes(self, form: str, *, double_quant: bool = False) -> int:
-        """Return the bytes of all layers' weights in one format."""
+        """Return the bytes of all layers' weights in a format."""
         return sum(layer.bytes(form, double_quant=double_quant) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -148,7 +147,7 @@ class Damages(Measurement):
         lines += ["", f"{'by kind':<{width}}{'count':>8}" + "".join(f"{form:>15}" for form in MEASURED)]
         lines += [
             f"{kind:<{width}}{len(group):>8}"
-            + "".join(f"{self._sum((each, form) for each in group):>15.3g}" for form in MEASURED)
+            + "".join(f"{self._sum((layer, form) for layer in group):>15.3g}" for form in MEASURED)
             for kind, group in kinds.items()
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

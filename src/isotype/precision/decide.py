@@ -1,7 +1,7 @@
 """Decision of the precision policy: a pure function of model facts, a device profile and the user's request.
 
-It returns a policy, or raises one error that names every conflict. `isotype.resolve_precision` gathers the
-facts and calls it.
+`decide` returns a policy, or raises one error that names every conflict. `isotype.resolve_precision` gathers the
+facts and calls `decide`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ TRAINABLE = ("lora", "full")
 class PrecisionRequest:
     """The user's request; None and "auto" leave the decision to isotype.
 
-    `layers` are linear layers stored in another format than `quantization`. With the quantization `"mixed"`,
-    resolved by `isotype.precision.by_damage`, the base's weights take at most `base_memory` bytes.
-    `quantized_parts` is `"language"`, or `"all"` to quantize towers and projectors of pictures and sound too.
+    Attributes:
+        layers: linear layers stored in another format than `quantization`.
+        base_memory: most bytes of the base's weights with the quantization `"mixed"`, which
+            `isotype.precision.by_damage` resolves.
+        quantized_parts: `"language"`, or `"all"` to quantize towers and projectors of pictures and sound too.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -58,14 +60,14 @@ def decide(
     """Return the policy for a model, a device and the user's request.
 
     Args:
-        facts: from the checkpoint's headers and config.
+        facts: the model's dtypes, from the checkpoint's headers and config.
         profile: the device.
         request: the user's explicit choices.
-        obstacles: problems from elsewhere (library versions), reported together with these.
-        ranges: measured magnitudes of this model's values; None if not measured.
+        obstacles: problems with library versions, reported together with the conflicts of this request.
+        ranges: measured magnitudes of this model's values; None if they were not measured.
 
     Raises:
-        PrecisionError: every conflict with its fix, and the nearest policy that works.
+        PrecisionError: the request has conflicts. The error lists each with its fix, and the nearest policy that works.
     """
     draft = _Draft(facts, profile, request)
     compute, master, storage = draft.roles()
@@ -133,14 +135,14 @@ class _Draft:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def roles(self) -> tuple[torch.dtype, torch.dtype, str]:
-        """Return (compute dtype, master dtype, storage); meaningless if there are problems."""
+        """Return (compute dtype, master dtype, storage); the values are meaningless if `problems` is not empty."""
         storage_format = self._storage_format()
         compute = self._compute(storage_format)
         master = self._master(compute)
         return compute, master, self._storage(storage_format, compute, master)
 
-    def _refuse(self, given: str, expected: str, fix: str) -> None:
-        self.problems.append(Problem(given, expected, fix))
+    def _refuse(self, actual: str, expected: str, fix: str) -> None:
+        self.problems.append(Problem(actual, expected, fix))
 
     def _storage_format(self) -> str | None:
         """Return the quantization format of the frozen weights; None for a float dtype."""
@@ -150,9 +152,7 @@ class _Draft:
             self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "give one of the two")
         if requested is not None and requested not in ASKED:
             self._refuse(
-                f"quantization {requested!r}",
-                f"one of {', '.join(ASKED)} or none",
-                "give one of these",
+                f"quantization {requested!r}", f"one of {', '.join(ASKED)} or none", "give one of these"
             )
             return None
         if self.request.trainable == "full" and (requested or saved in QUANTIZATIONS):
@@ -209,13 +209,13 @@ class _Draft:
                 f"{name} on {self.profile.title}: {self.profile.reason(compute)}; expect it to be {_slow(self.profile, compute)} "
                 f"({dtype_name(self.profile.best_dtype())} is what it runs best)"
             )
-        elif (
-            slower := self.profile.slower(compute, self.profile.best_dtype()) or 1.0
-        ) >= 1.5 and compute == torch.float16:
-            self.warnings.append(
-                f"{name} on {self.profile.title}: its matmuls run {slower:.2g} times slower than "
-                f"{dtype_name(self.profile.best_dtype())}'s"
-            )
+        elif compute == torch.float16:
+            slower = self.profile.slower(compute, self.profile.best_dtype()) or 1.0
+            if slower >= 1.5:
+                self.warnings.append(
+                    f"{name} on {self.profile.title}: its matmuls run {slower:.2g} times slower than "
+                    f"{dtype_name(self.profile.best_dtype())}'s"
+                )
         return compute
 
     def _master(self, compute: torch.dtype) -> torch.dtype:
@@ -249,19 +249,14 @@ class _Draft:
         return master
 
     def _storage(self, storage_format: str | None, compute: torch.dtype, master: torch.dtype) -> str:
-        options = [
-            name
-            for name, value in (
-                ("double_quant", self.request.double_quant),
-                ("quant_storage", self.request.quant_storage),
-            )
-            if value
-        ]
+        options = " and ".join(
+            name for name in ("double_quant", "quant_storage") if getattr(self.request, name)
+        )
         if options and storage_format not in FOUR_BITS:
             self._refuse(
-                f"{' and '.join(options)} with {storage_format or 'no'} quantization",
+                f"{options} with {storage_format or 'no'} quantization",
                 "quantization nf4 or fp4",
-                "ask for one, or leave " + " and ".join(options) + " out",
+                f"ask for one, or leave {options} out",
             )
         if self.request.storage is not None:
             return self._requested_storage(self.request.storage, storage_format, compute, master)
@@ -287,13 +282,10 @@ class _Draft:
         compute: torch.dtype,
         master: torch.dtype,
     ) -> str:
-        """Return the requested float dtype of the frozen weights; warn about its cost."""
+        """Return the requested float dtype of the frozen weights; add a warning if every step has to cast them."""
         if requested in QUANTIZATIONS:
-            self._refuse(
-                f"storage {requested}",
-                "a float dtype",
-                f"ask for quantization {requested} instead of storage",
-            )
+            fix = f"ask for quantization {requested} instead of storage"
+            self._refuse(f"storage {requested}", "a float dtype", fix)
             return storage_format or dtype_name(compute)
         storage = parse_dtype(requested)
         name, low = dtype_name(storage), dtype_name(compute)
@@ -327,7 +319,7 @@ class _Draft:
 
 
 def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
-    """Return the checkpoint's format of stacked experts if they keep it under quantization; else ""."""
+    """Return the format that stacked experts keep from the checkpoint; "" if they are dequantized or not quantized."""
     saved = facts.quantization
     if saved is None or not saved.experts or request.trainable == "full":
         return ""
@@ -337,7 +329,7 @@ def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
 def _auto_compute(
     facts: ModelFacts, profile: DeviceProfile, storage_format: str | None
 ) -> tuple[torch.dtype, str]:
-    """Return the default compute dtype and its reason."""
+    """Return (default compute dtype, reason)."""
     trained, best = facts.trained_dtype, profile.best_dtype()
     if trained is None or trained not in COMPUTE_DTYPES:
         return best, f"the best that {profile.title} runs natively; the checkpoint names no dtype"
@@ -349,10 +341,7 @@ def _auto_compute(
         )
     if profile.supports(trained) == "native":
         return trained, f"the checkpoint was trained in {name} and {profile.title} runs it natively"
-    return (
-        best,
-        f"the checkpoint was trained in {name}; {profile.reason(trained)}, so its best dtype is used",
-    )
+    return best, f"the checkpoint was trained in {name}; {profile.reason(trained)}, so its best dtype is used"
 
 
 def _slow(profile: DeviceProfile, dtype: torch.dtype) -> str:
@@ -384,19 +373,17 @@ def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -
         return torch.uint8
     if facts.quantization and facts.quantization.format == storage:
         return facts.quantization.quant_storage or torch.uint8
-    asked = request.quant_storage
-    if asked in (None, "uint8", torch.uint8):
-        return torch.uint8
-    return parse_dtype(asked)
+    requested = request.quant_storage
+    return torch.uint8 if requested in (None, "uint8", torch.uint8) else parse_dtype(requested)
 
 
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """Return the first policy that works after dropping parts of the request, as one line."""
+    """Return a line with the first policy that works if parts of the request are dropped; None if none works."""
     if obstacles:
         return None
-    given_up: tuple[Mapping[str, Any], ...] = (
+    changes: tuple[Mapping[str, Any], ...] = (
         {"master": None},
         {"storage": None},
         {"double_quant": None, "quant_storage": None},
@@ -404,16 +391,10 @@ def _nearest(
         {"dtype": "auto", "master": None},
         {"quantization": None},
         {"trainable": "lora"},
-        {
-            "trainable": "lora",
-            "quantization": None,
-            "double_quant": None,
-            "quant_storage": None,
-            "storage": None,
-        },
+        {"trainable": "lora"} | dict.fromkeys(("quantization", "double_quant", "quant_storage", "storage")),
         {f.name: f.default for f in fields(PrecisionRequest)},
     )
-    for change in given_up:
+    for change in changes:
         candidate = replace(request, **change)
         draft = _Draft(facts, profile, candidate)
         draft.roles()
@@ -428,7 +409,7 @@ def _nearest(
 
 
 def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
-    """Return role -> reason for roles that follow from the compute dtype, the float weights' dtype and the pins."""
+    """Return role -> reason for roles decided by the compute dtype, the float weights' dtype and the pinned parameters."""
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
@@ -457,7 +438,7 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
 
 
 def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Return role -> reason if autocast casts float weights; `compute` is the compute dtype's reason."""
+    """Return role -> reason for a model whose float weights autocast casts; `compute` is the compute dtype's reason."""
     name = dtype_name(plain)
     return {
         "compute": (

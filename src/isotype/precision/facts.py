@@ -17,14 +17,13 @@ class QuantizationFacts:
 
     Attributes:
         method: the library or scheme: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
-        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for other methods their name and bits,
-            `"gptq-4bit"`.
+        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for another method its name and bits, as `"gptq-4bit"`.
         compute_dtype: dtype to which weights are dequantized; None if unknown.
-        double_quant: whether the quantization constants are quantized too; None if not applicable.
+        double_quant: whether the quantization constants are quantized too; None if the method has no such option.
         quant_storage: dtype of the packed bytes; None if unknown.
-        skip_modules: unquantized modules.
-        experts: the format that stacked experts can keep if linear layers cannot: `"mxfp4"`; else "".
-        in_memory: whether this is a model in memory instead of a checkpoint.
+        skip_modules: names of the unquantized modules.
+        experts: format that stacked experts can keep although linear layers are dequantized: `"mxfp4"`; else "".
+        in_memory: whether the weights are in memory, not in a checkpoint.
     """
 
     method: str
@@ -49,19 +48,18 @@ class ModelFacts:
 
     Attributes:
         source: the model, in words: a path, a hub id or a class name.
-        model_type: as in config.json (`"llama"`); None without a config.
-        architecture: name of the model class.
-        trained_dtype: dtype of training: that of most unquantized elements, else the config's; None if
-            unknown.
+        model_type: model type in config.json (`"llama"`); None without a config.
+        architecture: name of the model class; None if unknown.
+        trained_dtype: dtype of training: the dtype of most unquantized elements, else the config's; None if unknown.
         quantization: existing quantization of the weights, or None.
         pinned: patterns of parameters kept in float32 if float16 is requested (`_keep_in_fp32_modules`).
         pinned_strict: patterns of parameters always kept in float32 (`_keep_in_fp32_modules_strict`).
-        parameters: number of parameters, each counted once and as if dense.
+        parameters: number of parameters of the dequantized model; a shared parameter counts once.
         parameter_bytes: stored bytes, including quantization constants.
-        dense: modules that are quantized only on request: towers of pictures and sound with their
-            projectors, and modules that transformers leaves out too; empty for a text model.
-        routers: whether routers choose experts themselves, as in transformers' classes.
-        notes: unknown facts, with the reason.
+        dense: names of modules that are quantized only on request: towers of pictures and sound with their
+            projectors, and modules that transformers does not quantize either; empty for a text model.
+        routers: whether router modules choose the experts, as in transformers' classes.
+        notes: facts that are unknown, with the reason.
     """
 
     source: str
@@ -79,13 +77,13 @@ class ModelFacts:
 
     @property
     def saved_format(self) -> str | None:
-        """The quantization that the stored weights keep when loaded."""
+        """The quantization format of the loaded weights if they stay quantized; else None."""
         quantization = self.quantization
         return None if quantization is None or quantization.dequantized else quantization.format
 
 
 def unreadable(facts: ModelFacts) -> Problem | None:
-    """Return the problem of a quantized model that cannot be read; None if it can."""
+    """Return the problem with a model's quantization format if isotype cannot read it; else None."""
     if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
     return Problem(

@@ -23,7 +23,7 @@ from isotype.core.names import plural, starred
 POLICY_FILE = "precision_policy.json"
 """File in a saved adapter's folder with the policy of its training."""
 FORMAT_VERSION = 1
-"""Version of that file; it grows if a reader of the former version would misread the new one."""
+"""Version of the file's format; it is raised if older releases of isotype would misread a new file."""
 
 _ROLES = (
     ("storage", "frozen base weights"),
@@ -47,14 +47,14 @@ DEFAULT_LOSS_SCALE = 65536.0
 
 @dataclass(frozen=True)
 class ModuleException:
-    """A module that cannot run in float16 as the others do, because of its measured values.
+    """A module whose measured values exceed float16's range.
 
     Attributes:
         module: fully qualified name in the base model.
-        how: `"scale"`: a linear layer's input is multiplied by 2^-exponent, its result widened to float32
-            and multiplied by 2^exponent, which is exact except for subnormal numbers; `"float32"`: all of the
-            module's own operators; `"adapters"`: the adapters of a linear layer only.
-        exponent: of `"scale"`.
+        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, and
+            the result, widened to float32, by 2^exponent: exact except for subnormal numbers. `"float32"` runs the
+            module's own operators in float32, `"adapters"` only the adapters of a linear layer.
+        exponent: exponent of `"scale"`, at least 0.
         reason: the measured value, in words.
     """
 
@@ -73,8 +73,7 @@ class LayerStorage:
         storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights instead of 64), `"nf4-fitted"` and
             `"nf4-32-fitted"` (constants fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the
             float dtype of unquantized weights.
-        moments: of its input channels for fitted constants, as text of
-            `isotype.precision.policy.write_moments`.
+        moments: second moments of the layer's input channels for fitted constants, as text of `write_moments`.
     """
 
     module: str
@@ -96,16 +95,16 @@ class PrecisionPolicy:
         device: name of the device profile the policy was decided for.
         pinned: patterns of parameters that stay float32; a parameter is pinned if its name contains one.
         double_quant: whether the quantization constants are quantized too (nf4 and fp4 only).
-        quant_storage: dtype of the packed 4-bit bytes; FSDP needs the compute dtype here.
-        wide_residual: whether the residual stream is carried in float32 although matmuls run in 16 bits.
+        quant_storage: dtype of the packed 4-bit bytes; FSDP needs the compute dtype for it.
+        wide_residual: whether the residual stream is float32 although matmuls run in 16 bits.
         layers: linear layers in another format than `storage` (a mixed base).
-        dense: modules that stay unquantized, as transformers' `llm_int8_skip_modules` has them; empty for
-            transformers' own choice.
+        dense: names of modules that stay unquantized, for transformers' `llm_int8_skip_modules`; empty for
+            transformers' default.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
-        keep_frozen: whether frozen float weights keep their dtype regardless of `storage`: True for a
-            policy derived from a model (`PrecisionCallback` without a policy).
-        experts: storage of stacked experts if it differs: `"mxfp4"`, the checkpoint's; else "".
+        keep_frozen: whether frozen float weights keep their dtype regardless of `storage`. True for a policy that
+            `PrecisionCallback` derives from a model.
+        experts: storage format of stacked experts, if the checkpoint's is kept: `"mxfp4"`; else "".
         routers: whether routers of experts compute and choose in float32.
         reasons: role -> reason.
         warnings: costs of explicit requests.
@@ -139,12 +138,12 @@ class PrecisionPolicy:
 
     @property
     def quantization(self) -> str | None:
-        """The quantization to request for this storage, except for `layers`; None for float storage."""
+        """The quantization to request for this storage, regardless of `layers`; None for float storage."""
         return self.storage if self.quantized else self.experts or None
 
     @property
     def form(self) -> str:
-        """The storage in a word: the quantization, `mixed` if `layers` differ, else the float dtype's name."""
+        """The storage in a word: `mixed` if there are `layers`, else the quantization or the float dtype's name."""
         return MIXED if self.layers else self.quantization or self.storage
 
     @cached_property
@@ -157,7 +156,7 @@ class PrecisionPolicy:
         return self.storage if layer is None else layer.storage
 
     def code_book_of(self, module: str) -> str:
-        """Return bitsandbytes' code book for a layer's format; a float dtype's name for float storage."""
+        """Return the name of bitsandbytes' code book for a layer; for float storage the dtype's name."""
         storage = self.storage_of(module)
         return FORMATS[storage].code if storage in FORMATS else storage
 
@@ -167,18 +166,19 @@ class PrecisionPolicy:
         return {layer.module: layer.storage for layer in self.layers}
 
     def moments_of(self, module: str) -> torch.Tensor | None:
-        """Return `[in]` moments of a linear layer's input channels if its constants are fitted to them; else None."""
+        """Return the second moments `[in]` to which a linear layer's constants are fitted; None if they are not fitted."""
         layer = self._layers_by_name.get(module)
         return read_moments(layer.moments) if layer is not None and layer.moments else None
 
     def moments_by_weight(self) -> dict[str, torch.Tensor]:
         """Return weight name -> `[in]` moments, for every layer with moments."""
-        moments = {layer.module: self.moments_of(layer.module) for layer in self.layers}
-        return {f"{module}.weight": each for module, each in moments.items() if each is not None}
+        return {
+            f"{layer.module}.weight": read_moments(layer.moments) for layer in self.layers if layer.moments
+        }
 
     @property
     def plain(self) -> torch.dtype:
-        """Dtype of frozen weights that are neither quantized nor pinned (embeddings, norms, lm_head)."""
+        """Dtype of frozen weights that are neither quantized nor pinned: embeddings, norms, lm_head."""
         return self.compute if self.quantized else parse_dtype(self.storage)
 
     @property
@@ -188,11 +188,11 @@ class PrecisionPolicy:
 
     @property
     def residual(self) -> torch.dtype:
-        """Dtype of hidden states between blocks: the float weights', unless ranges require float32."""
+        """Dtype of hidden states between blocks: float32 if `wide_residual`, else the float weights' dtype."""
         return torch.float32 if self.wide_residual else self.plain
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """Return (role, dtype, reason) for every role, in reading order."""
+        """Return (role, dtype, reason) for every role, in the order of the printed table."""
         dtypes = {
             "storage": self.storage_words(),
             "compute": dtype_name(self.compute) + self._exceptions_in_words(),
@@ -213,13 +213,13 @@ class PrecisionPolicy:
         )
 
     def storage_words(self) -> str:
-        """Return `nf4 (double quantization), mixed, experts mxfp4`."""
+        """Return the storage in words, for example `nf4 (double quantization), mixed, experts mxfp4`."""
         nested = " (double quantization)" if self.double_quant else ""
         experts = f", experts {self.experts}" if self.experts else ""
         return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
-        """Return one line per format and kind of differently stored layers, with their layer numbers."""
+        """Return a line with the layer numbers for each format and kind of module among `layers`."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
             number = next((part for part in layer.module.split(".") if part.isdigit()), "")
@@ -249,14 +249,14 @@ class PrecisionPolicy:
         return "\n".join(lines)
 
     def exception_lines(self) -> tuple[str, ...]:
-        """Return one line per kind of module with exceptions, with the first reason."""
+        """Return a line for each kind of module among `exceptions`, with the reason of the first module."""
         groups: dict[tuple[str, str], list[ModuleException]] = {}
         for exception in self.exceptions:
             groups.setdefault((starred(exception.module), exception.how), []).append(exception)
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
-        """Return plain JSON values for display: all but the moments, one character per input channel."""
+        """Return JSON values of all fields for display, without moments: they are as long as the layers are wide."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
         return {
@@ -267,16 +267,16 @@ class PrecisionPolicy:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; `from_dict` is the inverse."""
+        """Return JSON values of all fields; `from_dict` is the inverse."""
         moments = {layer.module: layer.moments for layer in self.layers if layer.moments}
         return {"format_version": FORMAT_VERSION, **self.summary(), "moments": moments}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
-        """Return the policy that `to_dict` described.
+        """Return the policy from the values of `to_dict`.
 
         Raises:
-            FormatVersionError: another format version. Files of isotype 0.1.0 have none, which counts as 1.
+            FormatVersionError: the format version is another one. Files of isotype 0.1.0 lack it and count as version 1.
         """
         require_version(values.get("format_version", 1), FORMAT_VERSION)
         dtypes = {k: getattr(torch, values[k]) for k in ("compute", "master", "reduce", "quant_storage")}
@@ -289,7 +289,7 @@ class PrecisionPolicy:
             "warnings": tuple(values["warnings"]),
             "layers": tuple(LayerStorage(name, form, moments.get(name, "")) for name, form in layers),
             "dense": tuple(values.get("dense", ())),
-            "exceptions": tuple(ModuleException(**each) for each in values.get("exceptions", ())),
+            "exceptions": tuple(ModuleException(**exception) for exception in values.get("exceptions", ())),
         }
         return cls(**rest)
 
@@ -302,7 +302,7 @@ class PrecisionPolicy:
         """Return the policy saved in `directory`; None if there is none.
 
         Raises:
-            CheckpointError: the file is not a policy, or has another format version.
+            CheckpointError: the file is no policy, or has another format version.
         """
         path = Path(directory) / POLICY_FILE
         if not path.is_file():
@@ -314,11 +314,9 @@ class PrecisionPolicy:
             fix = "install the isotype that wrote it, or delete the file to decide again"
             raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            headline, fix = "unreadable precision policy", "delete the file to decide again"
             raise CheckpointError.of(
-                "unreadable precision policy",
-                f"{path}: {error}",
-                "the JSON that isotype wrote",
-                "delete the file to decide again",
+                headline, f"{path}: {error}", "the JSON that isotype wrote", fix
             ) from error
 
 
@@ -334,19 +332,22 @@ def _exception_line(name: str, group: list[ModuleException]) -> str:
 
 
 def is_pinned(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether parameter `name` is pinned: transformers matches patterns anywhere in the name, `*` as `.*`."""
+    """Return whether a pattern matches anywhere in the parameter's name, as in transformers; `*` matches any text."""
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Levels per octave; whole octaves would be as good (benchmarks/quality.py)."""
+"""Levels per factor of two; one would be as good (benchmarks/quality.py)."""
 _PRIOR = 8
-"""Prior weight in tokens of the mean over channels, for experts that few tokens reach."""
+"""Number of tokens for which the mean over channels counts: few tokens may reach an expert."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:
-    """Return the moments as text, the largest as `_`; `squares` `[in]` are sums over `tokens`, in any unit."""
+    """Return second moments of input channels as text: a character per channel, `_` for the largest.
+
+    `squares` `[in]` are sums of squares over `tokens`, in any unit.
+    """
     squares = squares.cpu().double()  # some devices lack float64
     moments = squares + _PRIOR * squares.mean() / max(1, tokens)
     levels = (moments / moments.max()).log2().mul(_OCTAVE).round() + len(_LEVELS) - 1
@@ -354,6 +355,6 @@ def write_moments(squares: torch.Tensor, tokens: int) -> str:
 
 
 def read_moments(text: str) -> torch.Tensor:
-    """Return `[in]` float32 moments relative to the largest; raises ValueError for an invalid character."""
-    levels = torch.tensor([_LEVELS.index(each) for each in text], dtype=torch.float32)
+    """Return float32 moments `[in]` relative to the largest one; raises ValueError for an invalid character."""
+    levels = torch.tensor([_LEVELS.index(character) for character in text], dtype=torch.float32)
     return torch.exp2((levels - (len(_LEVELS) - 1)) / _OCTAVE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -21,7 +21,7 @@ class Measurement:
 
     Attributes:
         subject: the measured quantity, in a word.
-        layout: key and version of the file layout; files of another version are measured again.
+        layout: key and version of the file layout; a file with another version is not read.
     """
 
     subject: ClassVar[str]
@@ -68,7 +68,7 @@ FLOAT16_LARGEST = 65504.0
 FLOAT16_FLUSHED = 2.0**-25
 """float16's smallest number is 2^-24; values up to half of it are rounded to zero."""
 _FILL = 1e37
-"""Larger finite values fill masks (the smallest number of float32 or bfloat16) and are no activations."""
+"""Larger finite magnitudes are fill values of masks (the lowest number of float32 or bfloat16), not activations."""
 _LOSS_SCALES = (2.0**0, 2.0**24)
 
 MATMULS = (
@@ -84,7 +84,7 @@ MATMULS = (
 )
 """Prefixes of operators that autocast runs in 16 bits: their operands and results are rounded."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
-"""Prefixes of attention kernels. Only their first result is a value; the others are statistics, with infinities."""
+"""Prefixes of attention kernels. Only a kernel's first result has activations; the others hold statistics and infinities."""
 
 
 def is_attention(op: str) -> bool:
@@ -93,7 +93,7 @@ def is_attention(op: str) -> bool:
 
 
 def is_fill(value: float) -> bool:
-    """Return whether a measured magnitude is that of a mask's fill value."""
+    """Return whether a measured magnitude is a mask's fill value."""
     return _FILL < value < math.inf
 
 
@@ -107,20 +107,20 @@ def first_loss_scale(gradient: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRange:
-    """Magnitudes of one operator in one place of a step, the largest of all batches.
+    """Largest magnitudes of one operator call of a step, over all batches.
 
     Attributes:
-        module: fully qualified name, in the base model, of the innermost module it runs in ("" is the
-            model itself); in the backward, the module of the forward call.
-        op: `aten.mm.default`.
-        index: number of the call of this operator in this module and phase, from 0.
-        phase: forward or backward; gradients are those of the mean loss, before any loss scaling.
+        module: fully qualified name, in the base model, of the innermost module that runs the operator; "" is the
+            model. An operator of the backward has the module of the forward call.
+        op: the operator's name, for example `aten.mm.default`.
+        index: number of the operator's call in this module and phase, from 0.
+        phase: forward or backward. Gradients are of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: share of the results' nonzero elements up to 2^-25, which float16 rounds to zero (sampled
-            evenly if there are many); the largest of all batches.
+        flushed: share of the results' nonzero elements that float16 rounds to zero (up to 2^-25), the largest of all
+            batches. Large results are sampled evenly.
         source: `file:line` of the call; "" if there is none.
-        flushed_scaled: the same share for the results times 65536, a GradScaler's initial loss scale.
+        flushed_scaled: `flushed` for the results times 65536, the initial loss scale of a GradScaler.
     """
 
     module: str
@@ -140,7 +140,7 @@ class OperatorRange:
 
     @property
     def matmul(self) -> bool:
-        """True if autocast runs it in 16 bits."""
+        """True if autocast runs the operator in 16 bits."""
         return self.op.removeprefix("aten.").startswith(MATMULS)
 
 
@@ -151,13 +151,13 @@ class ModuleRange:
     Attributes:
         name: fully qualified name in the base model.
         kind: `"linear"`, `"embedding"`, `"norm"` or `"other"`, see `isotype.model.walk.Place.kind`.
-        input: of its float inputs.
-        output: of its float outputs.
-        gradient: of its outputs' gradients, of the mean loss before any loss scaling; 0 without any.
-        weight: of its own float parameters; 0 without any.
-        median_weight: median magnitude of the nonzero values of its largest parameter (sampled evenly if
-            there are many); 0 without any.
-        weight_gradient: of its own trainable parameters' gradients; 0 without any.
+        input: largest magnitude of the float inputs.
+        output: largest magnitude of the float outputs.
+        gradient: largest gradient of the outputs, for the mean loss before loss scaling; 0 if there is none.
+        weight: largest magnitude of the module's own float parameters; 0 if there is none.
+        median_weight: median magnitude of the nonzero values of the module's largest parameter; 0 if there is none.
+            A large parameter is sampled evenly.
+        weight_gradient: largest gradient of the module's own trainable parameters; 0 if there is none.
     """
 
     name: str
@@ -176,18 +176,16 @@ class Ranges(Measurement):
 
     Attributes:
         source: the model: a path, a hub id or a class name.
-        key: fingerprint of the checkpoint's headers and file sizes; "" of a model in memory.
+        key: fingerprint of the checkpoint's headers and file sizes; "" for a model in memory.
         when: date and time of the measurement, ISO 8601 in UTC.
-        dtype: of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
+        dtype: dtype of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
         text: the inputs, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
-        tokens: number of tokens of all batches. Gradients are those of the mean over the tokens of one
-            forward.
-        batches: number of batches, or of texts in one batch that `spread` compares.
-        spread: the largest ratio between a module's outputs in two batches.
+        tokens: number of tokens of all batches. Gradients are of the mean loss over the tokens of one forward.
+        batches: number of batches that `spread` compares, or number of texts in a single batch.
+        spread: largest ratio between a module's outputs in two batches.
         modules: called modules, in the order of the first call.
         operators: operators with floating point results, in the order of the first call.
-        stream: names of the modules whose outputs are the residual stream, in order: embedding and
-            blocks.
+        stream: names of the modules whose outputs are the residual stream: the embedding and the blocks, in order.
         loss: mean loss of each forward.
         notes: unmeasured parts, with the reason.
     """
@@ -207,7 +205,7 @@ class Ranges(Measurement):
     operators: tuple[OperatorRange, ...]
     stream: tuple[str, ...]
     loss: tuple[float, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def by_module(self) -> Mapping[str, ModuleRange]:
@@ -221,5 +219,5 @@ class Ranges(Measurement):
 
     @property
     def residual(self) -> ModuleRange | None:
-        """The module of the residual stream with the largest output; None if no stream was found."""
+        """The module of the residual stream with the largest output; None if `stream` is empty."""
         return max(self.stream_modules, key=lambda module: module.output, default=None)

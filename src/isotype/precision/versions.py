@@ -1,8 +1,7 @@
-"""Incompatible versions of installed libraries, and the change that fixes them.
+"""Incompatible versions of installed libraries, and the pip command that fixes them.
 
-Decided by the packages' declared metadata, including isotype's bounds; run-time checks of its libraries are
-within these. No package is imported. All functions take a mapping of versions, so any combination can be
-checked.
+The requirements are read from the packages' metadata, including isotype's; no package is imported. Versions are
+arguments, so any combination can be checked.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class Incompatibility:
     """A conflict of versions.
 
     Attributes:
-        packages: each as `"name version"`.
-        fact: the conflict.
+        packages: the packages in conflict, each as `"name version"`.
+        fact: the conflict, in words.
         change: the pip requirement to install.
-        severity: `"error"` if something will fail, `"warning"` if it may.
+        severity: `"error"` if something will fail, `"warning"` if something may fail.
     """
 
     packages: tuple[str, ...]
@@ -58,11 +57,11 @@ class Incompatibility:
 
     @property
     def command(self) -> str:
-        """The command that makes the change."""
+        """The pip command that installs `change`."""
         return pip_command([self]) or self.change
 
 
-# Extras with the requirements that isotype uses; other extras (tests, docs) are ignored.
+# Package -> its extras whose requirements isotype uses; other extras (tests, docs) are ignored.
 _EXTRAS: dict[str, tuple[str, ...]] = {
     "isotype": ("train",),
     "transformers": ("torch", "accelerate"),
@@ -71,8 +70,7 @@ _EXTRAS: dict[str, tuple[str, ...]] = {
 # --------------------------------------------------------------------------------------------- what is installed
 
 
-# Every check and policy reads the versions; that takes as long as a small trace, and they do not change while
-# a process runs.
+# Cached: every check and policy reads all versions, which takes as long as a small trace.
 @cache
 def _version(package: str) -> str | None:
     try:
@@ -82,19 +80,18 @@ def _version(package: str) -> str | None:
 
 
 def installed() -> dict[str, str | None]:
-    """Return the installed version of each of `PACKAGES` without importing it; None if it is missing."""
+    """Return the installed version of each package in `PACKAGES`, None for a missing one; nothing is imported."""
     return {package: _version(package) for package in PACKAGES}
 
 
 def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """Return the requirement strings of the installed packages, from their metadata.
+    """Return package -> requirement strings, from the metadata of the installed packages.
 
-    Only of packages whose version in `versions` is the installed one (others have no metadata here), and of
-    isotype.
+    The packages are isotype and those in `versions` with the installed version: only its metadata is at hand.
     """
-    asked = {**versions, "isotype": _version("isotype")}
-    here = [package for package, version in asked.items() if version and version == _version(package)]
-    return {package: list(_required(package)) for package in here}
+    packages = {**versions, "isotype": _version("isotype")}
+    matching = [package for package, version in packages.items() if version and version == _version(package)]
+    return {package: list(_required(package)) for package in matching}
 
 
 @cache
@@ -106,7 +103,7 @@ def _required(package: str) -> tuple[str, ...]:
 
 
 def _applies(requirement: Requirement, package: str) -> bool:
-    """Return whether the markers apply here, with the extras of `package` that isotype uses."""
+    """Return whether a requirement's marker applies here, with the extras of `package` that isotype uses."""
     marker = requirement.marker
     return marker is None or any(
         marker.evaluate({"extra": extra}) for extra in ("", *_EXTRAS.get(package, ()))
@@ -114,13 +111,13 @@ def _applies(requirement: Requirement, package: str) -> bool:
 
 
 def tightest(specifier: SpecifierSet) -> SpecifierSet:
-    """Return the same set of versions with only the highest `>=` and the lowest `<` of each kind."""
+    """Return a specifier of the same versions with only the highest `>=` and the lowest `<`."""
     bounds = {">=": max, "<": min}
-    kept = [str(part) for part in specifier if part.operator not in bounds]
+    parts = [str(part) for part in specifier if part.operator not in bounds]
     for operator, pick in bounds.items():
         versions = [Version(part.version) for part in specifier if part.operator == operator]
-        kept += [f"{operator}{pick(versions)}"] if versions else []
-    return SpecifierSet(",".join(kept))
+        parts += [f"{operator}{pick(versions)}"] if versions else []
+    return SpecifierSet(",".join(parts))
 
 
 def _holds(specifier: SpecifierSet, version: Version) -> bool:
@@ -129,7 +126,7 @@ def _holds(specifier: SpecifierSet, version: Version) -> bool:
 
 @lru_cache(maxsize=64)
 def _demands(package: str, texts: tuple[str, ...]) -> tuple[dict[str, SpecifierSet], list[str]]:
-    """Return the demands of `package` on each other package, joined, and the unreadable lines."""
+    """Return (required package -> joined specifier, requirement strings that cannot be parsed) of a package."""
     demands, unreadable = dict[str, SpecifierSet](), list[str]()
     for text in texts:
         try:
@@ -148,7 +145,7 @@ def _declared(
 ) -> Iterator[Incompatibility]:
     for package, texts in requires.items():
         owner = labels.get(canonicalize_name(package))
-        if owner is None:  # not installed: no demands
+        if owner is None:  # the package is not installed
             continue
         demands, unreadable = _demands(package, tuple(texts))
         for text in unreadable:
@@ -166,17 +163,17 @@ def incompatibilities(
     versions: Mapping[str, str | None],
     requires: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Incompatibility]:
-    """Return all incompatibilities in a set of versions, errors first.
+    """Return all incompatibilities among the versions, errors first.
 
-    A version that is not a version number is reported as a warning and not compared.
+    A text that is no version number is reported as a warning and not compared.
 
     Args:
-        versions: package -> version, None if it is not installed (as from `installed()`).
-        requires: package -> its requirement strings; by default those of the installed packages.
+        versions: package -> version, None for a package that is not installed, as `installed` returns them.
+        requires: package -> requirement strings; None: those of the installed packages.
     """
     if requires is None:
         requires = installed_requirements(versions)
-    parsed, found = dict[str, Version](), list[Incompatibility]()
+    parsed, results = dict[str, Version](), list[Incompatibility]()
     labels = {"isotype": f"isotype {_version('isotype')}"}
     for package, text in versions.items():
         if text is None:
@@ -187,13 +184,11 @@ def incompatibilities(
             parsed[name] = Version(text)
         except InvalidVersion:
             fact = f"{name} says its version is {text!r}, which is no version number; it was not compared"
-            found.append(Incompatibility((labels[name],), fact, name, "warning"))
-    seen = set[tuple[str, ...]]()
+            results.append(Incompatibility((labels[name],), fact, name, "warning"))
+    declared: dict[tuple[str, ...], Incompatibility] = {}
     for incompatibility in _declared(parsed, labels, requires):
-        if incompatibility.packages not in seen:
-            found.append(incompatibility)
-        seen.add(incompatibility.packages)
-    return sorted(found, key=lambda incompatibility: incompatibility.severity != "error")
+        declared.setdefault(incompatibility.packages, incompatibility)
+    return sorted((*results, *declared.values()), key=lambda result: result.severity != "error")
 
 
 def is_installed(package: str) -> bool:
@@ -203,19 +198,22 @@ def is_installed(package: str) -> bool:
 
 @cache
 def incompatible_here() -> tuple[Incompatibility, ...]:
-    """Return the incompatibilities of the libraries installed here."""
+    """Return the incompatibilities of the installed libraries."""
     return tuple(incompatibilities(installed()))
 
 
 def missing(
     versions: Mapping[str, str | None], extra: str = "train", requires: Sequence[str] | None = None
 ) -> list[str]:
-    """Return the uninstalled requirements of an extra of isotype, as pip requirements.
+    """Return the requirements of an extra of isotype that are not installed, as pip requirements.
 
-    `requires` is isotype's metadata by default.
+    Args:
+        versions: package -> version, None for a package that is not installed.
+        extra: name of the extra.
+        requires: isotype's requirement strings; None: those of its metadata.
 
     Raises:
-        PrecisionError: isotype runs from source without being installed, so it has no metadata.
+        PrecisionError: isotype runs from a source tree without being installed, so there is no metadata.
     """
     if requires is None:
         requires = _own_requirements()
@@ -243,10 +241,10 @@ def _own_requirements() -> Sequence[str]:
         ) from None
 
 
-def pip_command(found: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
-    """Return one pip command for all changes, demands on one package joined; None for no change."""
+def pip_command(incompatible: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
+    """Return one pip command that installs every `change` and the requirements `absent`; None if there are none."""
     demands: dict[str, SpecifierSet] = {}
-    for text in (*(incompatibility.change for incompatibility in found), *absent):
+    for text in (*(incompatibility.change for incompatibility in incompatible), *absent):
         requirement = Requirement(text)
         demands[requirement.name] = demands.get(requirement.name, SpecifierSet()) & requirement.specifier
     if not demands:

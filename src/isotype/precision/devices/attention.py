@@ -1,11 +1,13 @@
 """The attention kernel that torch selects on an NVIDIA GPU in `scaled_dot_product_attention`.
 
-From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.14), in the order of
-`priority_order`: cuDNN's kernel comes first on Hopper and Blackwell's large GPUs (capability 9.x and 10.x,
-with cuDNN 9.15.1 or later, as in torch's builds for CUDA 13), and supports masks of any float dtype and
-grouped heads in 16 bits. FlashAttention supports grouped heads but no mask, from capability 8.0 on. The
-memory-efficient kernel supports masks and older GPUs, and grouped heads from torch 2.14 on. All other calls
-use plain operators (`math`), which materialize all scores in float32. Other devices are not covered.
+The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.14), in the order of
+`priority_order`:
+
+1. cuDNN's kernel on Hopper and large Blackwell GPUs (capability 9.x and 10.x, with cuDNN 9.15.1 or later, as in
+   torch's builds for CUDA 13). It supports masks of any float dtype, and grouped heads in 16 bits.
+2. FlashAttention, from capability 8.0 on. It supports grouped heads but no mask.
+3. The memory-efficient kernel, also on older GPUs. It supports masks, and grouped heads from torch 2.14 on.
+4. Plain operators (`math`), which materialize all scores in float32.
 """
 
 from __future__ import annotations
@@ -29,13 +31,11 @@ _FLASH_HEAD = 256
 _CUDNN_MAJORS = (9, 10)
 _CUDNN_HEAD = 128
 _CUDNN_PAIRS: tuple[tuple[tuple[int, int], Release], ...] = (((192, 128), (2, 10)), ((256, 256), (2, 14)))
-"""Additional (query, value) head sizes of cuDNN and their first release: of multi-head latent attention, and 256."""
+"""More (query, value) head sizes of cuDNN's kernel, each with its first release; the first is multi-head latent attention."""
 _GROUPED_EFFICIENT: Release = (2, 14)
-"""First release whose memory-efficient kernel takes grouped heads
-(https://github.com/pytorch/pytorch/pull/191085).
-"""
+"""First release whose memory-efficient kernel supports grouped heads: https://github.com/pytorch/pytorch/pull/191085."""
 _ALIGNED = 16
-"""Row alignment of the memory-efficient kernel in bytes."""
+"""Bytes to which the memory-efficient kernel needs rows to be aligned."""
 
 CUDNN_TILE = 128
 _NAN_RELEASES: tuple[Release, Release] = ((2, 11), (2, 14))
@@ -47,11 +47,11 @@ class AttentionCall:
     """A call of attention.
 
     Attributes:
-        dtype: of queries, keys and values.
-        heads: of the queries.
-        key_heads: of keys and values.
+        dtype: dtype of queries, keys and values.
+        heads: number of query heads.
+        key_heads: number of key and value heads.
         sizes: head dimensions of queries, keys and values.
-        masked: whether it has a mask.
+        masked: whether the call has a mask.
     """
 
     dtype: torch.dtype
@@ -64,13 +64,13 @@ class AttentionCall:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, *, cudnn: bool = True
 ) -> Kernel | None:
-    """Return the kernel for a call on an NVIDIA GPU in a torch release; None for unknown devices.
+    """Return the kernel of a call in a torch release; None if the device is no NVIDIA GPU of known capability.
 
-    `cudnn`: whether cuDNN's kernel is enabled (`isotype.compat.torch.cudnn_is_on` for this process).
+    `cudnn` is True if cuDNN's kernel is enabled, see `isotype.compat.torch.cudnn_is_on`.
     """
-    if not _is_known(profile) or profile.capability is None:
+    if not _is_known(profile):
         return None
-    if cudnn and _is_cudnns(profile, call, release):
+    if cudnn and _is_by_cudnn(profile, call, release):
         return "cudnn"
     same = len(set(call.sizes)) == 1 and call.sizes[0] <= _FLASH_HEAD
     if same and not call.masked and call.dtype in profile.flash_attention:
@@ -83,22 +83,22 @@ def attention_kernel(
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
-    """Return whether grouped heads have a fused kernel only after repeating keys and values per query head."""
+    """Return whether attention with grouped heads needs keys and values repeated per query head for a fused kernel."""
     without = _is_known(profile) and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 
 
 def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
-    """Return whether a torch release has a cuDNN whose attention may return NaN on a GPU (`may_return_nan`)."""
+    """Return whether the cuDNN of a torch release has the error that `may_return_nan` describes, on this GPU."""
     first, last = _NAN_RELEASES
     return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
 
 
 def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
-    """Return whether the backward may give NaN query gradients, at lengths of 64 more than a multiple of 128.
+    """Return whether the gradients of the queries may be NaN if the length is 64 more than a multiple of 128.
 
-    cuDNN before 9.26 does on Hopper with a mask if all scores of a row are below -88
-    (https://github.com/pytorch/pytorch/issues/196678); later torch releases ship a later one.
+    On Hopper, cuDNN before 9.26 returns NaN if the call has a mask and all scores of a row are below -88:
+    https://github.com/pytorch/pytorch/issues/196678. Newer torch releases ship a newer cuDNN.
     """
     faulty = call.masked and has_faulty_cudnn(profile, release)
     return faulty and attention_kernel(profile, call, release) == "cudnn"
@@ -108,8 +108,8 @@ def _is_known(profile: DeviceProfile) -> bool:
     return profile.kind == "cuda" and profile.capability is not None
 
 
-def _is_cudnns(profile: DeviceProfile, call: AttentionCall, release: Release) -> bool:
-    assert profile.capability is not None, "asked of GPUs whose capability is known"
+def _is_by_cudnn(profile: DeviceProfile, call: AttentionCall, release: Release) -> bool:
+    assert profile.capability is not None, "the caller checks that the capability is known"
     if profile.capability[0] not in _CUDNN_MAJORS or call.dtype not in profile.flash_attention:
         return False
     query, key, value = call.sizes
@@ -118,6 +118,6 @@ def _is_cudnns(profile: DeviceProfile, call: AttentionCall, release: Release) ->
 
 
 def _efficient(profile: DeviceProfile) -> frozenset[torch.dtype]:
-    assert profile.capability is not None, "asked of GPUs whose capability is known"
+    assert profile.capability is not None, "the caller checks that the capability is known"
     older = frozenset({torch.float32, torch.float16})
     return older | {torch.bfloat16} if profile.capability >= _AMPERE else older

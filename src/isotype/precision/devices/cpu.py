@@ -1,8 +1,8 @@
 """CPU features, from the operating system and torch's oneDNN.
 
-Kernels, and the dtypes they accept, depend on the CPU: oneDNN, used for convolutions, recurrent layers and
-16-bit matmuls, supports bfloat16 from AVX512 on and float16 from AVX512-FP16 and AMX on; otherwise torch's
-own kernels run. So the contract table of a CPU follows from oneDNN's dtypes.
+The CPU decides which kernels run and which dtypes they accept. oneDNN runs convolutions, recurrent layers and 16-bit
+matmuls: in bfloat16 from AVX512 on, in float16 from AVX512-FP16 and AMX on. Otherwise torch's own kernels run. So
+oneDNN's dtypes select the contract table of a CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from isotype.core.dtypes import dtype_name
+
 _F16, _BF16 = torch.float16, torch.bfloat16
 
 
@@ -25,8 +27,8 @@ class CpuFeatures:
 
     Attributes:
         title: model name.
-        flags: instruction-set flags by their Linux names (`avx512_bf16`, `asimdhp`); None if unknown.
-        source: where the flags were read, or why they could not be.
+        flags: Linux names of the instruction-set flags (`avx512_bf16`, `asimdhp`); None if unknown.
+        source: the place from which the flags were read, or why they could not be read.
         machine: architecture as in `platform.machine()` (`x86_64`, `aarch64`, `arm64`).
     """
 
@@ -38,11 +40,11 @@ class CpuFeatures:
 
 @dataclass(frozen=True)
 class OneDnn:
-    """Support of 16-bit dtypes in torch's oneDNN on a CPU.
+    """Support of 16-bit dtypes by torch's oneDNN on a CPU.
 
     Attributes:
-        takes: the 16-bit dtypes with kernels, under `ONEDNN_MAX_CPU_ISA`.
-        limit: the value of `ONEDNN_MAX_CPU_ISA`, in capitals; "" if it is not set.
+        takes: 16-bit dtypes for which oneDNN has kernels within `ONEDNN_MAX_CPU_ISA`.
+        limit: value of `ONEDNN_MAX_CPU_ISA` in capitals; "" if the variable is not set.
     """
 
     takes: frozenset[torch.dtype]
@@ -54,14 +56,14 @@ class OneDnn:
         return allowed is not None and flag not in allowed
 
 
-# Linux flag -> common name; any one of a dtype's flags makes its matmuls run in hardware.
+# Dtype -> Linux flag -> common name; matmuls in the dtype run in hardware if the CPU has any of the flags.
 CPU_INSTRUCTIONS: dict[torch.dtype, dict[str, str]] = {
     _BF16: {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"},
     _F16: {"amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16", "asimdhp": "Arm FP16"},
 }
 _SYSCTL_FLAGS = {"FEAT_BF16": "bf16", "FEAT_FP16": "asimdhp"}
 
-# Value of ONEDNN_MAX_CPU_ISA -> the 16-bit instructions it allows; other values set no limit.
+# Value of ONEDNN_MAX_CPU_ISA -> allowed flags of 16-bit instructions; other values set no limit.
 # https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
 _CORE_BF16 = frozenset({"avx512_bf16"})
 _CORE_FP16 = _CORE_BF16 | {"avx512_fp16"}
@@ -76,7 +78,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Parse `key : value` lines; the first occurrence of a key wins (cpuinfo repeats keys for every core)."""
+    """Return key -> value of `key : value` lines; the first line of a key counts: cpuinfo repeats keys for every core."""
     fields_read: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -86,7 +88,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def parse_cpuinfo(text: str) -> CpuFeatures:
-    """Parse the text of `/proc/cpuinfo` (x86: `flags`, Arm: `Features`)."""
+    """Return the features in the text of `/proc/cpuinfo`: x86 lists `flags`, Arm `Features`."""
     fields = _fields(text)
     title = fields.get("model name") or fields.get("Model") or fields.get("Hardware") or "CPU"
     flags = fields.get("flags", fields.get("Features"))
@@ -97,40 +99,34 @@ def parse_cpuinfo(text: str) -> CpuFeatures:
 
 
 def parse_sysctl(text: str) -> CpuFeatures:
-    """Parse the output of `sysctl machdep.cpu hw.optional` on macOS (Apple and Intel chips)."""
+    """Return the features in the output of `sysctl machdep.cpu hw.optional` on macOS, for Apple and Intel chips."""
     fields = _fields(text)
     title = fields.get("machdep.cpu.brand_string", "CPU")
     arm = {flag for feature, flag in _SYSCTL_FLAGS.items() if fields.get(f"hw.optional.arm.{feature}") == "1"}
-    intel = " ".join(
-        fields.get(key, "") for key in ("machdep.cpu.features", "machdep.cpu.leaf7_features")
-    ).lower()
+    keys = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
+    intel = {flag for key in keys for flag in fields.get(key, "").lower().split()}
     if not fields:
         return CpuFeatures(title, None, "sysctl printed nothing", platform.machine())
-    machine = "x86_64" if intel.strip() else "arm64"
-    return CpuFeatures(title, frozenset(arm | set(intel.split())), "sysctl", machine)
+    return CpuFeatures(title, frozenset(arm | intel), "sysctl", "x86_64" if intel else "arm64")
 
 
 def parse_capabilities(capabilities: Mapping[str, object]) -> CpuFeatures:
-    """Convert `torch.cpu.get_capabilities()`, available on every system in newer torch."""
+    """Return the features in the result of `torch.cpu.get_capabilities()`, which newer torch has on every system."""
     flags = frozenset(key for key, value in capabilities.items() if value is True)
     title = str(capabilities.get("cpu_name", "CPU"))
     machine = str(capabilities.get("architecture", platform.machine()))
     return CpuFeatures(title, flags, "torch.cpu.get_capabilities", machine)
 
 
-def _sysctl(*names: str) -> str:
-    return subprocess.run(
-        ["/usr/sbin/sysctl", *names], capture_output=True, text=True, check=False, timeout=10
-    ).stdout
-
-
 def this_cpu() -> CpuFeatures:
-    """Return the CPU of this machine."""
+    """Return the features of this machine's CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         return parse_cpuinfo(cpuinfo.read_text(encoding="utf-8", errors="replace"))
     if platform.system() == "Darwin":
-        return parse_sysctl(_sysctl("machdep.cpu", "hw.optional"))
+        command = ("/usr/sbin/sysctl", "machdep.cpu", "hw.optional")
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+        return parse_sysctl(done.stdout)
     # torch.cpu.get_capabilities is missing in the oldest supported torch.
     capabilities: Callable[[], Mapping[str, object]] | None = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is not None:
@@ -144,9 +140,9 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
 
 def compiler_options() -> tuple[str, ...]:
-    """Return the C++ compiler options for the instructions that torch uses here.
+    """Return the C++ compiler options for the instruction sets that torch uses on this CPU.
 
-    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit both.
+    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit torch's instructions, and so these options.
     """
     capability: str = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
@@ -158,15 +154,15 @@ def compiler_options() -> tuple[str, ...]:
 
 
 def this_onednn() -> OneDnn | None:
-    """Return oneDNN's dtypes here; None if torch was built without it."""
+    """Return the 16-bit dtypes of oneDNN on this CPU; None if torch was built without oneDNN."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
-    asked = {
+    functions = {
         _BF16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         _F16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
-    return OneDnn(frozenset(dtype for dtype, takes in asked.items() if takes()), limit.upper())
+    return OneDnn(frozenset(dtype for dtype, supported in functions.items() if supported()), limit.upper())
 
 
 def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn: OneDnn | None) -> str | None:
@@ -186,14 +182,18 @@ def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn:
 
 @dataclass(frozen=True)
 class ContractSource:
-    """The contract table of a CPU, and why the table's CPU differs from it, as a clause ("" if it does not)."""
+    """The contract table of a CPU.
+
+    Attributes:
+        table: name of the table.
+        unlike: why the CPU of the table differs, as a clause; "" if it does not.
+    """
 
     table: str
     unlike: str = ""
 
 
-# oneDNN's dtypes decide. Others than AMX add float16 too (AVX512-FP16, AVX2-VNNI-2), but only AMX was
-# measured.
+# oneDNN's dtypes -> (table, required flag). AVX512-FP16 and AVX2-VNNI-2 add float16 too, but only AMX was measured.
 _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
     frozenset[torch.dtype](): ("cpu-avx2", ""),
     frozenset({_BF16}): ("cpu-avx512", ""),
@@ -209,7 +209,7 @@ def contract_source(features: CpuFeatures, onednn: OneDnn | None) -> ContractSou
     if features.machine.lower() not in ("x86_64", "amd64"):
         return ContractSource(table, f"this is a CPU of type {features.machine}, the tables are of x86 CPUs")
     if onednn.takes not in _TABLES or (flag and features.flags is not None and flag not in features.flags):
-        takes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in onednn.takes))
+        takes = " and ".join(sorted(map(dtype_name, onednn.takes)))
         return ContractSource(
             table, f"no table is of a CPU that has no {flag} and whose oneDNN takes {takes}"
         )

@@ -1,4 +1,4 @@
-"""Checks of this machine and its libraries: rates, versions, a trial of bitsandbytes."""
+"""Checks of this machine for `isotype doctor`: matmul rates, library versions, a trial of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing
 
-# Half the widest gap between two nf4 levels (0.696 and 1) bounds the error of values in [-1, 1].
+# The error of values in [-1, 1] is at most half the widest gap between two nf4 levels, 0.696 and 1.
 _NF4_BOUND = 0.153
 _ANSWER = "isotype-doctor:"
 _BITSANDBYTES_SCRIPT = f"""
@@ -34,7 +34,7 @@ if sys.argv[1]:  # a device; none where it is not in this machine
     answer["nf4_error"] = (functional.dequantize_4bit(packed, state) - weight).abs().max().item()
 print("{_ANSWER}" + json.dumps(answer))
 """
-# The wrapper class of bitsandbytes' native library tells which one was loaded.
+# Wrapper class of bitsandbytes' native library -> the loaded library, in words.
 _LIBRARIES = {
     "BNBNativeLibrary": "its native CPU library",
     "CudaBNBNativeLibrary": "its native GPU library",
@@ -45,13 +45,13 @@ _LIBRARIES = {
 
 @dataclass(frozen=True)
 class BitsandbytesStatus:
-    """Result of trying bitsandbytes.
+    """Result of a trial of bitsandbytes.
 
     Attributes:
-        version: installed version; None if it is missing.
-        works: whether quantization works on the device; None if it could not be tried.
-        backend: the library in use, as a clause; None unless it works.
-        message: why it does not work or was not tried; None if it works.
+        version: installed version; None if bitsandbytes is missing.
+        works: whether quantization works on the device; None if it was not tried.
+        backend: the loaded library, as a clause; None unless quantization works.
+        message: why quantization does not work or was not tried, as a clause; None if it works.
     """
 
     version: str | None
@@ -65,16 +65,15 @@ class DoctorReport:
     """State of the machine and its libraries.
 
     Attributes:
-        profile: of the device.
-        rates: measured matmul rates by dtype; empty if the device is not in this machine.
-        versions: installed versions; None if missing.
-        toolkits: GPU toolkit of the torch build; empty for a CPU build.
+        profile: the device's profile.
+        rates: dtype -> measured matmul rate; empty if the device is not in this machine.
+        versions: package -> installed version, None for a missing package.
+        toolkits: `cuda` or `rocm` -> toolkit version of the torch build; empty for a CPU build.
         python: version and platform of the interpreter.
-        incompatibilities: incompatible versions.
+        incompatibilities: conflicts between installed versions.
         missing: requirements of the `train` extra that are not installed.
-        bitsandbytes: result of trying it.
-        compiler: the parts of CPU training that a C++ compiler speeds up, or that lack one, as a clause;
-            "" for other devices.
+        bitsandbytes: result of the trial of bitsandbytes.
+        compiler: the compiler and what it speeds up on a CPU, or why there is none, as a clause; "" for other devices.
     """
 
     profile: DeviceProfile
@@ -89,44 +88,44 @@ class DoctorReport:
 
     @property
     def torch_build(self) -> str:
-        """`"CUDA 13.0 build"`, `"ROCm 7.1 build"` or `"CPU build"`."""
+        """The kind of torch build: `"CUDA 13.0 build"`, `"ROCm 7.1 build"` or `"CPU build"`."""
         names = {"cuda": "CUDA", "rocm": "ROCm"}
         builds = [f"{names[kit]} {version}" for kit, version in self.toolkits.items()]
         return f"{builds[0] if builds else 'CPU'} build"
 
     @property
     def torch_failure(self) -> str | None:
-        """Why torch cannot compute on the device; None if it can or if the device is not here."""
+        """The error of torch's float32 product on the device; None if it works or the device is not in this machine."""
         rate = self.rates.get(torch.float32)
         return rate.message if rate else None
 
     @property
     def ok(self) -> bool:
-        """False for version errors, or if torch cannot compute on the device."""
-        return self.torch_failure is None and not any(
-            incompatibility.severity == "error" for incompatibility in self.incompatibilities
-        )
+        """False if versions are incompatible or torch cannot compute on the device."""
+        errors = any(conflict.severity == "error" for conflict in self.incompatibilities)
+        return self.torch_failure is None and not errors
 
 
 def gather_doctor_report(
     device: str | torch.device = "auto", probe_seconds: float = 3.0, bitsandbytes_timeout: float = 120.0
 ) -> DoctorReport:
-    """Probe the device, measure it if it is in this machine, and compare the installed versions.
+    """Return the state of this machine: measured rates of the device, installed versions, bitsandbytes, compiler.
 
     Args:
-        device: a real device or the name of a profile.
+        device: a real device or the name of a profile; the latter is not measured.
         probe_seconds: time budget of the matmul measurements.
-        bitsandbytes_timeout: seconds to wait for the bitsandbytes trial.
+        bitsandbytes_timeout: seconds to wait for the trial of bitsandbytes.
 
     Raises:
-        PrecisionError: the device is unknown or not there.
+        PrecisionError: the device is unknown or not in this machine.
     """
     profile, versions = device_profile(device), installed()
+    toolkits = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
     return DoctorReport(
         profile=profile,
         rates=measure_all(profile.name, probe_seconds) if profile.present else {},
         versions=versions,
-        toolkits=_toolkits(),
+        toolkits={name: version for name, version in toolkits.items() if version},
         python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         incompatibilities=incompatible_here(),
         missing=tuple(missing(versions)),
@@ -136,20 +135,22 @@ def gather_doctor_report(
 
 
 def compiler_here() -> str:
-    """Return the parts of CPU training that a C++ compiler speeds up, or that lack one."""
+    """Return a clause with the C++ compiler and what it speeds up on a CPU, or why there is none."""
     try:
         check_folder()
-        return (
-            f"{find_compilers()[0][0]} compiles attention, LoRA layers, norms and the loss at the first step"
-        )
+        compiler = find_compilers()[0][0]
     except NotCompiledError as none:
         return f"{none}: attention, LoRA layers, norms and the loss run by torch's operators, more slowly"
+    return f"{compiler} compiles attention, LoRA layers, norms and the loss at the first step"
 
 
 def try_bitsandbytes(
     version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
 ) -> BitsandbytesStatus:
-    """Import bitsandbytes in a child process (it prints, and is slow) and quantize if the device is here."""
+    """Return the status of bitsandbytes, imported by `script` in a child process, because the import prints and is slow.
+
+    The script quantizes a weight if the device is in this machine.
+    """
     if version is None:
         return BitsandbytesStatus(None, None, None, "it is not installed")
     command = [sys.executable, "-c", script, profile.name if profile.present else ""]
@@ -163,24 +164,17 @@ def try_bitsandbytes(
         message = lines[-1] if lines else f"the process ended with status {done.returncode} without output"
         return BitsandbytesStatus(version, False, None, message)
     if not profile.present:
-        return BitsandbytesStatus(
-            version, None, None, f"it imports, but no {profile.title} is here to try it on"
-        )
+        message = f"it imports, but no {profile.title} is here to try it on"
+        return BitsandbytesStatus(version, None, None, message)
     return read_answer(version, json.loads(answers[-1].removeprefix(_ANSWER)))
 
 
 def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
-    """Return the status for the child's answer: `library`, native library's class; `nf4_error`, largest error."""
+    """Return the status for the child process's answer: `library`, a class name, and `nf4_error`, the largest error."""
     error = answer["nf4_error"]
-    if not error <= _NF4_BOUND:  # also true of nan
+    if not error <= _NF4_BOUND:  # also for NaN
         message = (
             f"values in [-1, 1] come back from nf4 off by {error:.3g}; {_NF4_BOUND} is the most possible"
         )
         return BitsandbytesStatus(version, False, None, message)
     return BitsandbytesStatus(version, True, _LIBRARIES.get(answer["library"], answer["library"]), None)
-
-
-def _toolkits() -> dict[str, str]:
-    """Return the GPU toolkit of the torch build: `{"cuda": "13.0"}`, `{"rocm": "7.1"}`, or nothing."""
-    built = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
-    return {name: version for name, version in built.items() if version}

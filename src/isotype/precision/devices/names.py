@@ -14,15 +14,15 @@ _SPELLING = re.compile(r"[a-z0-9 _-]*")
 _WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
 # Words of a series or a board, which alone name no card.
 _SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
-# Words that make another card of a number: an RTX 5070 is no RTX 5070 Ti.
+# Words that, after a number, name another card: an RTX 5070 is no RTX 5070 Ti.
 _VARIANTS = frozenset({"ti", "super"})
 _ATTACHED = re.compile(r"(\d)(ti|super)\b")
-# Usable memory is the advertised one less the driver's share, in binary units.
+# Bounds of the advertised memory over the usable one, in GiB: the driver takes a share of the advertised memory.
 _LEAST, _MOST = 0.97, 1.12
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    """Return the lower-case words of a card's name without its maker; a memory as `80g`. Empty for other text."""
+    """Return the lower-case words of a card's name without makers, with a memory size as `80g`; empty for other text."""
     if not _SPELLING.fullmatch(name.lower()):
         return ()
     text = _CAPACITY.sub(r"\1g", name.lower()).replace("rtx", "rtx ").replace("gtx", "gtx ")
@@ -31,7 +31,7 @@ def words_of(name: str) -> tuple[str, ...]:
 
 
 def cards_named(name: str, records: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the profiles that `name` may mean, and whether it names a card, not only a series or a memory."""
+    """Return (names of the profiles that `name` fits, whether `name` names a card, not only a series or memory size)."""
     words = words_of(name)
     is_card = not all(_SHARED.fullmatch(word) for word in words)
     fitting = tuple(key for key, record in records.items() if words and _fits(words, key, record, is_card))

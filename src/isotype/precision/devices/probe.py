@@ -2,12 +2,12 @@
 
 A dtype without hardware support can be a hundred times slower than another, so the matrix grows only while
 the next size surely fits the budget. After a warm-up, the dtypes take turns with several calls each, so that
-a temporary load slows all of them. If the calls of a dtype differ much all the same, its rate gives no advice
-(`MatmulRate.steady`).
+a temporary load slows all of them. If the calls of a dtype still differ much, the rate is not compared with
+others (`MatmulRate.steady`).
 
-One call is the work of a frozen linear layer in a LoRA step: the forward x @ w.T and the input gradient y @
-w. Without hardware support the layout changes the rate: bfloat16 on an AVX2 CPU ran the first at 4.2 GFLOP/s
-and the second at 1.3.
+A call computes what a frozen linear layer does in a LoRA step: the forward x @ w.T and the input gradient y @ w.
+Without hardware support the layout changes the rate: a CPU with AVX2 ran bfloat16 forwards at 4.2 GFLOP/s, and
+input gradients at 1.3.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from isotype.core.errors import PrecisionError, first_line
 from isotype.precision.devices.profile import device_profile
 
 _FIRST_SIDE = 64
-# On accelerators the launch time is negligible only for a large matrix.
+# On an accelerator the launch time is negligible only for large matrices.
 _ACCELERATOR_SIZE = 4096
 _CPU_SIZE = 1024
-# For smaller matrices the call overhead matters, unlike for those of a training.
+# For smaller matrices the overhead of a call would distort the rate.
 _LEAST_SIDE = 256
 _LEAST_CALLS = 5
 _STEADY = 1.5
@@ -38,13 +38,12 @@ class MatmulRate:
     """The measured rate of one dtype.
 
     Attributes:
-        dtype: of both operands and the result.
-        flops_per_second: 4 n^3 over the seconds of the fastest call; None if the operator rejected the
-            dtype.
-        repeats: timed calls at the final size.
-        size: side n of the square matrices of those calls.
+        dtype: dtype of both operands and the result.
+        flops_per_second: 4 n^3 over the seconds of the fastest call; None if the operator raised an error.
+        repeats: number of timed calls at the final size.
+        size: side n of the square matrices at the final size.
         message: the operator's error; None if there is a rate.
-        spread: median over fastest time of those calls; 1 on an idle machine.
+        spread: median time over fastest time of the calls at the final size; 1 on an idle machine.
     """
 
     dtype: torch.dtype
@@ -56,15 +55,15 @@ class MatmulRate:
 
     @property
     def steady(self) -> bool:
-        """True if the rate is comparable: large enough matrices, calls of similar time."""
+        """True if the rate can be compared: from enough calls of similar time with large enough matrices."""
         return self.size >= _LEAST_SIDE and self.repeats >= _LEAST_CALLS and self.spread <= _STEADY
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
-    """Return the next side after one call at `side` took `call_seconds`: twice as large, or the same to stop.
+    """Return the side of the next matrices, at most twice `side`; `side` if larger matrices may exceed the budget.
 
-    A call costs n^3. A doubled one may take a quarter of the rest, since overflowing caches can make it cost
-    more than 8 times as much.
+    A call with matrices of `side` took `call_seconds`; its time grows with side^3. The predicted time of a larger call
+    may be a quarter of the remaining seconds: if the matrices exceed a cache, the call takes longer than predicted.
     """
     larger = min(2 * side, size)
     predicted = call_seconds * (larger / side) ** 3
@@ -72,12 +71,12 @@ def next_side(side: int, size: int, call_seconds: float, remaining: float) -> in
 
 
 def real_device(device: str | torch.device) -> torch.device:
-    """Return the torch device of `device`; raises PrecisionError if it is not in this machine."""
+    """Return the torch device of `device`; raises PrecisionError if the device is not in this machine."""
     profile = device_profile(device)
     if not profile.present:
-        given, expected = f"device {str(device)!r}", "a device of this machine"
+        headline, actual = "only a device that is here can be measured", f"device {str(device)!r}"
         fix = "give auto, cpu or a device that torch sees here"
-        raise PrecisionError.of("only a device that is here can be measured", given, expected, fix)
+        raise PrecisionError.of(headline, actual, "a device of this machine", fix)
     return torch.device(profile.name)
 
 
@@ -87,13 +86,13 @@ def _operands(side: int, dtype: torch.dtype, device: torch.device) -> tuple[torc
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Return the clock for a device: thread time for a single-threaded CPU, which other processes do not affect."""
+    """Return a clock in seconds: thread time on a CPU with a single thread, which other processes do not affect."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
 
 def wait_for(device: torch.device) -> None:
-    """Synchronize with the given device."""
+    """Wait until an accelerator has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -110,7 +109,15 @@ def _time_call(operands: tuple[torch.Tensor, torch.Tensor], device: torch.device
 
 @dataclass
 class _Probe:
-    """The calls of one dtype; `times` are those at the final size. An error ends it."""
+    """The measurement of one dtype; an error ends the measurement.
+
+    Attributes:
+        seconds: time budget.
+        spent: seconds of all calls.
+        side: side of the current matrices.
+        times: seconds of the calls at the final size.
+        message: the first error; None if there was none.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -122,10 +129,10 @@ class _Probe:
     operands: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def grow(self, size: int) -> None:
-        """Find the largest side up to `size` that the budget allows, and warm up there."""
+        """Set `side` to the largest side up to `size` that the budget allows, and warm up."""
         self._prepare(min(_FIRST_SIDE, size))
         while self.message is None:
-            # The better of two calls: one that had to wait does not predict the next size.
+            # The faster of two calls: a call that had to wait does not predict the time of the next size.
             took = min(self._call(), self._call())
             larger = next_side(self.side, size, took, self.seconds - self.spent)
             if larger == self.side:
@@ -133,7 +140,7 @@ class _Probe:
             self._prepare(larger)
 
     def measure(self) -> None:
-        """Time another call at the final size."""
+        """Add the time of another call at the final size."""
         if self.message is None:
             self.times.append(self._call())
 
@@ -144,7 +151,6 @@ class _Probe:
         return self.message is not None or enough
 
     def rate(self) -> MatmulRate:
-        """Return the measured rate."""
         if self.message is not None:
             return MatmulRate(self.dtype, None, 0, self.side, self.message)
         fastest = min(self.times)
@@ -166,7 +172,7 @@ class _Probe:
             return 0.0
         try:
             took = _time_call(self.operands, self.device)
-        except (RuntimeError, TypeError) as error:  # as above
+        except (RuntimeError, TypeError) as error:  # torch's errors, as in `_prepare`
             self.message = first_line(error)
             return 0.0
         self.spent += took
@@ -179,16 +185,13 @@ def measure_all(
     dtypes: Sequence[torch.dtype] = COMPUTE_DTYPES,
     size: int | None = None,
 ) -> dict[torch.dtype, MatmulRate]:
-    """Measure square matmuls in each dtype on a real device.
+    """Return dtype -> measured rate of square matmuls on a device of this machine.
 
     Args:
-        device: a device of torch in this machine.
-        seconds_total: total time budget, shared equally; exceeded by a few calls of a slow dtype.
-        dtypes: of the operands.
-        size: largest side of the square matrices; a slow dtype is measured on a smaller one.
-
-    Returns:
-        The rates; `flops_per_second` is None, with the operator's message, for a rejected dtype.
+        device: a torch device or device name.
+        seconds_total: time budget of all dtypes, in equal shares; a few calls of a slow dtype may exceed a share.
+        dtypes: dtypes of the operands.
+        size: largest side of the matrices; None: by the device. A slow dtype is measured on smaller matrices.
 
     Raises:
         PrecisionError: the device is not in this machine.

@@ -1,7 +1,7 @@
-"""Device profiles: native dtypes, memory and peak rates of this machine or a named device.
+"""Device profiles: native dtypes, memory and peak rates of a device of this machine or a named one.
 
-Named profiles come from `profiles.json` (data sheets). Real devices are probed by pure functions over text or
-small records, so that tests can describe any machine.
+`profiles.json` has the named profiles, from data sheets. The profile of a real device is a pure function of the text
+or properties that its driver returns, so tests can describe any machine.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _HALVES = frozenset({_F16, _BF16})
 
 @dataclass(frozen=True)
 class StepRates:
-    """Step-level rates of a device.
+    """Rates of whole training steps on a device.
 
     Attributes:
-        between: share of the traced bytes and launches between products that remains after kernel fusion.
+        between: share of the bytes and kernel launches between matrix products that remains after kernel fusion.
         launch: host seconds per kernel launch.
         spread: factor by which a step may be faster or slower than predicted.
     """
@@ -59,31 +59,28 @@ class DeviceProfile:
     """Properties of one device.
 
     Attributes:
-        name: key of the profile (`"t4"`) or the device itself (`"cpu"`, `"cuda:0"`).
-        title: common name.
-        kind: its torch backend.
+        name: name of the profile (`"t4"`) or of a real device (`"cpu"`, `"cuda:0"`).
+        title: common name of the device.
+        kind: the torch backend, with ROCm apart from CUDA.
         native: dtypes whose matmuls run in hardware at full rate.
-        emulated: dtype -> why its matmuls run, but slowly.
+        emulated: dtype -> why its matmuls run slowly.
         refused: dtype -> why its matmuls do not run at all.
-        memory_bytes: memory that torch can use, in bytes (on a GPU the driver's total, which is below the
-            advertised size); None if it varies.
-        peak_flops: dtype -> dense matmul peak in FLOP/s, without sparsity, with float32 accumulation and
+        memory_bytes: bytes that torch can use (on a GPU the driver's total, below the advertised size); None if the
+            size varies.
+        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, without sparsity, with float32 accumulation and
             without TF32; only dtypes with a published rate.
-        memory_bandwidth: peak bytes/s, or None.
-        flash_attention: dtypes that scaled_dot_product_attention runs without materialising the scores.
-        present: True when this device is in this machine.
-        source: of the numbers.
-        capability: compute capability as torch.cuda gives it (on ROCm that of the gfx architecture), or
-            None.
-        speed: dtype -> rate of its matmuls over float32's, measured on such a device; empty if not
-            measured.
-        contracts: name of the contract table of such a device where its kind has several (`"cpu-avx2"`),
-            else "".
-        unlike: why that table's device differs, as a clause; "" if it does not.
-        repacks_4bit: whether bitsandbytes repacks 4-bit weights there in evaluation.
-        random_rate: random values per second and thread (dropout masks); None if not measured.
-        page_rate: bytes per second of zeroed pages from a CPU's system; None if not measured.
-        steps: step-level rates; None if unknown: then a step takes the sum of its operators.
+        memory_bandwidth: peak bytes per second; None if unknown.
+        flash_attention: dtypes in which scaled_dot_product_attention does not materialize the scores.
+        present: whether the device is in this machine.
+        source: source of the numbers.
+        capability: compute capability as in torch.cuda, on ROCm from the gfx architecture; None for other devices.
+        speed: dtype -> measured matmul rate over float32's; empty if not measured.
+        contracts: name of the device's contract table if its kind has several (`"cpu-avx2"`); else "".
+        unlike: why the device of that contract table differs, as a clause; "" if it does not.
+        repacks_4bit: whether bitsandbytes repacks 4-bit weights on the device in evaluation.
+        random_rate: random values (dropout masks) per second and thread; None if not measured.
+        page_rate: bytes of zeroed pages per second from a CPU's operating system; None if not measured.
+        steps: rates of whole steps; None if unknown: a step is then predicted as the sum of its operators.
     """
 
     name: str
@@ -108,7 +105,7 @@ class DeviceProfile:
     steps: StepRates | None = None
 
     def supports(self, dtype: torch.dtype) -> Support:
-        """Return the support of matmuls in `dtype`; a dtype not in the profile is refused."""
+        """Return how the device runs matmuls in `dtype`; a dtype that is not in the profile is refused."""
         if dtype in self.native:
             return "native"
         return "emulated" if dtype in self.emulated else "refused"
@@ -121,13 +118,12 @@ class DeviceProfile:
         return self.emulated.get(dtype) or self.refused.get(dtype) or unknown
 
     def best_dtype(self) -> torch.dtype:
-        """Return the preferred compute dtype: bfloat16, else float16, else float32, whichever is native first."""
+        """Return the best compute dtype: bfloat16 if it is native, else float16 if it is native, else float32."""
         return next((dtype for dtype in (_BF16, _F16) if dtype in self.native), _F32)
 
     def slower(self, dtype: torch.dtype, other: torch.dtype) -> float | None:
         """Return how many times slower matmuls in `dtype` are than in `other`; None if not measured."""
-        rates = self.speed
-        return rates[other] / rates[dtype] if {dtype, other} <= rates.keys() else None
+        return self.speed[other] / self.speed[dtype] if {dtype, other} <= self.speed.keys() else None
 
 
 # ---------------------------------------------------------------------------------------------- named profiles
@@ -139,7 +135,8 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _from_record(name: str, record: Mapping[str, Any]) -> DeviceProfile:
+def _of_record(name: str) -> DeviceProfile:
+    record = _records()[name]
     gib, bandwidth = record["memory_gib"], record["bandwidth_gb_per_s"]
     return DeviceProfile(
         name=name,
@@ -170,32 +167,21 @@ def _records() -> dict[str, Any]:
 
 @cache
 def _names() -> dict[str, str]:
-    """Return accepted profile name -> record name, for names and aliases."""
+    """Return name or alias of a profile -> name of the record."""
     aliases = {alias: name for name, record in _records().items() for alias in record.get("aliases", ())}
     return {name: name for name in _records()} | aliases
 
 
 def profile_names() -> tuple[str, ...]:
-    """Return the profile names of `device_profile`, with aliases, sorted."""
+    """Return the names and aliases of all profiles, sorted."""
     return tuple(sorted(_names()))
-
-
-@cache
-def _by_driver_name() -> dict[str, str]:
-    return {driver: name for name, record in _records().items() for driver in record["driver_names"]}
-
-
-def _data_sheet(driver_name: str) -> DeviceProfile | None:
-    """Return the named profile of a card by its exact driver name; None if there is none."""
-    name = _by_driver_name().get(driver_name)
-    return None if name is None else _from_record(name, _records()[name])
 
 
 # --------------------------------------------------------------------------------------------------------- CPU
 
 
 def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn | None) -> DeviceProfile:
-    """Return the profile of a CPU; without oneDNN (None) torch has no fast 16-bit matmuls."""
+    """Return the profile of a CPU; `onednn` is None for a torch without oneDNN, which has no fast 16-bit matmuls."""
     reasons = {
         dtype: why_not_native(dtype, dtype_name(dtype), features, onednn) for dtype in CPU_INSTRUCTIONS
     }
@@ -232,7 +218,7 @@ def this_cpu_emulates(dtype: torch.dtype) -> bool:
 
 
 def _this_memory() -> int | None:
-    """Return the usable memory in bytes: the machine's, or a container's limit; None if unknown."""
+    """Return the bytes of the machine's memory, or a container's lower limit; None if unknown."""
     names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # missing on Windows
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
         return None
@@ -247,15 +233,15 @@ def _this_memory() -> int | None:
 
 @dataclass(frozen=True)
 class AcceleratorProperties:
-    """Driver properties of an accelerator, sufficient for its profile.
+    """The properties of an accelerator that its driver returns.
 
     Attributes:
         title: the driver's name of the card.
-        memory_bytes: total memory, or None.
-        capability: CUDA compute capability, (0, 0) for others.
-        arch: ROCm architecture (`"gfx942:sramecc+:xnack-"`), "" for others.
-        matrix_engine: XPU only: whether it has XMX matrix engines.
-        float64: XPU only: whether it has float64 arithmetic.
+        memory_bytes: total memory; None if unknown.
+        capability: CUDA compute capability; (0, 0) for other devices.
+        arch: ROCm architecture (`"gfx942:sramecc+:xnack-"`); "" for other devices.
+        matrix_engine: whether an XPU has XMX matrix engines.
+        float64: whether an XPU has float64 arithmetic.
     """
 
     title: str
@@ -274,8 +260,19 @@ def _accelerator(
     refused: Mapping[torch.dtype, str],
     flash: frozenset[torch.dtype],
 ) -> DeviceProfile:
-    """Return the data sheet's profile of a known card, else one from the driver's properties."""
-    unknown = DeviceProfile(
+    """Return the profile of a card: from its data sheet if `profiles.json` has one, else from the driver's properties."""
+    sheets = (key for key, record in _records().items() if properties.title in record["driver_names"])
+    sheet = next(map(_of_record, sheets), None)
+    if sheet is not None and sheet.kind == kind:
+        return replace(
+            sheet,
+            name=name,
+            title=properties.title,
+            memory_bytes=properties.memory_bytes,
+            present=True,
+            source=f"{kind} driver; {sheet.source}",
+        )
+    return DeviceProfile(
         name=name,
         title=properties.title,
         kind=kind,
@@ -289,17 +286,6 @@ def _accelerator(
         present=True,
         source=f"{kind} driver; no data sheet known for this card",
         capability=properties.capability if any(properties.capability) else None,
-    )
-    sheet = _data_sheet(properties.title)
-    if sheet is None or sheet.kind != kind:
-        return unknown
-    return replace(
-        sheet,
-        name=name,
-        title=properties.title,
-        memory_bytes=properties.memory_bytes,
-        present=True,
-        source=f"{kind} driver; {sheet.source}",
     )
 
 
@@ -318,7 +304,7 @@ def cuda_profile(properties: AcceleratorProperties, name: str = "cuda") -> Devic
 
 
 def rocm_profile(properties: AcceleratorProperties, name: str = "cuda") -> DeviceProfile:
-    """Return the profile of an AMD GPU by its architecture (matrix instructions from CDNA2 and RDNA3 on)."""
+    """Return the profile of an AMD GPU by its architecture: CDNA2, RDNA3 and later have matrix instructions."""
     arch = properties.arch.partition(":")[0]
     cdna = arch in {"gfx90a", "gfx942", "gfx950"}
     emulated = {}
@@ -328,17 +314,16 @@ def rocm_profile(properties: AcceleratorProperties, name: str = "cuda") -> Devic
 
 
 def xpu_profile(properties: AcceleratorProperties, name: str = "xpu") -> DeviceProfile:
-    """Return the profile of an Intel GPU: bfloat16 and float16 run in XMX engines if it has them."""
-    emulated = (
-        {} if properties.matrix_engine else {_BF16: "no XMX engines: torch converts bfloat16 in software"}
-    )
+    """Return the profile of an Intel GPU: bfloat16 is native with XMX engines."""
+    slow = {_BF16: "no XMX engines: torch converts bfloat16 in software"}
+    emulated = {} if properties.matrix_engine else slow
     refused = {} if properties.float64 else {_F64: "this GPU has no float64 arithmetic"}
     return _accelerator(name, "xpu", properties, emulated, refused, frozenset())
 
 
 def mps_profile(properties: AcceleratorProperties, name: str = "mps") -> DeviceProfile:
-    """Return the profile of an Apple GPU by its chip's name (`"Apple M2 Pro"`); M3 and later have bfloat16."""
-    generic = _from_record("mps", _records()["mps"])
+    """Return the profile of an Apple GPU by the chip's name (`"Apple M2 Pro"`); M3 and later have bfloat16."""
+    generic = _of_record("mps")
     chip = re.search(r"\bM(\d+)\b", properties.title)
     modern = chip is not None and int(chip.group(1)) >= 3
     return replace(
@@ -386,20 +371,12 @@ def _probe_cpu(device: torch.device) -> DeviceProfile:
     return replace(cpu_profile(this_cpu(), _this_memory(), this_onednn()), name=str(device))
 
 
-@dataclass(frozen=True)
-class _Backend:
-    """A device type of torch: the number of devices, and the function that probes one."""
-
-    count: Callable[[], int]
-    probe: Callable[[torch.device], DeviceProfile]
-
-
-# In order of preference for "auto".
-_BACKENDS: dict[str, _Backend] = {
-    "cuda": _Backend(torch.cuda.device_count, _probe_cuda),
-    "xpu": _Backend(torch.xpu.device_count, _probe_xpu),
-    "mps": _Backend(torch.mps.device_count, _probe_mps),
-    "cpu": _Backend(lambda: 1, _probe_cpu),
+# Device type -> (function that counts the devices, function that probes one), in order of preference for "auto".
+_BACKENDS: dict[str, tuple[Callable[[], int], Callable[[torch.device], DeviceProfile]]] = {
+    "cuda": (torch.cuda.device_count, _probe_cuda),
+    "xpu": (torch.xpu.device_count, _probe_xpu),
+    "mps": (torch.mps.device_count, _probe_mps),
+    "cpu": (lambda: 1, _probe_cpu),
 }
 
 
@@ -407,39 +384,39 @@ _BACKENDS: dict[str, _Backend] = {
 
 
 def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
-    """Return the profile of a real device of this machine, or a named one.
+    """Return the profile of a device of this machine, or a named profile.
 
     Args:
-        device: `"auto"` for the best accelerator here, else this CPU; a real device (`"cpu"`, `"cuda"`,
-            `"cuda:1"`, `"mps"`, `"xpu"`), probed now; or a profile name in any spelling (`"t4"`, `"NVIDIA
-            T4"`). `"mps"` and `"xpu"` are generic profiles on machines without one.
+        device: `"auto"` for the best accelerator of this machine, or the CPU without one; a real device (`"cpu"`,
+            `"cuda"`, `"cuda:1"`, `"mps"`, `"xpu"`), which is probed; or a profile's name in any spelling (`"t4"`,
+            `"NVIDIA T4"`). On machines without such a device `"mps"` and `"xpu"` name generic profiles.
 
     Raises:
-        PrecisionError: the name is unknown, or the real device is not there.
+        PrecisionError: the name is unknown, or the real device is not in this machine.
     """
     name = str(device).strip().lower()
     if name == "auto":
-        name = next(kind for kind, backend in _BACKENDS.items() if backend.count() > 0)
+        name = next(kind for kind, (count, _) in _BACKENDS.items() if count() > 0)
     real = re.fullmatch(r"(cpu|cuda|xpu|mps)(?::(0|[1-9][0-9]*))?", name)
     if real is None:
         return _named_profile(name)
     kind, index = real.group(1), int(real.group(2) or 0)
-    backend = _BACKENDS[kind]
-    if index < backend.count():
-        return backend.probe(torch.device(name))
+    count, probe = _BACKENDS[kind]
+    if index < count():
+        return probe(torch.device(name))
     if name in _names():
         return _named_profile(name)
-    raise _absent_device(name, kind, backend.count())
+    raise _absent_device(name, kind, count())
 
 
 def _named_profile(name: str) -> DeviceProfile:
     words = words_of(name)
-    exact = next((each for each in (name, "".join(words), "-".join(words)) if each in _names()), None)
-    if exact is not None:
-        return _from_record(_names()[exact], _records()[_names()[exact]])
+    for spelling in (name, "".join(words), "-".join(words)):
+        if spelling in _names():
+            return _of_record(_names()[spelling])
     cards, is_card = cards_named(name, _records())
     if len(cards) == 1 and is_card:
-        return _from_record(cards[0], _records()[cards[0]])
+        return _of_record(cards[0])
     if cards:
         raise PrecisionError.of(
             "a name of several devices" if len(cards) > 1 else "unknown device",

@@ -1,4 +1,4 @@
-"""The share of a device's memory available to a step, used by every check, plan and choice."""
+"""The memory of a device that a training step may use, for checks, plans and choices."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from isotype.core.names import format_bytes, free_memory
 from isotype.precision.devices.profile import DeviceProfile
 
 SHARE_OF_GPU = 0.85
-"""Of a GPU's memory: the rest is for the allocator's rounding and gaps, workspaces and the driver's context."""
+"""Share of a GPU's memory; the allocator's rounding and gaps, workspaces and the driver's context need the rest."""
 
 SHARE_OF_CPU = 0.5
-"""Of a CPU's memory: the rest is for libraries, data, other programs and gaps in the heap."""
+"""Share of a CPU's memory; libraries, data, other programs and gaps in the heap need the rest."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory available to a step: bytes (None if unknown), and in words its source, or why it is unknown."""
+    """Memory available to a step: bytes, or None if unknown; and the share and device, or why it is unknown, in words."""
 
     size: int | None
     words: str
 
     def __str__(self) -> str:
-        """Return `20.0 GiB (85 % of NVIDIA GeForce RTX 4090's 23.5 GiB)`."""
+        """Return the room in words, for example `20.0 GiB (85 % of NVIDIA GeForce RTX 4090's 23.5 GiB)`."""
         return self.words if self.size is None else f"{format_bytes(self.size)} ({self.words})"
 
     def holds(self, peak: int) -> bool:
@@ -34,16 +34,14 @@ class Room:
 
 
 def room_of(profile: DeviceProfile, *, all_free: bool = False) -> Room:
-    """Return the memory available to a step: a share of the free memory if the device is here, else of the
-    total.
+    """Return the memory available to a step.
 
-    Processes of a launcher share their machine's CPU memory. `all_free` counts used memory as free: the
-    step's model is already there.
+    The room is a share of the free memory of a device in this machine, or of another device's total memory. Processes
+    of a launcher share their machine's CPU memory. If `all_free` is True, used memory counts as free, because the
+    step's model already uses it.
     """
     is_cpu, total = profile.kind == "cpu", profile.memory_bytes
-    share, part = (
-        (SHARE_OF_CPU, "half") if is_cpu else (SHARE_OF_GPU, f"{SHARE_OF_GPU:.0%}".replace("%", " %"))
-    )
+    share, part = (SHARE_OF_CPU, "half") if is_cpu else (SHARE_OF_GPU, f"{100 * SHARE_OF_GPU:.0f} %")
     free = free_memory(torch.device(profile.name)) if profile.present and not all_free else None
     if free is not None and is_cpu:
         free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,7 +1,6 @@
-"""The simulated device of fake tensors, for code that selects its path by the machine.
+"""The device that fake tensors simulate, for code that chooses between kernels.
 
-Fake tensors are on the CPU whatever device is simulated. Their mode carries the properties that a path
-depends on.
+All fake tensors are on the CPU; their mode has the properties of the simulated device.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors of one simulated device.
+    """The mode of fake tensors that simulate one device.
 
     Attributes:
-        is_cpu: whether it is a CPU; False without a profile.
+        is_cpu: whether the simulated device is a CPU; False without a profile.
         emulated: 16-bit dtypes for which the simulated CPU has no instructions; empty for other devices.
     """
 
@@ -29,9 +28,7 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         cpu = profile if profile is not None and profile.kind == "cpu" else None
         self.is_cpu = cpu is not None
-        self.emulated = frozenset(
-            dtype for dtype in _LOW if cpu is not None and cpu.supports(dtype) != "native"
-        )
+        self.emulated = frozenset(dtype for dtype in _LOW if cpu and cpu.supports(dtype) != "native")
 
 
 def simulates_cpu(fake: FakeTensor) -> bool:
@@ -45,10 +42,9 @@ def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
 
 
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of products: `compute`, or float32 on a CPU that emulates `compute`, which is much
-    slower.
+    """Return the dtype of products of `x`: `compute`, or float32 on a CPU that emulates `compute`.
 
-    The slow kernels give the same: products of 16-bit numbers summed in float32 and rounded once.
+    The results are equal, because emulating kernels also sum products in float32 and round once; they are much slower.
     """
     if x.device.type != "cpu":
         return compute
@@ -57,5 +53,5 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """Return whether a trace knows the fake tensor's value: if it is small and depends on no weight."""
+    """Return whether a trace has computed the fake tensor's value: if the tensor is small and depends on no weight."""
     return hasattr(fake, VALUE)
