@@ -182,7 +182,7 @@ def test_rows_that_are_no_blocks_are_said(tmp_path: Path):
     model = tiny("llama", intermediate_size=100)
     (note,) = write_gguf(model, byte_level(), tmp_path / "model.gguf", "q8_0", "tiny")
     assert note.startswith(
-        "2 weights are in f16: their rows are no multiple of q8_0's blocks of 32 (blk.0.ffn_down"
+        "2 weights are in f16: their rows are not a multiple of q8_0's blocks of 32 (blk.0.ffn_down"
     )
 
 
@@ -269,14 +269,16 @@ def test_what_nobody_has_said_how_to_write_is_refused(model: Any, given: str, tm
 def test_a_parameter_without_a_name_is_refused(tmp_path: Path):
     model = tiny("llama")
     model.model.layers[0].extra = torch.nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"GGUF has no name for: model\.layers\.0\.extra\.weight"):
+    with pytest.raises(
+        UsageError, match=r"parameters that have no name in GGUF: model\.layers\.0\.extra\.weight"
+    ):
         write_gguf(model, byte_level(), tmp_path / "model.gguf", "f16", "tiny")
 
 
 def test_an_unknown_split_is_refused(tmp_path: Path):
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(UsageError, match="splits text by Whitespace as no known model does"):
+    with pytest.raises(UsageError, match="splits text by Whitespace, which llama.cpp has no name for"):
         write_gguf(tiny("llama"), tokenizer, tmp_path / "model.gguf", "f16", "tiny")
 
 

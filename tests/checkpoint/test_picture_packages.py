@@ -47,5 +47,5 @@ def test_pillow_is_named(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(files, "find_spec", lambda name: None)
     monkeypatch.setattr(files, "pretrained", lacking)
     said = refused(CheckpointError, tokenizer_of, tmp_path)
-    assert f"  - {tmp_path}: its processor of pictures needs pillow\n" in said
+    assert f"  - {tmp_path}: its image processor needs pillow\n" in said
     assert "    fix       pip install 'isotype[vision]'" in said

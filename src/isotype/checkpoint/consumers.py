@@ -1,11 +1,12 @@
-"""Use of an adapter by another program: the tensors that it applies, ignores or refuses.
+"""Decide which tensors of an adapter another program applies, changes, ignores or refuses.
 
-The rules are those of the programs' own loaders, read on 2026-11-27:
+The rules were read from the programs' loaders on 2026-11-27:
 
 - `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
-- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. A module whose last name is one of the model's linear layers is accepted, and
-  has no effect if the model has no module of its whole name (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
-- `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (alpha / rank, whatever the training used).
+- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts a module if a linear layer of the model has the
+  same last name part; without a module of the full name, the adapter has no effect
+  (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
+- `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (always alpha / rank, also for rsLoRA).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from isotype.core.names import base_name, grouped, starred
 from isotype.model.parts import LANGUAGE, Parts
 
 Effect = Literal["applied", "changed", "ignored", "refused", "unknown"]
-"""`changed`: applied with another scale than in training."""
+"""`changed`: the program applies the tensor with another scale than the training."""
 
 _SUFFIX = re.compile(r"\.(lora_[AB]\.weight|lora_embedding_[AB])$")
 _STACKED = re.compile(r"\.experts$")
@@ -43,13 +44,13 @@ class Consumer:
     """A program that loads adapters.
 
     Attributes:
-        refuses: option of `adapter_config.json` -> why an adapter with it is refused.
-        unplaced: effect on a tensor of a module that the model lacks.
-        other: effect on a tensor that is no matrix of LoRA; None if the program reads them.
-        stacked: (effect, reason) for adapters of stacked experts; None if they are applied.
-        towers: whether adapters of towers and projectors are applied.
-        scale: (alpha, r of the config, r of the layer, rsLoRA) -> the factor of a layer's adapter; None for PEFT's.
-        rank: largest rank without `flag`, 0 for any.
+        refuses: option of `adapter_config.json` -> why the program refuses an adapter that has set the option.
+        unplaced: effect on a tensor whose module the model lacks.
+        other: effect on a tensor that is not a LoRA matrix; None if the program applies such tensors.
+        stacked: (effect, reason) for adapters of stacked experts; None if the program applies them.
+        towers: True if the program applies adapters of vision and audio towers and of projectors.
+        scale: (config's alpha, config's r, layer's r, rsLoRA) -> scale of a layer's adapter; None for PEFT's formula.
+        rank: largest rank that the program loads without its option `flag`; 0 if there is no limit.
     """
 
     refuses: Mapping[str, str] = field(default_factory=dict)
@@ -71,13 +72,13 @@ CONSUMERS: Mapping[str, Consumer] = {
             "trainable_token_indices": "vLLM loads no trained tokens",
         },
         unplaced="ignored",
-        stacked=("unknown", "vLLM loads stacked adapters of the models that it lists alone"),
+        stacked=("unknown", "vLLM loads stacked adapters only of the models that it lists"),
         scale=lambda alpha, r, _, rslora: alpha / (math.sqrt(r) if rslora else r),
         rank=16,
         flag="--max-lora-rank",
     ),
     "llama.cpp": Consumer(
-        {"use_dora": "llama.cpp's converter takes lora_A and lora_B alone"},
+        {"use_dora": "llama.cpp's converter reads only lora_A and lora_B"},
         stacked=("refused", "llama.cpp's converter finds no tensor of this name"),
         scale=lambda alpha, _, rank, __: alpha / rank,
     ),
@@ -86,9 +87,9 @@ CONSUMERS: Mapping[str, Consumer] = {
 
 @dataclass(frozen=True)
 class Use:
-    """A program's use of the tensors of one kind of module, named with `*` for the numbers of layers.
+    """The effect of a program on the adapter tensors of one module in all layers; `module` has `*` for layer numbers.
 
-    `why`: the reason of every effect but `applied`, a clause.
+    `why`: the reason, a clause; empty if the tensors are applied.
     """
 
     module: str
@@ -100,7 +101,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit of an adapter to a program, its tensors placed in `model`; `notes`: flags that the program needs."""
+    """The uses of an adapter's tensors by a program that loads `model`; `notes` name flags that the program needs."""
 
     adapter: str
     consumer: str
@@ -110,15 +111,15 @@ class Fit:
 
     @property
     def ok(self) -> bool:
-        """Every tensor is applied as it was trained."""
+        """True if every tensor is applied as it was trained."""
         return all(use.effect == "applied" for use in self.uses)
 
 
 def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None) -> Fit:
-    """Judge an adapter for another program by its config, its headers, the values of its B, and the base's config.
+    """Return how another program uses an adapter, from the adapter's config, headers and B matrices and a model's config.
 
-    `consumer`: of `CONSUMERS`; `model`: that the program loads, by default the base that the adapter names. Raises
-    CheckpointError without adapter or model, UsageError for an adapter that names no base.
+    `consumer`: a key of `CONSUMERS`. `model`: the model that the program loads; default: the base that the adapter names.
+    Raises CheckpointError if adapter or model does not exist, UsageError if the adapter names no base.
     """
     adapter, rules = read_adapter(directory), CONSUMERS[consumer]
     source = adapter.base if model is None else model
@@ -139,7 +140,7 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
 
 
 def module_of(name: str) -> str:
-    """Return the module that a tensor of an adapter's file belongs to, by the base's names."""
+    """Return the base model's name of the module that an adapter's tensor belongs to."""
     return _SUFFIX.sub("", base_name(name))
 
 
@@ -152,14 +153,14 @@ class _Judge:
     zeros: frozenset[str]
 
     def use(self, tensor: TensorHeader) -> tuple[Effect, str, str]:
-        """(effect, why, fix) of one tensor."""
+        """Return (effect, why, fix) of one tensor."""
         config, rules, module = self.adapter.config, self.rules, module_of(tensor.name)
         for option, why in rules.refuses.items():
             if getattr(config, option, None):
                 return "refused", why, _MERGE
         if not _SUFFIX.search(tensor.name):
             other = rules.other
-            return ("applied", "", "") if other is None else (other, "it is no matrix of LoRA", _MERGE)
+            return ("applied", "", "") if other is None else (other, "it is not a LoRA matrix", _MERGE)
         stacked = _STACKED.search(module)
         if stacked and rules.stacked is not None:
             return *rules.stacked, _MERGE
@@ -189,18 +190,19 @@ class _Judge:
         return "applied", "", ""
 
     def rank(self, tensor: TensorHeader) -> int:
-        """Return the rank of a tensor's layer; of one that is no matrix of LoRA, 0."""
+        """Return the LoRA rank of the tensor's layer, or 0 if the tensor is not a LoRA matrix."""
         config, module = self.adapter.config, module_of(tensor.name)
         return int(_of_pattern(config.rank_pattern, module, config.r)) if _SUFFIX.search(tensor.name) else 0
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of a layer by PEFT's patterns (`get_pattern_key` in peft/utils/other.py)."""
-    return (pattern or {}).get(get_pattern_key((pattern or {}).keys(), module), default)
+    """Return the value of a `rank_pattern` or `alpha_pattern` for a module, or `default`."""
+    values = pattern or {}
+    return values.get(get_pattern_key(values.keys(), module), default)
 
 
 def _zeros(adapter: Adapter) -> frozenset[str]:
-    """Return the modules whose B is zero to the last bit, of a safetensors file."""
+    """Return the modules in the adapter's safetensors files whose B matrix has only zeros."""
     files = grouped(adapter.headers.tensors, lambda tensor: tensor.file)
     zeros = set()
     for path in (path for path in files if path.suffix == ".safetensors"):

@@ -1,7 +1,7 @@
-"""Read the weights of a model's blocks when they are needed, and drop them afterwards.
+"""Read the weights of a model block by block, for models larger than memory.
 
-For models larger than memory: the matrices of blocks stay on the meta device, everything else (embeddings, head,
-norms, biases) is filled at once.
+The matrices of the blocks stay on the meta device until their block is read; embeddings, head, norms and biases are
+filled when the model is loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.mapping.stored import main_form
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
 from isotype.checkpoint.values import DenseStack, dequantize, held_weight
 from isotype.compat.glibc import give_back_memory
@@ -32,9 +33,9 @@ class Block:
     """A block of a model.
 
     Attributes:
-        sources: of its deferred weights, by their names in the model.
-        owners: the module with each of them, from before it was wrapped.
-        dense: quantized layer -> its dense replacement.
+        sources: the tensors in the files that become its deferred weights, by the weights' names in the model.
+        owners: the module that holds each deferred weight; PEFT may have wrapped this module since.
+        dense: quantized layer -> the dense layer that replaces it.
     """
 
     name: str
@@ -50,11 +51,11 @@ class DeferredBlocks:
     """The deferred weights of a model's blocks, for `isotype.checkpoint.load.load`.
 
     Args:
-        wait: False fills everything at once.
+        wait: defer the blocks' weights; if False, all weights are filled when the model is loaded.
         at_once: names of parameters that are never deferred.
 
     Attributes:
-        blocks: of the loaded model, in order.
+        blocks: the loaded model's blocks, in forward order.
     """
 
     def __init__(self, wait: bool = True, at_once: Collection[str] = ()) -> None:
@@ -67,7 +68,7 @@ class DeferredBlocks:
         self._used: Block | None = None
 
     def take(self, model: Any, weights: WeightMap, placement: Placement, source: object) -> WeightMap:
-        """Defer the matrices of the blocks of a model on the meta device; return what is to be filled at once."""
+        """Defer the block matrices of a model on the meta device; return the weights that are not deferred."""
         self._model, self._source = model, source
         self._placement = replace(placement, modules=dict(model.named_modules()))
         blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
@@ -84,16 +85,16 @@ class DeferredBlocks:
             owner.sources[name], owner.owners[name] = origin, module
             if name in placement.quantized:
                 quantize_blank(module, placement.dtypes[name])
-                # bitsandbytes asks double-quantized constants for an offset with a value in `state_dict`, and PEFT for that.
+                # bitsandbytes' `state_dict`, which PEFT calls, reads the value of a double-quantized weight's offset.
                 state = getattr(module.weight, "quant_state", None)
                 if state is not None and state.nested:
                     state.offset = torch.zeros(())
         self.blocks = tuple(blocks.values())
-        if placement.turn is None:  # a GGUF file has dtypes of its own
+        if placement.turn is None:  # the dtypes in a GGUF file are not those of training
             self._plain = {
                 name: origin
                 for name, origin in weights.sources.items()
-                if name not in placement.quantized and all(each.plain for each, _ in origin.tensors)
+                if name not in placement.quantized and all(tensor.plain for tensor, _ in origin.tensors)
             }
         return WeightMap(now, weights.surplus, weights.doubled)
 
@@ -102,50 +103,50 @@ class DeferredBlocks:
         return {name for block in self.blocks for name in block.sources}
 
     def stored_otherwise(self) -> dict[str, torch.dtype]:
-        """Float tensors that the checkpoint stores in another dtype than most of its weights, with that dtype."""
-        headers = {name: source.tensors[0][0].weight for name, source in self._plain.items()}
-        weights: Counter[torch.dtype | None] = Counter()
-        for header in headers.values():
-            weights[header.dtype] += header.elements
-        most = weights.most_common(1)[0][0] if weights else None
-        dtypes = {name: header.dtype for name, header in headers.items() if header.dtype not in (None, most)}
-        return {name: dtype for name, dtype in dtypes.items() if dtype is not None and dtype.itemsize > 1}
+        """Return the dtypes of float tensors that the checkpoint stores in another dtype than most weights, by name."""
+        tensors = {name: source.tensors[0][0] for name, source in self._plain.items()}
+        main = main_form(tensors.values())
+        return {
+            name: dtype
+            for name, tensor in tensors.items()
+            if tensor.form != main and (dtype := tensor.weight.dtype) is not None and dtype.itemsize > 1
+        }
 
     def as_stored(self, name: str) -> torch.Tensor:
-        """Return one of `stored_otherwise` without rounding."""
+        """Return the tensor `name`, one of `stored_otherwise`, with the values and dtype of the file."""
         source, files = self._plain[name], MappedFiles()
-        values = {each.name: files.tensor(each.weight) for each, _ in source.tensors}
+        values = {tensor.name: files.tensor(tensor.weight) for tensor, _ in source.tensors}
         return converted(self._model, source, values)[name]
 
     def _waiting(self, model: Any, placement: Placement) -> Iterator[str]:
-        """Yield the matrices that can be deferred: not vectors, shared weights, or those for a GPU."""
+        """Yield the names of the matrices that can be deferred: on the CPU, and not shared by several modules."""
         named = dict(model.named_parameters(remove_duplicate=False))
         uses = Counter(map(id, named.values()))
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-        known = {*self._at_once, *tied, *tied.values()}
+        excluded = {*self._at_once, *tied, *tied.values()}
         for held, parameter in named.items():
             name = unparametrized(held)
             matrix = parameter.is_meta and parameter.ndim > 1 and uses[id(parameter)] == 1
-            if matrix and name not in known and torch.device(placement.device(name)).type == "cpu":
+            if matrix and name not in excluded and torch.device(placement.device(name)).type == "cpu":
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace quantized layers by dense ones in `dtype`; those in blocks are filled when their block is read."""
-        blocks = {each.name: each for each in self.blocks if self._wait}
+        """Replace quantized layers by dense ones in `dtype`; dense layers in a block are filled with their block."""
+        blocks = {block.name: block for block in self.blocks if self._wait}
 
         def later(place: Place, dense: Any) -> bool:
             block = _block_of(place.name, blocks)
-            if block is not None and f"{place.name}.weight" not in self._at_once:
-                block.dense[place.module] = dense
-                return True
-            return False
+            if block is None or f"{place.name}.weight" in self._at_once:
+                return False
+            block.dense[place.module] = dense
+            return True
 
         def stack_later(stack: DenseStack) -> bool:
             block = _block_of(stack.name, blocks)
-            if block is not None and stack.name not in self._at_once:
-                block.stacks.append(stack)
-                return True
-            return False
+            if block is None or stack.name in self._at_once:
+                return False
+            block.stacks.append(stack)
+            return True
 
         dequantize(model, dtype, later, stack_later)
 
@@ -162,7 +163,7 @@ class DeferredBlocks:
             dense.weight = nn.Parameter(held_weight(layer, dense.weight.dtype), requires_grad=False)
         for stack in block.stacks:
             stack.read()
-        # What dense layers were made of; of what was dense before, the owners' weights are those that are used.
+        # Codes that dense layers replace are freed; a layer that was never quantized computes with its owner's weight.
         self._blank_again(block, [name for name, owner in block.owners.items() if owner in block.dense])
 
     def drop(self, block: Block) -> None:
@@ -190,7 +191,7 @@ class DeferredBlocks:
                 owner.state.CB, owner.state.SCB = None, owner.state.SCB.to("meta")
 
     def on_forward(self) -> None:
-        """Read each block before its forward or that of its layers, and drop it afterwards."""
+        """Install hooks that read a block before its forward or a forward of its layers, and drop it afterwards."""
         for block in self.blocks:
             if block.sources or block.dense or block.stacks:
                 experts = (stack.module for stack in block.stacks)
@@ -199,7 +200,7 @@ class DeferredBlocks:
                 block.module.register_forward_hook(lambda *_: self.use(None))
 
     def use(self, block: Block | None) -> None:
-        """Read this block and drop all others."""
+        """Read `block`, if not None, and drop the block that was read before."""
         if block is self._used:
             return
         if self._used is not None:
@@ -211,8 +212,8 @@ class DeferredBlocks:
 
 
 def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks of a model that are in no other block, by name and in order."""
-    # A list in a list is never called.
+    """Yield the name and module of each block that is in no other block, in the model's order."""
+    # A ModuleList has no forward, also as an element of another list.
     blocks = {id(block) for block in blocks_in(model) if not isinstance(block, nn.ModuleList)}
     last = None
     for name, module in model.named_modules():
@@ -230,15 +231,15 @@ def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
 
 
 def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]:
-    owner, own = block.owners[name], name.rpartition(".")[2]
-    stack = quantized_stack(owner, own)
-    return (owner.get_parameter(own), None) if stack is None else (codes_of(owner, own), stack)
+    owner, leaf = block.owners[name], name.rpartition(".")[2]
+    stack = quantized_stack(owner, leaf)
+    return (owner.get_parameter(leaf), None) if stack is None else (codes_of(owner, leaf), stack)
 
 
 def _as_before(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Convert a weight that was just read to the current form of its blank."""
+    """Convert a weight that was just read to the dtype and quantization state of the blank that it replaces."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

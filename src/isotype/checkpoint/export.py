@@ -26,12 +26,13 @@ Change = Callable[[str, torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Rules for writing models of one `model_type`.
+    """Rules for writing models of one `model_type` as GGUF.
 
     Attributes:
-        change: (name in the file, values, config) -> llama.cpp's values.
-        epsilon: key and config field of the norms' epsilon.
-        more: further keys, and their config fields.
+        name: llama.cpp's name of the architecture.
+        change: (name in the file, transformers' values, config) -> llama.cpp's values.
+        epsilon: GGUF key and config field of the norms' epsilon.
+        more: further GGUF keys, each with its config field.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Architecture:
 
 
 def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """Permute the rows of queries and keys: llama.cpp rotates neighbours in a head, transformers the two halves."""
+    """Permute query and key rows: llama.cpp rotates pairs of neighbouring rows of a head, transformers its two halves."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -50,7 +51,7 @@ def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torc
 
 
 def _norms_from_zero(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """Add 1 to Gemma's norm weights, as in the file."""
+    """Add 1 to Gemma's norm weights: llama.cpp multiplies by the stored weight, transformers by 1 + weight."""
     return values.float() + 1 if name.endswith("norm.weight") else values
 
 
@@ -73,7 +74,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture("phi3", more=_WINDOW),
     "starcoder2": Architecture("starcoder2", epsilon=("attention.layer_norm_epsilon", "norm_epsilon")),
 }
-"""By `model_type`; tests read each back and compare it."""
+"""Rules by `model_type`; tests write a model of each type, read it back and compare."""
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -91,7 +92,7 @@ _NO_TOKENIZER = "this tokenizer cannot be written to GGUF"
 
 
 def check_exportable(config: Any) -> Architecture:
-    """Return how a model of this config is written; raise UsageError if it or its positions are unsupported."""
+    """Return the rules for writing a model of this config; raise UsageError if a part of it has no form in GGUF."""
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None and getattr(config, "vision_config", None) is not None:
@@ -103,7 +104,7 @@ def check_exportable(config: Any) -> Architecture:
     if kind not in ("default", "linear", "llama3"):
         raise _refused(f"rotary positions of the kind {kind}", "default, linear or llama3")
     scalar, head = getattr(text, "query_pre_attn_scalar", None), _head(text)
-    # llama.cpp infers Gemma's scale of attention from the number of layers: these are those of its 27B models.
+    # llama.cpp infers Gemma's attention scale from the number of layers: 46 and 62 are the 27B models.
     large = text.num_hidden_layers in (46, 62)
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
         raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
@@ -127,11 +128,7 @@ def _refused(what: str, expected: str, headline: str = "this model cannot be exp
 
 @dataclass(frozen=True)
 class Tensors:
-    """A dense model to write.
-
-    Attributes:
-        shapes: its parameters by name, in order; their values are not read.
-    """
+    """A dense model to write: `shapes` has all parameters by name, without values, in the order of `values`."""
 
     config: Any
     shapes: Mapping[str, torch.Tensor]
@@ -141,16 +138,16 @@ class Tensors:
 def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time; return notes.
 
-    Matrices are stored in `kind`, vectors (norms, biases) and routers in float32, as by llama.cpp's converter;
-    embeddings and head in q8_0 if `kind` has fewer bits; matrices whose row length is no multiple of 32 in float16
+    Matrices are stored in `kind`; vectors (norms, biases) and routers in float32, like llama.cpp's converter;
+    embeddings and head in q8_0 if `kind` has fewer bits; matrices whose row length is not a multiple of 32 in float16
     instead of blocks. A head that shares the embedding's weight is not written.
 
     Args:
-        tensors: of a model of a type in `ARCHITECTURES`.
         kind: f32, f16, bf16 or one of `isotype.core.dtypes.GGUF_BLOCKS`.
+        name: the model's name in the file's metadata.
 
     Raises:
-        UsageError: as `check_exportable`; a parameter without a name in GGUF; another kind of tokenizer.
+        UsageError: `check_exportable` refuses the model, a parameter has no name in GGUF, or the tokenizer is unsupported.
         PrecisionError: float16 cannot represent a weight.
     """
     import gguf
@@ -158,11 +155,10 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     config = tensors.config.get_text_config()
     architecture = check_exportable(tensors.config)
     names = _names(tensors.shapes, architecture, config)
-    split = (zip(names[each], _parts(v, names[each]), strict=True) for each, v in tensors.shapes.items())
-    shapes = dict(chain.from_iterable(split))
+    shapes = dict(chain.from_iterable(_parts(value, names[key]) for key, value in tensors.shapes.items()))
     factors = _llama3_factors(config)
     more = {} if factors is None else {"rope_freqs.weight": factors}
-    every = {**shapes, **more}
+    all_shapes = {**shapes, **more}
     writer = gguf.GGUFWriter(path, architecture.name)
     writer.add_type("model")
     writer.add_name(name)
@@ -170,54 +166,53 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_numbers(writer, config, architecture)
     add_tokenizer(writer, tokenizer, shapes["token_embd.weight"].shape[0])
-    kinds = {each: _kind(each, value, kind) for each, value in every.items()}
-    for each, value in every.items():
-        stored = getattr(gguf.GGMLQuantizationType, kinds[each])
+    kinds = {key: _kind(key, value, kind) for key, value in all_shapes.items()}
+    for key, value in all_shapes.items():
+        stored = getattr(gguf.GGMLQuantizationType, kinds[key])
         block, size = gguf.GGML_QUANT_SIZES[stored]
-        # Of any dtype but uint8 the writer takes the shape for that of the values.
+        # With dtype uint8, the writer would compute another shape from the bytes.
         nbytes = value.numel() // block * size
-        writer.add_tensor_info(each, value.shape, np.dtype(np.float32), nbytes, raw_dtype=stored)
+        writer.add_tensor_info(key, value.shape, np.dtype(np.float32), nbytes, raw_dtype=stored)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for each, value in tensors.values:
-            for own, part in zip(names[each], _parts(value, names[each]), strict=True):
-                writer.write_tensor_data(_stored(own, architecture.change(own, part, config), kinds[own]))
-        for each, value in more.items():
-            writer.write_tensor_data(_stored(each, value, kinds[each]))
+        for parameter, value in tensors.values:
+            for key, part in _parts(value, names[parameter]):
+                writer.write_tensor_data(_stored(key, architecture.change(key, part, config), kinds[key]))
+        for key, value in more.items():
+            writer.write_tensor_data(_stored(key, value, kinds[key]))
     finally:
         writer.close()
-    wide = [each for each, stored in kinds.items() if kind in GGUF_BLOCKS and stored == "F16"]
-    why = f"their rows are no multiple of {kind}'s blocks of 32"
+    wide = [key for key, stored in kinds.items() if kind in GGUF_BLOCKS and stored == "F16"]
+    why = f"their rows are not a multiple of {kind}'s blocks of 32"
     return [f"{len(wide)} weights are in f16: {why} ({wide[0]}, …)"] if wide else []
 
 
-def _parts(values: torch.Tensor, names: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
-    """Split a parameter into the file's tensors: experts' gate and up weights are side by side."""
-    return (values,) if len(names) == 1 else values.chunk(len(names), dim=1)
+def _parts(values: torch.Tensor, names: tuple[str, ...]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the file's tensors of a parameter; stacked gate and up weights of experts become two tensors."""
+    return zip(names, values.chunk(len(names), dim=1) if len(names) > 1 else (values,), strict=True)
 
 
 def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, tuple[str, ...]]:
-    """Return the file's names of each parameter, or of the parts of a stacked one."""
+    """Return the names in the file by parameter: two for stacked gate and up weights, else one."""
     import gguf
 
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
-    known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    called_names = {}
+    name_map = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names_in_file = {}
     for name in names:
-        each_of = ("gate", "up") if _GATE_UP in name else ("",)
-        parts = [name.replace(_GATE_UP, f"experts.{each}_proj") for each in each_of]
-        called = [known.get_name(part, try_suffixes=(".weight", ".bias")) for part in parts]
-        called_names[name] = tuple(
-            each if each is None or each.endswith((".weight", ".bias")) else f"{each}.weight"
-            for each in called
+        halves = ("gate", "up") if _GATE_UP in name else ("",)
+        parts = [name.replace(_GATE_UP, f"experts.{half}_proj") for half in halves]
+        keys = [name_map.get_name(part, try_suffixes=(".weight", ".bias")) for part in parts]
+        names_in_file[name] = tuple(
+            key if key is None or key.endswith((".weight", ".bias")) else f"{key}.weight" for key in keys
         )
-    unnamed = [name for name, called in called_names.items() if None in called]
+    unnamed = [name for name, keys in names_in_file.items() if None in keys]
     if unnamed:
-        what = f"parameters that GGUF has no name for: {listed(unnamed)}"
-        raise _refused(what, f"those of a plain {architecture.name}")
-    return called_names
+        what = f"parameters that have no name in GGUF: {listed(unnamed)}"
+        raise _refused(what, f"the parameters of a plain {architecture.name}")
+    return names_in_file
 
 
 def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
@@ -243,20 +238,20 @@ def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
 
 
 def _head(config: Any) -> int:
-    """Return the features of an attention head."""
+    """Return the size of an attention head."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
-    """Return the rotary parameters; for two kinds of layers, those of full attention."""
+    """Return the rotary parameters; if the config has two sets, those of full-attention layers."""
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope: Mapping[str, Any] = parameters.get("full_attention", parameters)
     return rope
 
 
 def _llama3_factors(config: Any) -> torch.Tensor | None:
-    """Return the divisors of Llama 3.1's rotary frequencies (transformers' `_compute_llama3_parameters`), else None."""
+    """Return the divisors of the rotary frequencies of a Llama 3.1 model, or None for another rope type."""
     rope = _rope(config)
     if rope.get("rope_type") != "llama3":
         return None
@@ -274,12 +269,12 @@ def _kind(name: str, values: torch.Tensor, kind: str) -> str:
         return "F32"
     if kind in GGUF_BLOCKS and values.shape[-1] % 32:
         return "F16"
-    # llama.cpp keeps these in more bits too: their rounding reaches every token's logits.
+    # Embeddings and head have 8 bits, as in llama.cpp: their rounding changes the logits of every token.
     return "Q8_0" if kind in GGUF_BLOCKS and name in _ENDS else kind.upper()
 
 
 def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
-    """Return the bytes of a tensor, rounded once."""
+    """Return a tensor rounded once to `kind`, as a numpy array; raise PrecisionError if float16 overflows."""
     import gguf
 
     if kind == "BF16":
@@ -320,7 +315,7 @@ def require_program(kind: str, adapter: Path, output: Path) -> None:
 
 
 def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
-    """Store a dense GGUF file in `kind` by `llama-quantize`; report the types, or raise SaveError."""
+    """Quantize a dense GGUF file with `llama-quantize`; return a note with the types, or raise SaveError."""
     command = [shutil.which(PROGRAM) or PROGRAM, str(dense), str(output), kind.upper()]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode or not output.is_file():
@@ -333,10 +328,9 @@ def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
     return [f"{kind} is a mixture of {PROGRAM}'s: {types}"]
 
 
-# llama.cpp's names for how text is split before the merges, by the pattern of the tokenizer (its llama-vocab.cpp).
+# llama.cpp's names of pre-tokenizers by their regular expression (llama-vocab.cpp).
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPECIAL = {
     "bos_token_id": "add_bos_token_id",
     "eos_token_id": "add_eos_token_id",
@@ -348,7 +342,8 @@ _SPECIAL = {
 def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     """Write a tokenizer's vocabulary, merges, kinds and special tokens with `gguf.GGUFWriter`.
 
-    Embedding rows without a token are named and marked as unused. Raises UsageError for unsupported tokenizers.
+    Embedding rows without a token are named `[PADn]` and marked as unused. Raises UsageError if the tokenizer is not BPE,
+    or llama.cpp has no name for its pre-tokenizer.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
@@ -356,7 +351,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
         what = f"a tokenizer of the kind {model['type']}"
         raise _refused(what, "byte-level BPE, or BPE with byte tokens", _NO_TOKENIZER)
     tokens, kinds = _vocabulary(content, tokenizer, rows)
-    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
@@ -380,31 +375,30 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
 
 
 def _vocabulary(content: Mapping[str, Any], tokenizer: Any, rows: int) -> tuple[list[str], list[int]]:
-    """Return every row's token and kind."""
-    added = {each["id"]: each for each in content["added_tokens"]}
+    """Return the token and the token type of every embedding row."""
+    from gguf import TokenType
+
+    special = {token["id"]: token["special"] for token in content["added_tokens"]}
     names = {number: token for token, number in tokenizer.get_vocab().items()}
     unknown, byte_tokens = content["model"].get("unk_token"), content["model"].get("byte_fallback")
     tokens, kinds = [], []
     for number in range(rows):
-        token = names.get(number)
+        token, kind = names.get(number), TokenType.NORMAL
         if token is None:
-            tokens.append(f"[PAD{number}]")
-            kinds.append(_UNUSED)
-            continue
-        kind = _NORMAL
-        if byte_tokens and len(token) == 6 and token.startswith("<0x"):
-            kind = _BYTE
+            token, kind = f"[PAD{number}]", TokenType.UNUSED
+        elif byte_tokens and len(token) == 6 and token.startswith("<0x"):
+            kind = TokenType.BYTE
         elif byte_tokens and token == unknown:
-            kind = _UNKNOWN
-        elif number in added:
-            kind = _CONTROL if added[number]["special"] else _USER_DEFINED
+            kind = TokenType.UNKNOWN
+        elif number in special:
+            kind = TokenType.CONTROL if special[number] else TokenType.USER_DEFINED
         tokens.append(token)
         kinds.append(kind)
     return tokens, kinds
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """Return SentencePiece's order as scores: the earlier a pair is merged, the higher its token."""
+    """Return SentencePiece scores: the earlier a pair is merged, the higher the score of the merged token."""
     rank: dict[str, int] = {}
     for at, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), at)
@@ -415,7 +409,7 @@ def _token_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, A
     if pre_tokenizer is None:
         return []
     if pre_tokenizer["type"] == "Sequence":
-        return [part for each in pre_tokenizer["pretokenizers"] for part in _token_parts(each)]
+        return [part for step in pre_tokenizer["pretokenizers"] for part in _token_parts(step)]
     return [pre_tokenizer]
 
 
@@ -438,5 +432,7 @@ def _split_name(pre_tokenizer: Mapping[str, Any] | None) -> str:
         name = _SPLITS.get(parts[0]["pattern"].get("Regex", ""))
         if name is not None:
             return name
-    what = f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'} as no known model does"
+    what = (
+        f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'}, which llama.cpp has no name for"
+    )
     raise _refused(what, "the split of GPT-2, Llama 3, Qwen 2 or SmolLM, or SentencePiece's", _NO_TOKENIZER)

@@ -1,4 +1,4 @@
-"""The content of a checkpoint, in groups of equal tensors of all layers, read from headers alone."""
+"""Inspect a checkpoint from its headers alone: tensors of one name in all layers form a group."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from isotype.core.names import grouped
 from isotype.precision.policy import PrecisionPolicy
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# Fields of a quantization_config to print.
+# Prefixes of the fields of a quantization_config that are printed.
 _SHOWN = ("bnb_4bit_", "load_in_", "bits", "group_size", "desc_act")
 _SHOWN_8BIT = ("load_in_", "llm_int8_threshold")
 
 
 @dataclass(frozen=True)
 class Mismatched:
-    """A tensor whose storage differs from its group's: its full name and stored dtype."""
+    """A tensor that is stored in another dtype than most tensors of its group."""
 
     name: str
     dtype: str
@@ -37,15 +37,15 @@ class Mismatched:
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one name in all layers and experts, whose numbers are `*`.
+    """The tensors of one name in all layers and experts; `name` has `*` for their numbers.
 
     Attributes:
-        dtype: of most of them: a dtype's name, or a quantization format (`nf4`, `Q4_K`).
-        shapes: as stored, most frequent first; packed weights have a packed shape.
-        values: number of weights; for packed formats, the unpacked ones.
-        bytes: in the file, with their quantization constants.
-        mismatched: tensors stored differently.
-        unlike: the checkpoint's main dtype if this group's float dtype differs; else None.
+        dtype: dtype name or quantization format (`nf4`, `Q4_K`) of most tensors.
+        shapes: stored shapes, most frequent first; packed weights have a packed shape.
+        values: number of weights, after unpacking if the format is packed.
+        bytes: bytes in the file, with quantization constants.
+        mismatched: tensors in another dtype or format than `dtype`.
+        unlike: the checkpoint's main dtype if this group has another float dtype; else None.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Inspection:
     Attributes:
         format: `"safetensors"` or `"gguf"`.
         kind: `"model"` or `"adapter"`.
-        groups: in the order of the layers' numbers and names.
-        totals: by dtype or format, most bytes first.
-        quantization: of config.json, or of the tensors themselves; "" for plain float weights.
+        groups: groups of tensors, sorted by name.
+        totals: sums by dtype or format, most bytes first.
+        quantization: quantization by config.json, else the formats of the tensors; "" if all weights are plain floats.
         config_dtype: the dtype in config.json, or None.
-        notes: contradictions between file and config.
+        notes: contradictions between weights and config.json.
     """
 
     path: str
@@ -97,7 +97,7 @@ class Inspection:
 
     @property
     def tensors(self) -> int:
-        """Number of tensors; quantization constants count with their weight."""
+        """Number of tensors; a weight and its quantization constants count as one."""
         return sum(total.tensors for total in self.totals)
 
     @property
@@ -108,8 +108,9 @@ class Inspection:
 def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Inspection:
     """Read the headers of a checkpoint and group its tensors.
 
-    `path`: a directory, a .safetensors file, an index of shards, a .gguf file, `embedded:NAME` or a hub id with its
-    `revision`. Raises CheckpointError if there is no checkpoint, or it is damaged, incomplete or pickled.
+    `path`: a directory, a .safetensors file, an index of shards, a .gguf file, `embedded:NAME` or a hub id.
+    `revision`: branch, tag or commit of a hub id. Raises CheckpointError if there is no checkpoint, or it is damaged,
+    incomplete or pickled.
     """
     source = local_path(path)
     headers = hub_headers(str(path), revision) if source is None else read_headers(source)
@@ -139,7 +140,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
 
 
 def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
-    """Return the headers of a model on the hub, from the local cache if it has them."""
+    """Return the headers of a model on the hub: from the local cache if the model is there, else by range requests."""
     if (snapshot := local_snapshot(model_id, revision)) is not None:
         return read_headers(snapshot)
     remote, notes = remote_headers(model_id, revision)
@@ -169,9 +170,10 @@ def _quantization(config: Mapping[str, Any], stored: Sequence[StoredTensor]) -> 
     if isinstance(options, dict):
         method = str(options.get("quant_method", "bitsandbytes"))
         shown = _SHOWN_8BIT if options.get("load_in_8bit") else _SHOWN
-        held = {name: value for name, value in options.items() if value not in (None, False)}
         details = [
-            f"{n.removeprefix('bnb_4bit_')}={value}" for n, value in held.items() if n.startswith(shown)
+            f"{name.removeprefix('bnb_4bit_')}={value}"
+            for name, value in options.items()
+            if name.startswith(shown) and value not in (None, False)
         ]
         return " ".join([method, *details])
     formats = Counter(tensor.form for tensor in stored if not tensor.plain)
@@ -204,22 +206,22 @@ def _group(name: str, tensors: Sequence[StoredTensor], main: str | None) -> Grou
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key by which `layers.9` is before `layers.10`."""
+    """Return a sort key that puts `layers.9` before `layers.10`."""
     parts = filter(None, re.split(r"(\d+)", name))
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
 @dataclass(frozen=True)
 class PlanGroup:
-    """Tensors of one name (`*` for layer and expert numbers) that are stored and converted alike.
+    """Tensors of one name (with `*` for layer and expert numbers) that are stored and converted alike.
 
     Attributes:
-        stored, storage: in the files, and in the loaded model: a dtype's name or a quantization format.
+        stored, storage: dtype name or quantization format in the files and in the loaded model.
         how: the conversion in words.
-        pinned: the model's author keeps them in float32.
-        shapes: in the model, most frequent first.
+        pinned: True if the model's author keeps the tensors in float32.
+        shapes: shapes in the model, most frequent first.
         sources: number of source tensors in the files.
-        bytes: read from the files.
+        bytes: bytes read from the files.
     """
 
     name: str
@@ -235,9 +237,9 @@ class PlanGroup:
 
 @dataclass(frozen=True)
 class PlanInspection:
-    """The plan of loading a checkpoint into the class `model`, with every tensor, and with groups in the model's order.
+    """The plan of loading a checkpoint into the class `model`; `groups` are in the model's order.
 
-    `loaded_bytes`: of the loaded parameters.
+    `loaded_bytes`: bytes of the loaded parameters.
     """
 
     path: str
@@ -249,7 +251,7 @@ class PlanInspection:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes to read from the files; a tensor shared by two of the model's is read once."""
+        """Bytes to read from the files; a tensor that two parameters of the model share counts once."""
         return sum({(s.file, s.name): s.bytes for t in self.plan.tensors for s in t.sources}.values())
 
 
@@ -270,8 +272,8 @@ def inspect_plan(
         dtype, quantization, device, trainable, revision, base_memory: as for `isotype.resolve_precision`.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged or incomplete; names every problem.
-        PrecisionError: a policy that cannot be.
+        CheckpointError: there is no checkpoint, or it is damaged or incomplete; the error names every problem.
+        PrecisionError: the device or the library versions cannot run the requested policy.
     """
     checkpoint = open_checkpoint(path, revision)
     policy = resolve_precision(

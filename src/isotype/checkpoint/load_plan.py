@@ -1,4 +1,4 @@
-"""Plan of loading a checkpoint under a policy, tensor by tensor, decided from headers before a weight is read."""
+"""Plan how each tensor of a checkpoint is loaded under a policy, from headers before a weight is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from isotype.model.experts.quantize import formats_of_stacks
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
-# The operations of transformers' conversions, in a word.
+# A word for each operation of transformers' conversions.
 _WORDS = {
     "MergeModulelist": "stacked",
     "SplitModulelist": "unstacked",
@@ -41,13 +41,13 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of the model: its sources and its storage.
+    """The load of one tensor of the model.
 
     Attributes:
-        sources: its tensors in the files, quantization constants included.
-        stored, storage: in the files, and in the loaded model: a dtype's name or a quantization format.
-        conversion: steps in order; empty if it is used as stored.
-        pinned: the model's author keeps it in float32.
+        sources: the tensors in the files that it is made from, with their quantization constants.
+        stored, storage: dtype name or quantization format in the files and in the loaded model.
+        conversion: conversion steps in order; empty if the tensor is used as stored.
+        pinned: True if the model's author keeps the tensor in float32.
     """
 
     name: str
@@ -73,11 +73,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The loading of every tensor of a model, with missing and surplus ones.
-
-    Attributes:
-        match: the comparison of the model with the checkpoint; its `weights` are the sources of each tensor.
-    """
+    """The loads of a model's tensors, and in `match` the missing and surplus tensors of the checkpoint."""
 
     tensors: tuple[PlannedTensor, ...]
     match: Match = field(repr=False)
@@ -104,17 +100,17 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
             continue
         form = main_form(tensor for tensor, _ in source.tensors) or "packed"
         stored = packed if form == "packed" else form
-        kept = stored if stored in QUANTIZATIONS else storage.get(name, dtype_name(value.dtype))
-        if not value.is_floating_point():
-            kept = stored
+        loaded = storage.get(name, dtype_name(value.dtype))
+        if stored in QUANTIZATIONS or not value.is_floating_point():
+            loaded = stored
         tensors.append(
             PlannedTensor(
                 name,
                 tuple(value.shape),
                 tuple(part for tensor, _ in source.tensors for part in tensor.parts),
                 stored,
-                kept,
-                _conversion(name, source, stored, kept),
+                loaded,
+                _conversion(name, source, stored, loaded),
                 is_pinned(name, policy.pinned),
             )
         )
@@ -122,7 +118,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    """Return the policy's storage of each tensor of a dense model: float parameters, and pinned buffers."""
+    """Return the storage under the policy of each float parameter and each pinned buffer of a dense model, by name."""
     dtypes = dtypes_to_load(model, tuple(places(model)), policy)
     quantized = quantized_weights(model, policy.dense) if policy.quantized else frozenset()
     storage = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
@@ -139,9 +135,9 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
 
 
 def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
-    """Return the weights that transformers passes to bitsandbytes when it quantizes a dense model while loading.
+    """Return the names of the weights that transformers quantizes with bitsandbytes when it loads a dense model.
 
-    For any other module, the weights of all linear layers. `dense`: excluded modules, as of a policy.
+    For a module that is not from transformers, the weights of all linear layers. `dense`: modules that stay dense.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -156,7 +152,7 @@ def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
 
 
 def _skipped(model: Any, dense: Sequence[str]) -> Sequence[str]:
-    """Return the modules that transformers never quantizes in this class, or those of a policy instead."""
+    """Return the modules that transformers leaves dense: the modules `dense` if there are any, else the class's choice."""
     from transformers.quantizers.base import HfQuantizer
 
     if not hasattr(model, "all_tied_weights_keys"):

@@ -1,12 +1,11 @@
-"""Adapters initialised from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659); the
-base is unchanged.
+"""Initialise adapters from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659).
 
-LoftQ alternates between quantizing W - BA and decomposing the rest of W. Here it is one iteration, for a quantized
-base: with the error D = W - Q(W) and the scale s = alpha / r, s B A is the matrix of rank r nearest to D. PEFT's
-`replace_lora_weights_loftq` (0.21) sets B A to it, without the scale.
+LoftQ alternates between quantizing W - BA and decomposing the rest of W. Here it is one iteration, and the quantized
+base stays unchanged: with the error D = W - Q(W) and the scale s = alpha / r, s B A becomes the matrix of rank r that is
+nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores the scale: it sets B A to this matrix.
 
-For inputs with channel moments m, the output error is Σ m d² (`isotype.model.fitted`). With U the first r left
-singular vectors of D diag(√m), U Uᵀ D is the nearest in that norm.
+For inputs with channel moments m, the output error is Σ m d² (`isotype.model.fitted`). If U has the first r left
+singular vectors of D diag(√m), the nearest matrix in that norm is U Uᵀ D.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ADAPTER = "default"
 _TURNS = 4
-"""Products with D and Dᵀ that refine the singular vectors; with fewer, the last of r are off by some percent."""
+"""Products with D and Dᵀ that refine the singular vectors; fewer leave errors of some percent in the last vectors."""
 
 
 @torch.no_grad()
 def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor]) -> int:
-    """Set the adapters of 4-bit layers to the nearest matrices to their quantization errors; return their number.
+    """Set the adapter of each 4-bit layer to the matrix nearest to its quantization error; return the number of layers.
 
-    int8's errors are a hundredth of these: its layers keep their adapters. `moments`: layer name in the base model ->
-    relative second moments `[in]` of its input channels. Raises PrecisionError for a checkpoint saved quantized.
+    int8 layers keep their adapters: their errors are a hundredth of 4-bit errors. `moments`: layer name in the base
+    model -> relative second moments `[in]` of its input channels. Raises PrecisionError for a checkpoint saved quantized.
     """
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.name}, saved in {saved}"
@@ -70,10 +69,10 @@ def _take_in(layer: Any, error: torch.Tensor, moments: torch.Tensor | None) -> N
     weighed = error if moments is None else error * moments.to(down.device, torch.float32).sqrt()
     rank = min(down.shape[0], *error.shape)
     with random_states_kept(down.device):
-        torch.manual_seed(0)  # the same at every start, whatever was drawn before
-        left, values, _ = torch.svd_lowrank(weighed, q=min(2 * rank, *error.shape), niter=_TURNS)
+        torch.manual_seed(0)  # every run starts from the same adapters
+        vectors, values, _ = torch.svd_lowrank(weighed, q=min(2 * rank, *error.shape), niter=_TURNS)
     rank = min(rank, int((values > 0).sum()))
     roots = (values[:rank] / layer.scaling[_ADAPTER]).sqrt()
     up.zero_()
-    up[:, :rank] = left[:, :rank] * roots
-    down[:rank] = (left[:, :rank].T @ error) / (layer.scaling[_ADAPTER] * roots).unsqueeze(1)
+    up[:, :rank] = vectors[:, :rank] * roots
+    down[:rank] = (vectors[:, :rank].T @ error) / (layer.scaling[_ADAPTER] * roots).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""measure_ranges: the largest values of a model in memory, or of a checkpoint read module by module."""
+"""measure_ranges: record the largest values of a model in memory, or of a checkpoint read module by module."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ def measure_ranges(
 ) -> Ranges:
     """Run a forward and a backward of the mean loss and record the largest magnitude of every value.
 
-    Computed in float32 from the stored weights, in evaluation mode, without autocast and without a policy's
-    boundaries. One block at a time is in float32; blocks are recomputed in the backward. A model in memory is not
-    changed, nor its gradients, hooks, modes or random states. Results of a checkpoint on the package's texts, with at
-    least the default number of tokens, are cached.
+    The step is computed in float32 from the stored weights, in evaluation mode, without autocast and without a policy's
+    boundaries. Only one block at a time is converted to float32; blocks are recomputed in the backward. A model in
+    memory, its gradients, hooks, modes and random states stay unchanged. The result is cached for a checkpoint on the
+    package's texts with at least the default number of tokens.
 
     Args:
         model: a module (with or without PEFT adapters, quantized layers, boundaries), or a checkpoint: a directory, a
-            GGUF file, `embedded:NAME` or a hub id, or one that is open.
+            GGUF file, `embedded:NAME`, a hub id, or an open `Checkpoint`.
         batch: inputs of the model, a dict of tensors, labels included, or a list of such dicts; default: short texts
-            of the package.
-        tokens: number of tokens of these texts.
-        device: default: the model's; the CPU for a checkpoint.
-        dtype: compute dtype; default: float32, bfloat16 if that does not fit into free memory.
-        progress: show a bar on a terminal if it takes longer than three seconds.
+            that isotype contains.
+        tokens: number of tokens of the default texts.
+        device: default: the model's device, or the CPU for a checkpoint.
+        dtype: compute dtype; default: float32, or bfloat16 if float32 does not fit into free memory.
+        progress: show a bar on a terminal if the measurement takes longer than three seconds.
         revision: branch, tag or commit of a hub id.
 
     Returns:
-        The measurement. If even float32 overflows, it has infinity or NaN, and a note names the first operator.
+        The measurement. If float32 overflows, the values are infinity or NaN, and a note names the first operator.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be loaded.
-        UsageError: no batch can be made for the model, or `batch` is none; a model in memory without values.
+        UsageError: isotype cannot make a batch for the model, `batch` is not a batch, or a weight has no values here.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
     return measured_and_kept(measure, source, batch, tokens, device=device, dtype=dtype, progress=progress)
@@ -87,7 +87,7 @@ def measured_and_kept(
     tokens: int,
     **options: Any,
 ) -> Measurement:
-    """Measure a model; cache it for a checkpoint on the package's texts with at least the default number of tokens."""
+    """Call `measure` on a model; cache the result of a checkpoint on the package's texts with `TOKENS` or more tokens."""
     if isinstance(source, nn.Module):
         return measure(*to_measure(source, batch, tokens), **options)
     source = downloaded(source)
@@ -97,7 +97,7 @@ def measured_and_kept(
 
 
 def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
-    """Return a model in memory, or of a local checkpoint, and its batch, by default the package's texts."""
+    """Return the model to measure, in memory or of a local checkpoint, and its batches; default: the package's texts."""
     measured = of_module(source) if isinstance(source, nn.Module) else of_checkpoint(source)
     if batch is not None:
         return measured, require_positions(measured.model, given_batches(batch))
@@ -107,17 +107,17 @@ def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple
 
 
 def _tokenizer_of_module(model: nn.Module) -> Any:
-    """Return the tokenizer of the checkpoint that a model in memory was loaded from; None if not available."""
+    """Return the tokenizer of the checkpoint that a model in memory was loaded from, or None if it is not available."""
     name = str(getattr(without_peft(model), "name_or_path", "") or "")
     try:
         files = (local_path(name) or local_snapshot(name)) if name else None
         return None if files is None else tokenizer_of(tokenizer_source(open_checkpoint(files)))
     except CheckpointError:
-        return None  # it has been moved since, or its hub cannot be reached
+        return None  # the checkpoint was moved or removed since
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Measured:
-    """Return a checkpoint to measure; weights stay on disk if their conversions allow reading them one by one."""
+    """Return a checkpoint to measure: its weights stay on disk, except if they can only be loaded as a whole."""
     if saved := checkpoint.facts.saved_format:
         return _loaded(checkpoint, f"its weights are stored in {saved}")
     model = blank_model(config_of(checkpoint))

@@ -1,4 +1,4 @@
-"""Load a checkpoint over several processes: each reads and keeps only its rows of every tensor."""
+"""Load a checkpoint on several processes: each process reads and keeps only its rows of every tensor."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def load_sharded(
     Args:
         path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or an open checkpoint.
         policy: from `isotype.resolve_precision`.
-        adapt: adds the adapters, as in `lambda model: isotype.add_lora(model, policy, r=16)`; its model has no
-            values. Adapters are initialised as in one process: same seed, same order.
+        adapt: adds the adapters, as in `lambda model: isotype.add_lora(model, policy, r=16)`, to a model on the meta
+            device. Adapters are initialised as in one process: same seed, same order.
         mesh: a `DeviceMesh` of one dimension; default: all processes.
-        reshard: free a block's gathered weights after its forward and gather them again for its backward; False keeps
-            them.
+        reshard: free a block's gathered weights after its forward and gather them again for its backward; if False,
+            keep them.
         revision: branch, tag or commit of a hub id.
         **settings: `model_class` (a transformers model class or auto class; default: the class that the config
             names), `attn_implementation` as in `from_pretrained`, and fields of the config to set, such as
@@ -86,14 +86,14 @@ def load_sharded(
         expected = "float weights: every process can read its rows of them"
         fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
         raise PrecisionError.of("a quantized checkpoint cannot be loaded sharded", what, expected, fix)
-    forget_quantization(config)  # what is dequantized has none any more
-    with random_states_kept():  # towers draw buffers and embeddings where they are made
+    forget_quantization(config)  # the weights are dequantized while they are read
+    with random_states_kept():  # some towers draw random buffers and embeddings when they are built
         model = skeleton(config, policy, buffers=True, **settings)
     headers = headers_of(checkpoint)
     matched = match(model, headers)
     matched.require_complete()
     stored = StoredWeights(model, headers, matched.weights)
-    # What the checkpoint lacks and may lack, such as a new head: with one random state it is the same everywhere.
+    # Parameters that may be missing, such as a new head: every process draws the same values from the same random state.
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in matched.initialised):
         module = model.get_submodule(owner)
         for name, parameter in module.named_parameters(recurse=False):
@@ -115,11 +115,7 @@ def load_sharded(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Reader of this process's rows.
-
-    Attributes:
-        stored: the files, by the model's names.
-    """
+    """Reader of this process's rows of the `stored` weights."""
 
     stored: StoredWeights
     policy: PrecisionPolicy
@@ -129,12 +125,12 @@ class _Rows:
 
     def plain(self, name: str, parameter: Any) -> torch.Tensor:
         """Return this process's rows of `parameter`, in its dtype."""
-        return self._read(name, *self._own(parameter.shape[0]), parameter.dtype)
+        return self._read(name, *self._bounds(parameter.shape[0]), parameter.dtype)
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return int8 rows; the scales of all rows are stored in the layer."""
+        """Return this process's int8 rows, and set the scales of all rows in the layer."""
         rows = parameter.shape[0]
-        start, stop = self._own(rows)
+        start, stop = self._bounds(rows)
         scales = torch.zeros(rows, device=self.device)
         codes = torch.empty(0, parameter.shape[1], dtype=torch.int8, device=self.device)
         if stop > start:
@@ -144,15 +140,15 @@ class _Rows:
         return codes
 
     def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return packed codes `[bytes of this process / size of the storage dtype, 1]`; the layer gets all constants."""
+        """Return this process's packed codes `[count, 1]` in the storage dtype, and set all constants in the layer."""
         state = quantization_state(layer)
         width, size = state.shape[1], state.blocksize
-        packed = 2 * parameter.dtype.itemsize  # elements in one of the storage dtype
-        start, stop = (min(each * packed, state.shape.numel()) for each in self._own(parameter.shape[0]))
+        packed = 2 * parameter.dtype.itemsize  # weights in one element of the storage dtype
+        start, stop = (min(row * packed, state.shape.numel()) for row in self._bounds(parameter.shape[0]))
         absmax = torch.zeros(math.ceil(state.shape.numel() / size), device=self.device)
         codes = torch.empty(0, 1, dtype=torch.uint8, device=self.device)
         if stop > start:
-            # Whole blocks around this process's elements, from their rows.
+            # Quantize whole blocks around this process's weights, from the rows that hold these blocks.
             first, last = start // size * size, min(math.ceil(stop / size) * size, state.shape.numel())
             top, bottom = first // width, math.ceil(last / width)
             dense = self._read(name, top, bottom, self.policy.plain, holds_turned(layer)).flatten()
@@ -162,7 +158,7 @@ class _Rows:
                 moments, block, state.quant_type, first=first - top * width, blocksize=size
             )
             codes = codes[(start - first) // 2 : (stop - first + 1) // 2]
-            # A block that two processes share is the one's in which it begins.
+            # If a block reaches into the next process's rows, the process in which the block begins sets its constant.
             skipped = math.ceil(start / size) - first // size
             absmax[first // size + skipped : math.ceil(stop / size)] = quantized.absmax[skipped:]
         constants = {name: getattr(state, name) for name in ("shape", "dtype", "blocksize", "quant_type")}
@@ -170,29 +166,30 @@ class _Rows:
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
-        """Return codes of this process's experts; the constants of all experts are stored in every process."""
-        experts = blank.shape[0]
-        # Experts that pass the compute dtype's range are quantized as they are computed.
+        """Return the codes of this process's experts, and set the constants of all experts in `holder`."""
+        experts, device = blank.shape[0], self.device
+        # Experts whose values exceed the compute dtype's range are quantized from the dtype that they compute in.
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
-        start, stop = self._own(experts)
+        start, stop = self._bounds(experts)
         if blank.storage == MXFP4:
-            codes, part = (each.to(self.device) for each in self.stored.read_packed(name, start, stop))
+            codes, part = (values.to(device) for values in self.stored.read_packed(name, start, stop))
         else:
-            parts = (self._read(name, each, each + 1, dtype) for each in range(start, stop))
-            shape = torch.Size((stop - start, *blank.shape[1:]))
-            turned, here = blank.transposed, self.device
-            codes, own = quantize_parts(parts, shape, blank.storage, dtype, transposed=turned, device=here)
-            (part,) = own.factors()
-        constants = torch.zeros(experts, *part.shape[1:], dtype=part.dtype, device=self.device)
+            parts = (self._read(name, expert, expert + 1, dtype) for expert in range(start, stop))
+            shape, turned = torch.Size((stop - start, *blank.shape[1:])), blank.transposed
+            codes, stack = quantize_parts(
+                parts, shape, blank.storage, dtype, transposed=turned, device=device
+            )
+            (part,) = stack.factors()
+        constants = torch.zeros(experts, *part.shape[1:], dtype=part.dtype, device=device)
         constants[start:stop] = part
         holder[0] = with_constants(blank, self._from_all(constants))
         return codes
 
-    def _own(self, rows: int) -> tuple[int, int]:
-        """Return FSDP2's rows of this process, cut like `torch.chunk`."""
-        each = math.ceil(rows / self.mesh.size())
-        start = min(each * self.mesh.get_local_rank(), rows)
-        return start, min(start + each, rows)
+    def _bounds(self, rows: int) -> tuple[int, int]:
+        """Return the first row of this process and the row after its last, split as FSDP2 does (`torch.chunk`)."""
+        size = math.ceil(rows / self.mesh.size())
+        start = min(size * self.mesh.get_local_rank(), rows)
+        return start, min(start + size, rows)
 
     def _read(
         self, name: str, start: int, stop: int, dtype: torch.dtype, turned: bool = False
@@ -202,7 +199,7 @@ class _Rows:
         return (rows.T if turned else rows).to(device=self.device, dtype=dtype).contiguous()
 
     def _from_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Combine every process's entries, filled in among zeros."""
+        """Return the sum of `part` over all processes; each process has set its entries and left the others 0."""
         torch.distributed.all_reduce(part, group=self.mesh.get_group())
         return part
 
@@ -210,24 +207,28 @@ class _Rows:
 def _fill(model: nn.Module, rows: _Rows) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
-    owners: dict[Any, list[tuple[str, Place, str]]] = {}  # names in the checkpoint, places, names there
+    owners: dict[
+        Any, list[tuple[str, Place, str]]
+    ] = {}  # parameter -> (name in the model, place, name in the module)
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
             if parameter.is_meta:
                 full = base_name(f"{place.name}.{name}" if place.name else name)
                 owners.setdefault(parameter, []).append((full, place, name))
-    known = rows.stored.shapes
-    sources = {p: next(each for each in sharing if each[0] in known) for p, sharing in owners.items()}
+    shapes = rows.stored.shapes
+    sources = {p: next(owner for owner in sharing if owner[0] in shapes) for p, sharing in owners.items()}
     copies = Counter(name for name, _, _ in sources.values())
-    read: dict[str, torch.Tensor] = {}  # rows that a second parameter, a trained copy of the first, takes too
-    for parameter, (name, place, own) in sources.items():
+    read: dict[
+        str, torch.Tensor
+    ] = {}  # rows of parameters that have a trained copy: the copy takes the same rows
+    for parameter, (name, place, leaf) in sources.items():
         layer: Any = place.module
         stack = held_stack(layer)
         if stack is not None:
             values = rows.stack(name, layer, stack)
-        elif place.kind == "linear4bit" and own == "weight":
+        elif place.kind == "linear4bit" and leaf == "weight":
             values = rows.codes_4bit(name, parameter, layer)
-        elif place.kind == "linear8bit" and own == "weight":
+        elif place.kind == "linear8bit" and leaf == "weight":
             values = rows.codes_8bit(name, parameter, layer)
         elif name in read:
             values = read[name].to(parameter.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""The tokenizer or image processor of a checkpoint; its files are checked, and their code is not run."""
+"""Read the tokenizer or processor of a checkpoint: its files are checked first, and code in the checkpoint is not run."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _ENTRIES = (
 
 
 def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
-    """Return the tokenizer or processor of a directory or hub id; None if it has none and none is required.
+    """Return the tokenizer or processor of a directory or hub id, or None if there is none.
 
-    Raises CheckpointError if its files are damaged, or need code of the checkpoint; with `required`, if there is none.
+    Raises CheckpointError if its files are damaged or need code of the checkpoint, or if `required` and there is none.
     """
     import transformers
 
@@ -76,9 +76,9 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
 
 
 def _lacking(message: str) -> Problem | None:
-    """Return the problem of a missing package for a picture processor; None for other errors."""
+    """Return the problem of a package that an image processor lacks, or None for other errors."""
     if find_spec("PIL") is None and re.search(r"image processor|\bPIL\b|[Pp]illow", message):
-        what = "its processor of pictures needs pillow"
+        what = "its image processor needs pillow"
         return Problem(what, "the package pillow", "pip install 'isotype[vision]'")
     if re.search(r"[Tt]orchvision", message):
         kind = re.search(r"\w+Processor", message)
@@ -96,17 +96,17 @@ def _none(source: str | Path, reason: str) -> CheckpointError:
 
 
 def _check_files(directory: Path) -> None:
-    """Refuse files that are no objects, or whose entries have types that transformers does not take."""
+    """Raise CheckpointError if a tokenizer file is not a JSON object, or an entry has a type that transformers rejects."""
     problems: list[Problem] = []
     for file in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", *TOKENIZER_FILES):
         path = directory / file
         content = read_json(path) if path.is_file() else {}
         problems += entry_problems(content, _ENTRIES, path, _AGAIN)
         templates = content.get("chat_template")
-        for each in templates if isinstance(templates, list) else ():
-            name, text = (each.get(k) if isinstance(each, dict) else None for k in ("name", "template"))
+        for entry in templates if isinstance(templates, list) else ():
+            name, text = (entry.get(k) if isinstance(entry, dict) else None for k in ("name", "template"))
             if not isinstance(name, str) or not isinstance(text, str):
-                what = f"{path}: chat_template holds {each!r:.60}"
+                what = f"{path}: chat_template holds {entry!r:.60}"
                 problems.append(Problem(what, "a name and a template", _AGAIN))
             elif not _FILE_NAME.fullmatch(name):
                 what = f"{path}: chat_template has the name {name!r}"
@@ -117,7 +117,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _reason(source: Path) -> str:
-    """Return why transformers refuses the files, which its factory of tokenizers and processors hides."""
+    """Return the error of `AutoTokenizer` for these files; `AutoProcessor`'s error does not contain it."""
     from transformers import AutoTokenizer
 
     try:
@@ -128,23 +128,22 @@ def _reason(source: Path) -> str:
 
 
 _MIB = 1 << 20
-# Part of a copy's fingerprint: raise it whenever what tokenizer_copy() writes changes, so that no stale copy is used.
+# Part of a copy's fingerprint: raise it if tokenizer_copy() writes something else, so that no stale copy is used.
 _REVISION = 2
-# transformers 5.23 does not know these values of tokenizer.ggml.pre and splits text as GPT-2 does. Their merges were
-# learned on text whose digits were isolated first, "\p{N}" in llama.cpp's llama-vocab.cpp; without that
-# "x\n  12" becomes other tokens than the model has been trained on.
+# transformers 5.23 splits text like GPT-2 for these values of tokenizer.ggml.pre. These tokenizers isolate digits before
+# the merges ("\p{N}" in llama.cpp's llama-vocab.cpp): without that step, "x\n  12" becomes other tokens than in training.
 _ISOLATED_DIGITS = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
-# These are unknown to it, too, but split as GPT-2 does.
+# transformers does not list these values either, but their tokenizers do split text like GPT-2.
 _AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
 
 
 def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) -> Path:
-    """Return a directory with the tokenizer and the config of a GGUF file's model, as by save_pretrained().
+    """Return a directory with the tokenizer and the config of a GGUF file's model, written by `save_pretrained`.
 
-    It is cached in `cache_dir` (default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`) by the file's size and
-    first and last MiB, and created atomically.
+    The directory is created atomically in `cache_dir` (default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`);
+    its name has a hash of the file's size and its first and last MiB.
     """
     path = headers.path
     root = cache_dir or default_cache_dir() / "gguf"
@@ -162,7 +161,7 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
         except OSError:
             if not target.is_dir():
                 raise
-            # Another process was faster; its copy is as good.
+            # Another process has written the same copy in the meantime.
         return target
     except Exception as error:
         failure = write_failure(error, root)
@@ -176,7 +175,7 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a hash of the file and of the versions that read it: an update may convert it differently."""
+    """Return a hash of the file and of the version of transformers, which decides how the file is converted."""
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size} {_REVISION} {packages.version('transformers')}".encode())
     with path.open("rb") as file:
@@ -211,27 +210,26 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
             expected = f"an architecture that transformers reads from GGUF (this one: {metadata.get('general.architecture')})"
             fix = "use the model's safetensors checkpoint instead"
             raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
-        _mend_tokenizer(tokenizer, metadata)
+        _restore_omitted(tokenizer, metadata)
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
 
-def _mend_tokenizer(tokenizer: Any, metadata: Mapping[str, object]) -> None:
-    """Restore what transformers omits from a tokenizer read from GGUF."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits
-    from tokenizers.pre_tokenizers import Sequence as InTurn
+def _restore_omitted(tokenizer: Any, metadata: Mapping[str, object]) -> None:
+    """Set what transformers omits when it reads a tokenizer from GGUF: digits, chat template and maximum length."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     split = metadata.get("tokenizer.ggml.pre")
     backend = tokenizer.backend_tokenizer
     if split in _ISOLATED_DIGITS:
-        backend.pre_tokenizer = InTurn([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     elif split is not None and split not in _AS_GPT2 and isinstance(backend.pre_tokenizer, ByteLevel):
         warnings.warn(
             f"transformers does not know the pre-tokenizer {split!r} of this GGUF file and splits text as GPT-2 does: "
             "some texts become other tokens than in training; use the tokenizer of the original model",
             stacklevel=2,
         )
-    if tokenizer.chat_template is None:  # of Qwen's and other converters
+    if tokenizer.chat_template is None:
         tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if isinstance(length, int):

@@ -1,4 +1,4 @@
-"""Dense values of tensors that a checkpoint stores quantized, or in blocks of a GGUF file, which gguf dequantizes."""
+"""Dequantize weights: those that a checkpoint stores quantized, GGUF blocks (by the library gguf) and loaded layers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ from isotype.model.walk import Place, places
 Read = Callable[[TensorHeader], torch.Tensor]
 
 _PIECE = 1 << 19
-"""Elements dequantized at a time: they stay in the caches, and use all of torch's threads."""
+"""Elements dequantized at a time: few enough for the CPU's caches, and enough for all of torch's threads."""
 _GGUF_PIECE = 1 << 17
-"""Elements dequantized at a time: they and gguf's temporaries stay in the caches."""
+"""Elements dequantized at a time by gguf: with gguf's temporaries they fit into the CPU's caches."""
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AutoAWQ puts each of eight columns in a word."""
+"""Position of each of eight neighbouring columns in one of AutoAWQ's words."""
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """Return a stored tensor's values, computed ones in `dtype`; raise CheckpointError for unknown quantization."""
+    """Return the values of a stored tensor: in `dtype` if they have to be computed, else as stored.
+
+    Raises CheckpointError if isotype does not read the quantization.
+    """
     scheme = tensor.scheme
     if not tensor.quantized:
         return read(tensor.weight)
@@ -78,7 +81,10 @@ def _scaled(
     zeros: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (codes - zeros) x factors, which `block` rows and columns share; codes with a `table` are looked up."""
+    """Return (codes - zeros) x factors; `block` rows and columns share a factor and a zero point.
+
+    `table`: values that uint8 codes are looked up in, or None.
+    """
     *outer, rows, columns = (1, *codes.shape)[-max(2, codes.dim()) :]
     (height, width), count = block, math.prod(outer)
     grid = (-1, -(-rows // height), -(-columns // width))
@@ -86,8 +92,8 @@ def _scaled(
     step = max(1, _PIECE // max(1, columns))
     line = torch.arange(rows) // height
 
-    def wide(each: torch.Tensor) -> torch.Tensor:
-        return each.repeat_interleave(width, dim=1)[:, :columns] if 1 < each.shape[1] < columns else each
+    def wide(grid: torch.Tensor) -> torch.Tensor:
+        return grid.repeat_interleave(width, dim=1)[:, :columns] if 1 < grid.shape[1] < columns else grid
 
     for part, target, factor, zero in zip(
         codes.reshape(-1, rows, columns),
@@ -108,7 +114,7 @@ def _scaled(
 
 
 def _float32(codes: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
-    """Return codes as numbers. float8 codes are looked up: torch converts them one by one."""
+    """Return codes as float32 numbers. float8 codes are looked up in a table: torch's conversion is slower."""
     if table is None and not codes.is_floating_point():
         return codes.to(torch.float32)
     values = _table(codes.dtype) if table is None else table
@@ -122,16 +128,17 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32 numbers; bytes are exponents of two (E8M0)."""
+    """Return scales in float32; uint8 scales are exponents of two (E8M0)."""
     return mxfp4.powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
 
 
 def _unpacked(
     words: torch.Tensor, bits: int, shape: Sequence[int], order: Sequence[int] = (0,)
 ) -> torch.Tensor:
-    """Unpack int32 words to int8 [..., columns], lowest bits first and across words, offset by half.
+    """Unpack unsigned codes from int32 words to int8 `shape`, minus half of their range.
 
-    `order`: places of as many neighbouring columns; `shape` has a multiple of them.
+    Codes begin at the lowest bits of a word and may continue in the next word. `order`: positions of neighbouring
+    columns; the last size of `shape` is a multiple of its length.
     """
     begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32
@@ -139,9 +146,9 @@ def _unpacked(
     step = max(1, _PIECE // max(1, shape[-1]))
     flat = words.reshape(-1, words.shape[-1])
     for first in range(0, len(flat), step):
-        held = flat[first : first + step].to(torch.int64) & 0xFFFFFFFF
-        held = torch.nn.functional.pad(held, (0, 1))
-        pair = held.index_select(-1, place) | held.index_select(-1, place + 1) << 32
+        wide = flat[first : first + step].to(torch.int64) & 0xFFFFFFFF
+        wide = torch.nn.functional.pad(wide, (0, 1))
+        pair = wide.index_select(-1, place) | wide.index_select(-1, place + 1) << 32
         codes[first : first + step] = (pair >> shift & (1 << bits) - 1) - (1 << bits - 1)
     return codes.view(*shape)
 
@@ -152,7 +159,7 @@ Turn = Callable[[Source, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
-    """Return float32 values of a block-quantized tensor, bitwise those of `gguf.quants.dequantize`."""
+    """Return the float32 values of a block-quantized tensor, bitwise equal to `gguf.quants.dequantize`."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -167,12 +174,12 @@ def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
         values[first : first + step] = dequantize(blocks[first : first + step], kind)
 
     with ThreadPoolExecutor(max(1, min(torch.get_num_threads(), rows // (4 * step)))) as pool:
-        list(pool.map(piece, range(0, rows, step)))  # a list: errors are raised here
+        list(pool.map(piece, range(0, rows, step)))  # list() raises the threads' errors here
     return torch.from_numpy(values).view(header.shape)
 
 
 def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
-    """Return the conversion of a GGUF file's tensors, transformers' `TensorProcessor` of the architecture; else None."""
+    """Return the conversion of a GGUF file's tensors by transformers' `TensorProcessor`, or None for other files."""
     if headers.format != "gguf":
         return None
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -182,7 +189,7 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
     names = dict(gguf_names(model, architecture))
 
     def turn(source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # Experts are put together in the dict; everything else is returned.
+        # The processor stacks experts in `tensors`, and returns every other tensor.
         tensors: dict[str, torch.Tensor] = {}
         for tensor, _ in source.tensors:
             result = processor.process(
@@ -200,11 +207,7 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
 
 @dataclass(frozen=True)
 class DenseStack:
-    """A stacked weight that was quantized, and becomes dense by `read`.
-
-    Attributes:
-        name: of the weight in the model.
-    """
+    """A quantized stacked weight, `name` in the model, that `read` replaces by its dense values."""
 
     name: str
     module: nn.Module
@@ -213,10 +216,10 @@ class DenseStack:
     dtype: torch.dtype
 
     def read(self) -> None:
-        """Set the module's weight, on the CPU, from its current codes."""
-        own, codes, stack = self.name.rpartition(".")[2], self.codes, self.stack
-        if quantized_stack(self.module, own) is not None:
-            codes, stack = take_stack(self.module, own)
+        """Set the module's weight to the dense values of its current codes, on the CPU."""
+        leaf, codes, stack = self.name.rpartition(".")[2], self.codes, self.stack
+        if quantized_stack(self.module, leaf) is not None:
+            codes, stack = take_stack(self.module, leaf)
             stack.dtype = self.stack.dtype
         self._put(stack(codes).to("cpu", self.dtype))
 
@@ -224,8 +227,8 @@ class DenseStack:
         self._put(torch.empty(self.stack.shape, dtype=self.dtype, device="meta"))
 
     def _put(self, weight: torch.Tensor) -> None:
-        own = self.name.rpartition(".")[2]
-        own_parameters(self.module)[own] = nn.Parameter(weight, requires_grad=False)
+        leaf = self.name.rpartition(".")[2]
+        own_parameters(self.module)[leaf] = nn.Parameter(weight, requires_grad=False)
 
 
 def dequantize(
@@ -234,14 +237,14 @@ def dequantize(
     later: Callable[[Place, Any], bool] = lambda *_: False,
     stack_later: Callable[[DenseStack], bool] = lambda _: False,
 ) -> None:
-    """Replace bitsandbytes layers and stacked experts by dense ones on the CPU, with exactly the weights of their
-    forward.
+    """Replace bitsandbytes layers and quantized experts by dense ones on the CPU, with the weights that they compute with.
 
     Args:
-        model: a transformers model, changed in place; unchanged if it is not quantized.
-        dtype: of the dense weights. 4-bit layers dequantize to the dtype of their quantization state; int8 ones to
-            float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: (quantized layer, dense one) -> True if the dense weights are filled later.
+        model: a transformers model, changed in place if it is quantized.
+        dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
+            int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
+        later: (quantized layer, dense layer) -> True if the caller fills the dense weight later.
+        stack_later: the same for stacked experts.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:
@@ -250,7 +253,7 @@ def dequantize(
         if not stack_later(dense):
             dense.read()
     if quantized:
-        set_conversions(model, None)  # saving reverses what loading does, as it does not with codes
+        set_conversions(model, None)  # saving converts stacks of codes otherwise than dense stacks
     for place in list(places(model)):
         if place.kind not in ("linear4bit", "linear8bit"):
             continue
@@ -262,7 +265,7 @@ def dequantize(
 
 
 def dense_on_cpu(layer: Any, dtype: torch.dtype) -> Any:
-    """Return `isotype.model.quantized.dense_layer` with its bias on the CPU."""
+    """Return `isotype.model.quantized.dense_layer` of a quantized layer, with its bias on the CPU."""
     linear: Any = dense_layer(layer, dtype)
     if layer.bias is not None:
         linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
@@ -278,13 +281,13 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return `dense_weight` in the layout of `dense_on_cpu` and the files: `[in, out]` for transformers' Conv1D."""
+    """Return `dense_weight` in the layout of the files and of `dense_on_cpu`: transposed to `[in, out]` for Conv1D."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 
 
 def _forget_bnb(model: Any) -> None:
-    """Move a dequantized model to the CPU, without transformers' record of its quantization by bitsandbytes."""
+    """Move a dequantized model to the CPU, and remove transformers' record that bitsandbytes quantized the model."""
     from transformers.integrations import bitsandbytes as integration
 
     if getattr(model, "hf_quantizer", None) is None:
@@ -293,11 +296,12 @@ def _forget_bnb(model: Any) -> None:
         if not value.is_meta:
             value.data = value.data.to("cpu")
     model.hf_quantizer.remove_quantization_config(model)
-    # Saving reverses what loading did to the tensors; assembling packed weights has no reverse (transformers 5.23).
-    noted = conversions(model)
-    if noted is not None:
-        own = integration.__name__
-        modules = [
-            (each, {type(step).__module__ for step in getattr(each, "operations", ())}) for each in noted
+    # Saving reverses the conversions of loading; bitsandbytes' conversions have no reverse (transformers 5.23).
+    recorded = conversions(model)
+    if recorded is not None:
+        others = [
+            conversion
+            for conversion in recorded
+            if integration.__name__ not in {type(s).__module__ for s in getattr(conversion, "operations", ())}
         ]
-        set_conversions(model, [each for each, of_steps in modules if own not in of_steps])
+        set_conversions(model, others)

@@ -1,8 +1,7 @@
-"""The model of `isotype.load` without weights: every tensor on the meta device.
+"""Build the model that `isotype.load` returns, with every tensor on the meta device.
 
-The steps are transformers' (its initialisation context, its quantizer's choice of layers) and bitsandbytes' (its
-operators also shape packed weights and quantization states on the meta device), so that names, classes, shapes and
-dtypes follow the installed versions.
+transformers' initialisation context and quantizer choose classes and layers, and bitsandbytes' operators compute the
+shapes of packed weights and quantization states: names, shapes and dtypes follow the installed versions.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """Return the model class of `config`, or that of an auto class; raise CheckpointError if there is none."""
+    """Return `model_class`, or for an auto class or None the class for `config`; raise CheckpointError if there is none."""
     if model_class is not None and not is_auto_class(model_class):
         return model_class
     cls = class_of(config, model_class)
@@ -51,12 +50,12 @@ def skeleton(
 ) -> Any:
     """Return the dense model on the meta device, its float tensors in the policy's plain dtype.
 
-    Raises CheckpointError if the config names no class of transformers, or an incompatible one.
+    Raises CheckpointError if transformers has no class for the config, or the class cannot be built from the config.
 
     Args:
         model_class: a transformers model class or auto class; default: the class that the config names.
-        buffers: compute the values of buffers, which most checkpoints lack.
-        **settings: fields of the (copied) config to set, such as `num_labels`.
+        buffers: put buffers on the CPU and compute their values, which most checkpoints lack.
+        **settings: fields to set in a copy of the config, such as `num_labels`.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
@@ -84,10 +83,10 @@ def skeleton(
 
 
 def store(model: Any, policy: PrecisionPolicy) -> Any:
-    """Convert a model from `skeleton` to the policy's storage, in place, and put it under the policy.
+    """Convert a model from `skeleton` to the policy's storage, in place, and enforce the policy.
 
-    4-bit weights become `[packed, 1]` with their quantization state; int8 ones `[out, in]` with row scales; stacked
-    experts as in `isotype.model.experts.stack`.
+    4-bit weights become `[packed bytes, 1]` with a quantization state, int8 weights `[out, in]` with row scales, stacked
+    experts codes as in `isotype.model.experts.stack`.
     """
     quantization = quantization_of(model.config)
     if quantization is not None and quantization.dequantized:
@@ -106,7 +105,7 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
 
 
 def skipped_modules(config: Any) -> tuple[str, ...]:
-    """Return the modules that a checkpoint saved quantized leaves dense."""
+    """Return the modules that are dense in a checkpoint saved quantized, from its config."""
     return tuple(quantization_options(config).get("llm_int8_skip_modules") or ())
 
 
@@ -131,13 +130,13 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
 
 
 def forget_quantization(config: Any) -> None:
-    """Remove the checkpoint's quantization from a config (and nested ones): the model is dense."""
-    for each in (config, config.get_text_config()):
-        vars(each).pop("quantization_config", None)
+    """Remove the quantization from a config and from its text config: the model is dense."""
+    for holder in (config, config.get_text_config()):
+        vars(holder).pop("quantization_config", None)
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return transformers' quantization config for `policy`; `saved`: format of the checkpoint, or None."""
+    """Return transformers' quantization config for `policy`, or None if dense or if the checkpoint is `saved` quantized."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig
@@ -156,7 +155,7 @@ def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
 
 
 def note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Set the model's actual compute dtype in the config that is saved with it."""
+    """Set the policy's compute dtype in the quantization config that is saved with the model."""
     config = getattr(model.config, "quantization_config", None)
     if config is not None and hasattr(config, "bnb_4bit_compute_dtype"):
         config.bnb_4bit_compute_dtype = policy.compute
