@@ -1,4 +1,4 @@
-"""config.json: read and checked, with its dtype, its model class, and that class built on the meta device."""
+"""Read and check config.json; return its dtype and its model class, and build the class on the meta device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUILD_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions of model classes built from a config that does not fit."""
+"""Exceptions that a model class raises if the config is not one of its own."""
 
 
 def read_config(directory: Path) -> Any:
@@ -70,7 +70,7 @@ def read_config(directory: Path) -> Any:
         what, expected = f"{path}: {error}", f"a config of a {model_type} model"
         fix = "copy or download it again"
         raise CheckpointError.of("config.json cannot be read", what, expected, fix) from error
-    if quantization.get("quant_method") == "modelopt":  # which may write it into a file of its own
+    if quantization.get("quant_method") == "modelopt":  # perhaps from hf_quant_config.json
         config.quantization_config = dict(quantization)
     return config
 
@@ -99,7 +99,7 @@ _GENERATION = (
 
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
-    """Yield entries of config.json by which a class (`kind`, for the config) fails without message, or runs code."""
+    """Yield entries of config.json with invalid values, that make transformers run code, or overwrite methods of `kind`."""
     yield from entry_problems(content, _ENTRIES, path, _AGAIN)
     for value in content.values():
         if isinstance(value, dict):
@@ -107,7 +107,7 @@ def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) 
     for key in content:
         if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(content[key]):
             what = f"{path}: {key} is {content[key]!r:.80}"
-            expected = "an implementation of transformers: code of the hub is not run"
+            expected = "an implementation in transformers: code from the hub is not run"
             yield Problem(what, expected, "leave it out")
         if kind is not None and not key.startswith("__") and callable(getattr(kind, key, None)):
             yield Problem(f"{path}: {key}, a method of {kind.__name__}", "entries of a config", _AGAIN)
@@ -122,7 +122,7 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
             content = read_json(path)
             GenerationConfig.from_dict(content).validate()
         except BUILD_ERRORS as error:
-            yield Problem(f"{path}: {one_line(error)}", "settings that generation can work by", _AGAIN)
+            yield Problem(f"{path}: {one_line(error)}", "settings that GenerationConfig accepts", _AGAIN)
             return
         yield from entry_problems(content, _GENERATION, path, _AGAIN)
 
@@ -130,7 +130,7 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 def build_on_meta(config: Any, source: str) -> nn.Module:
     """Build the config's model on the meta device (0.1 s for 70B parameters), or raise CheckpointError.
 
-    Only an instance has the pins of its submodels: transformers gathers them in `post_init`.
+    A class does not have the pinned names of its submodels: transformers gathers them in an instance's `post_init`.
     """
     cls = model_class(config)
     if cls is None:
@@ -139,49 +139,49 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
         fix = "update transformers, or give the model itself (an nn.Module)"
         raise CheckpointError.of("no model class for this config", what, expected, fix)
     with building(cls, source), torch.device("meta"):
-        # A copy: building a model writes its choices (attention implementation, dtype) into the config.
+        # In a copy: the model sets the attention implementation and the dtype in its config.
         model: nn.Module = cls(copy.deepcopy(config))
     return model
 
 
 def names_in_other_classes(model: Any) -> frozenset[str]:
-    """Return the tensors of transformers' other classes for the model's config, `without_prefix`."""
+    """Return the tensor names, `without_prefix`, of all classes of transformers for the model's config."""
     from transformers import PreTrainedModel
 
-    named = {each.__module__ for each in type(model).__mro__}
-    homes = {sys.modules[each] for each in named if each.startswith("transformers.models.")}
+    bases = {cls.__module__ for cls in type(model).__mro__}
+    modules = [sys.modules[name] for name in bases if name.startswith("transformers.models.")]
     names: set[str] = set()
     cls: Any
-    for cls in {kind for home in homes for kind in vars(home).values() if isinstance(kind, type)}:
+    for cls in {value for module in modules for value in vars(module).values() if isinstance(value, type)}:
         if not issubclass(cls, PreTrainedModel) or cls.config_class is not type(model.config):
             continue
         try:
             with building(cls), torch.device("meta"):
                 other = cls(copy.deepcopy(model.config))
         except CheckpointError:
-            continue  # it needs what the config does not have
+            continue  # the class needs fields that the config does not have
         names |= {without_prefix(other, name) for name in other.state_dict()}
     return frozenset(names)
 
 
 def without_prefix(model: Any, name: str) -> str:
-    """Return the name of a tensor in the base model if it belongs to it."""
+    """Return the name of a tensor without the prefix of the base model, such as `model.`."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 @contextmanager
 def building(cls: type, source: str = "") -> Iterator[None]:
-    """Build a model of class `cls` without initialization; a config that does not fit raises CheckpointError."""
+    """Draw no initial values while a model of class `cls` is built; raise CheckpointError if building fails."""
     modules = itertools.count(1)
 
-    def one_more(*_: Any) -> None:
+    def count_module(*_: Any) -> None:
         if next(modules) > _MAX_MODULES:
             headline = "the config describes a model that is too large to be built"
             what = f"{source or cls.__name__}: more than {_MAX_MODULES:,} modules"
             fix = "correct the numbers in config.json"
             raise CheckpointError.of(headline, what, "the config of a model", fix)
 
-    counting = register_module_module_registration_hook(one_more)
+    counting = register_module_module_registration_hook(count_module)
     try:
         with NoDraws():
             yield
@@ -198,7 +198,10 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return the class that the config names, else transformers' class for it (in `auto_class`, if given), or None."""
+    """Return the model class for a config: of `auto_class` if given, else the class that it names or transformers' default.
+
+    None if transformers has no class for the config.
+    """
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
@@ -221,21 +224,23 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
 def config_dtype(config: Any) -> torch.dtype | None:
     """Return the config's dtype, or its text model's; raise CheckpointError if it is not a torch dtype."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    for each in (config, text):
-        value = getattr(each, "dtype", None)
+    for holder in (config, text):
+        value = getattr(holder, "dtype", None)
         if value not in (None, "auto"):
             return torch_dtype(value, "the config's dtype")
     return None
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype of a name in a config; `what` names it in the CheckpointError for an unknown one."""
+    """Return the torch dtype that a config names, or None for None; raise CheckpointError, with `what`, for other names."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        given, expected = f"{what} is {value!r}", "a torch dtype such as 'bfloat16'"
-        raise CheckpointError.of("unknown dtype in the config", given, expected, "correct it in config.json")
+        problem, expected = f"{what} is {value!r}", "a torch dtype such as 'bfloat16'"
+        raise CheckpointError.of(
+            "unknown dtype in the config", problem, expected, "correct it in config.json"
+        )
     return dtype
 
 
@@ -246,11 +251,11 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
 
     path = headers.path
     try:
-        # transformers takes the size of the vocabulary from its own key, not from the vocabulary; those that 5.23 has a reader of
-        # its own for skip the vocabulary, too.
-        own = getattr(getattr(integrations, "gguf", None), "GGUF_CONFIG_ARCHS", ())
+        # Reading the vocabulary takes seconds. transformers 5.23 skips the vocabulary for GGUF_CONFIG_ARCHS; a config of
+        # another architecture is read from a copy without vocabulary if transformers reads the vocabulary's size from a key.
+        skipping = getattr(getattr(integrations, "gguf", None), "GGUF_CONFIG_ARCHS", ())
         keys = integrations.GGUF_CONFIG_MAPPING.get(headers.architecture, ("vocab_size",))
-        if headers.architecture in own or "vocab_size" not in keys:
+        if headers.architecture in skipping or "vocab_size" not in keys:
             return pretrained(AutoConfig, path.parent, gguf_file=path.name)
         with tempfile.TemporaryDirectory(prefix="isotype-") as scratch:
             copy = Path(scratch) / path.name
@@ -262,6 +267,6 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
         raise CheckpointError.of("transformers cannot read this GGUF file", what, expected, fix) from error
     config.name_or_path = str(path.parent)
     width = headers.metadata.get(f"{headers.architecture}.expert_feed_forward_length")
-    if width and hasattr(config, "moe_intermediate_size"):  # transformers (5.23) keeps its default
+    if width and hasattr(config, "moe_intermediate_size"):  # transformers 5.23 does not read this key
         config.moe_intermediate_size = width
     return config

@@ -1,4 +1,4 @@
-"""Headers of GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+"""Read the headers of GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import math
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +22,8 @@ from isotype.checkpoint.formats.tensor import (
 )
 from isotype.core.errors import CheckpointError, Problem
 
-# ggml refuses tensors of more dimensions.
-_MAX_DIMENSIONS = 4
-# Bytes that the data of a tensor begin at a multiple of, where a file names no other.
+_MAX_DIMENSIONS = 4  # of a tensor in ggml
+# Default alignment in bytes: the data of each tensor begins at a multiple of the alignment.
 _ALIGNMENT = 32
 # Fixed-size value types of GGUF metadata, as struct formats: u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -31,17 +31,17 @@ _STRING, _ARRAY = 8, 9
 
 
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors of a GGUF file sorted by name, and its metadata: scalars and strings, without arrays.
+    """Return the tensors of a GGUF file, sorted by name, and the scalars and strings of its metadata.
 
-    The file is mapped and arrays are skipped: gguf.GGUFReader takes seconds for the 10^5 strings of a vocabulary. Raises
-    CheckpointError if it is missing, truncated, damaged or of an unknown version or tensor type.
+    Arrays are skipped: gguf.GGUFReader takes seconds for the 10^5 strings of a vocabulary. Raises CheckpointError if
+    the file is missing, truncated or damaged, or has an unknown version or tensor type.
     """
     if file_size(path) == 0:
         raise broken(path, "an empty file", "a GGUF file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _parse(data, path)
-        except (struct.error, OverflowError) as error:  # OverflowError: an offset that no file has
+        except (struct.error, OverflowError) as error:  # OverflowError: an offset beyond any file's size
             what = f"the header goes on after the last byte, {len(data)}"
             raise broken(path, what, "a complete file") from error
         except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
 def _entries(
     data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, offset, offset past its value) of each metadata entry; record values except arrays."""
+    """Yield (key, offset, offset after the value) of each metadata entry, and add its value to `metadata` if no array."""
     at = 24
     for _ in range(count):
         begin = at
@@ -96,28 +96,28 @@ def _entries(
         if key in metadata:
             raise broken(path, f"metadata {key!r} twice", "each key once")
         at = _value(data, at + 4, kind, key, metadata, path)
-        if at > len(data):  # transformers reads the arrays that are stepped over here
+        if at > len(data):  # arrays are skipped unread, but transformers reads them later
             raise struct.error("an array goes on after the last byte")
         yield key, begin, at
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
-    """Return a small GGUF file with another's metadata and tensor names, from which gguf reads a config quickly."""
+    """Return a small GGUF file with the metadata and tensor names of a file, from which gguf reads a config quickly."""
     metadata: dict[str, object] = {}
-    kept: list[bytes] = []
-    words = 0
+    entries: list[bytes] = []
+    vocabulary = 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for key, begin, end in _entries(data, struct.unpack_from("<Q", data, 16)[0], metadata, path):
             kind, _, size = struct.unpack_from("<IIQ", data, begin + 8 + len(key.encode()))
             if kind == _ARRAY and key.startswith("tokenizer."):
-                words = size if key == "tokenizer.ggml.tokens" else words
-            elif key != "general.alignment":  # a small file may name gigabytes
-                kept.append(data[begin:end])
+                vocabulary = size if key == "tokenizer.ggml.tokens" else vocabulary
+            elif key != "general.alignment":  # the alignment may be gigabytes
+                entries.append(data[begin:end])
     size_key = f"{metadata.get('general.architecture')}.vocab_size"
-    if words and size_key not in metadata:
-        kept.append(_text(size_key) + struct.pack("<II", 4, words))
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(kept)) + b"".join(kept)
-    # One float32 each: only the names are of interest.
+    if vocabulary and size_key not in metadata:
+        entries.append(_text(size_key) + struct.pack("<II", 4, vocabulary))
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(entries)) + b"".join(entries)
+    # Every tensor is one float32 number: only the names are needed.
     header += b"".join(_text(tensor.name) + struct.pack("<IQIQ", 1, 1, 0, 0) for tensor in tensors)
     return header + bytes(-len(header) % _ALIGNMENT + _ALIGNMENT)
 
@@ -129,13 +129,13 @@ def _text(value: str) -> bytes:
 
 def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
     (length,) = struct.unpack_from("<Q", data, at)
-    # struct cannot even write down a format of absurd length; one byte past the end fails the same way.
+    # struct cannot parse the format of a huge length; a length of one byte past the file's end raises the same error.
     (text,) = struct.unpack_from(f"{min(length, len(data) + 1)}s", data, at + 8)
     return text.decode("utf-8"), at + 8 + length
 
 
 def _value(data: mmap.mmap, at: int, kind: int, key: str, metadata: dict[str, object], path: Path) -> int:
-    """Record one metadata value (arrays are skipped) and return the offset past it."""
+    """Add a metadata value, if it is not an array, to `metadata`, and return the offset after the value."""
     if kind in _SCALARS:
         form = f"<{_SCALARS[kind]}"
         (metadata[key],) = struct.unpack_from(form, data, at)
@@ -167,14 +167,15 @@ def _tensors(
         expected, fix = "the library gguf, which knows its types", "pip install gguf"
         raise CheckpointError.of("gguf is not installed", str(path), expected, fix) from error
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
-    problems: list[Problem] = []
+    names = Counter(name for name, *_ in entries)
+    problems = [
+        Problem(f"tensor {name!r} twice", "each name once", DAMAGED)
+        for name, count in names.items()
+        if count > 1
+    ]
     tensors: list[TensorHeader] = []
-    seen: set[str] = set()
     cut: list[str] = []
     for name, shape, kind, offset in entries:
-        if name in seen:
-            problems.append(Problem(f"tensor {name!r} twice", "each name once", DAMAGED))
-        seen.add(name)
         if kind not in types:
             fix = "update gguf (pip install -U gguf), or convert the model again"
             problems.append(Problem(f"tensor {name!r} of type {kind}", "a type that gguf knows", fix))
@@ -203,7 +204,7 @@ def _tensors(
 
 @functools.cache
 def unpackable(kind: str) -> bool:
-    """Return True if the library gguf can dequantize blocks of this type; it lacks some of llama.cpp's."""
+    """Return True if the library gguf can dequantize blocks of this llama.cpp type."""
     import numpy
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize

@@ -1,7 +1,7 @@
-"""The content of a checkpoint (names, dtypes, shapes, sizes) from its headers, without reading a weight.
+"""Read names, dtypes, shapes and sizes of a checkpoint's tensors from its headers, without reading a weight.
 
-Formats: safetensors (https://github.com/huggingface/safetensors#format) and torch.save's, in one file or sharded by
-an index, and GGUF. From torch's files only tensors are unpickled.
+Formats: safetensors (https://github.com/huggingface/safetensors#format) and `torch.save` files, in one file or in
+shards with an index, and GGUF.
 """
 
 from __future__ import annotations
@@ -48,14 +48,13 @@ _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class CheckpointHeaders:
-    """All headers of one checkpoint.
+    """The headers of all files of one checkpoint.
 
     Attributes:
         path: the directory or file that was read.
-        format: `"safetensors"`, `"torch"` or `"gguf"`.
         kind: `"model"` or `"adapter"` (PEFT's adapter_model.safetensors).
-        metadata: of the file; for GGUF, scalars and strings without arrays.
-        quantization: see `quantization_beside`.
+        metadata: the file's metadata; for GGUF, scalars and strings without arrays.
+        quantization: the settings that `quantization_beside` returns.
     """
 
     path: Path
@@ -74,19 +73,19 @@ class CheckpointHeaders:
 def read_headers(path: str | Path) -> CheckpointHeaders:
     """Read the headers of a checkpoint directory, a .safetensors, .gguf or torch file, or all files of an index."""
     path = Path(path)
-    held = _read_headers(path, *_file_of(path))
-    return held if held.format == "gguf" else replace(held, quantization=quantization_beside(path))
+    headers = _read_headers(path, *_file_of(path))
+    return headers if headers.format == "gguf" else replace(headers, quantization=quantization_beside(path))
 
 
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
-    """Return the quantization of weights by config.json or modelopt's hf_quant_config.json; empty without.
+    """Return the quantization settings in config.json or modelopt's hf_quant_config.json, or an empty mapping.
 
-    A model that was cast to float8 as a whole has the method `cast`.
+    `quant_method` is `cast` if the config names a float8 dtype and no quantization: all weights were cast to float8.
     """
     directory = weights if weights.is_dir() else weights.parent
     file = directory / "config.json"
     config = read_json(file) if file.is_file() else {}
-    holders = [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
+    holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, dict)]
     for options in filter(None, (holder.get("quantization_config") for holder in holders)):
         if isinstance(options, dict):
             return options
@@ -126,7 +125,7 @@ def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
 
 
 def _file_of(path: Path) -> tuple[Path, Kind]:
-    """Return the file with or listing the weights of a path, and their kind."""
+    """Return the file at `path` with the weights, or the index of their shards, and the kind of the weights."""
     if not path.is_dir():
         if path.name == "adapter_model.bin" and path.is_file():
             raise _refuse_pickle([path])
@@ -140,7 +139,7 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
-    """Return the file with or listing a directory's weights, and their kind; None if there are none."""
+    """Return a directory's file with weights, or its index of shards, and the kind of weights; None without weights."""
     for name, kind in _LAYOUTS:
         if (directory / name).is_file():
             return directory / name, kind
@@ -185,7 +184,7 @@ def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
             "model.safetensors, pytorch_model.bin, or the index of shards of either",
             "copy the index along with the shards, or give one file itself",
         )
-    # Plain tensors: torch reads them without running code.
+    # The command reads only tensors: with weights_only, torch runs no code.
     fix = (
         f'cd {shlex.quote(str(path.parent))} && python -c "import torch; from safetensors.torch import save_file; '
         "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', weights_only=True).items()}, "
@@ -199,12 +198,12 @@ def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
 
 
 _READERS = 8
-_HEADER = 1 << 16  # bytes that the header of a usual shard fits into
-_LONGEST = 255  # bytes in the name of a file
+_HEADER = 1 << 16  # bytes: most headers are smaller
+_LONGEST = 255  # bytes of a file name
 
 
 def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors of all shards of an index, and its metadata; raise CheckpointError with all faults."""
+    """Return the tensors of all shards and the index's metadata; raise CheckpointError, with every problem, if damaged."""
     weight_map, metadata = _read_index(index)
     expected: dict[str, set[str]] = defaultdict(set)
     for name, shard in weight_map.items():
@@ -213,30 +212,33 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
     shards = sorted(expected)
     problems: list[Problem] = []
     tensors: list[TensorHeader] = []
-    for shard, there in zip(shards, _fetched([index.parent / shard for shard in shards]), strict=True):
+    for shard, exists in zip(shards, _fetched([index.parent / shard for shard in shards]), strict=True):
         names, file = expected[shard], index.parent / shard
-        if not there:
+        if not exists:
             missing = f"{shard} is missing; {index.name} expects {_some(names)} in it"
             problems.append(Problem(missing, f"the file {file}", "download or copy it into the directory"))
             continue
         try:
-            held = read_file_headers(file)
+            in_shard = read_file_headers(file)
         except CheckpointError as error:
             problems += [replace(problem, given=f"{shard}: {problem.given}") for problem in error.problems]
             continue
-        tensors += held
-        present, fix = {each.name for each in held}, "take index and shards from the same save of the model"
+        tensors += in_shard
+        present, fix = (
+            {header.name for header in in_shard},
+            "take index and shards from the same save of the model",
+        )
         for some, what in ((names - present, "lacks"), (present - names, "holds, against the index,")):
             if some:
-                given = f"{shard} {what} {listed(sorted(some))}"
-                problems.append(Problem(given, f"what {index.name} says", fix))
+                difference = f"{shard} {what} {listed(sorted(some))}"
+                problems.append(Problem(difference, f"what {index.name} says", fix))
     if problems:
         raise damaged(index, problems)
     return by_name(tensors), metadata
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield True for each file that exists, reading several beginnings ahead to hide the latency of file servers."""
+    """Yield True for each file that exists; threads read the files' headers ahead, to hide a file server's latency."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():
@@ -284,6 +286,6 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
 
 @functools.lru_cache(maxsize=64)
 def _is_file_name(shard: str) -> bool:
-    """Return True if it is a plain name: an index must not refer outside of its directory (links may)."""
+    """Return True if a shard is a file name without a folder: an index must not name files outside of its directory."""
     plain = printable(shard) and "\0" not in shard and Path(shard).name == shard != ".."
     return bool(shard) and plain and len(shard.encode()) <= _LONGEST

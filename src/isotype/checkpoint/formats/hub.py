@@ -1,4 +1,4 @@
-"""A model on the hub: its config and headers, from the local cache or by range requests, never its weights."""
+"""Read the config and the headers of a model on the hub, from the local cache or by range requests; download models."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 
 @contextmanager
-def _asking(headline: str, given: str, expected: str, fix: str) -> Iterator[None]:
-    """Convert errors of the hub or its library into a CheckpointError with this text and the reason."""
+def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]:
+    """Raise a CheckpointError with this text and the reason in place of errors of the hub or its library."""
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""
@@ -41,11 +41,11 @@ def _asking(headline: str, given: str, expected: str, fix: str) -> Iterator[None
         with offline_if_unreachable() as why:
             yield
     except (OSError, HTTPError, ValueError, StrictDataclassError) as error:
-        raise CheckpointError.of(headline, f"{given}: {why or first_line(error)}", expected, fix) from error
+        raise CheckpointError.of(headline, f"{what}: {why or first_line(error)}", expected, fix) from error
 
 
 def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
-    """Return the directory of a model in the hub's local cache if all of its weights are there, in safetensors."""
+    """Return the directory of a model in the hub's local cache, or None if not all of its weights are there."""
     snapshot = _cached(model_id, revision)
     weights = find_weights(snapshot) if snapshot is not None else None
     if weights is None or weights[1] != "model" or weights[0].suffix == ".gguf":
@@ -56,7 +56,7 @@ def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
 
 
 def commit_of(model_id: str, revision: str | None = None) -> str | None:
-    """Return the commit of a hub id's revision in the local cache; None if it is not there."""
+    """Return the commit of a revision in the hub's local cache, or None if the cache does not have the revision."""
     snapshot = _cached(model_id, revision)
     return None if snapshot is None else snapshot.name
 
@@ -69,7 +69,7 @@ def _cached(model_id: str, revision: str | None) -> Path | None:
 
 
 def download(model_id: str, revision: str | None = None) -> Path:
-    """Return the directory of a model in the hub's local cache, after downloading what is missing."""
+    """Download the missing files of a model, and return its directory in the hub's local cache."""
     from huggingface_hub import snapshot_download
 
     snapshot = local_snapshot(model_id, revision)
@@ -87,7 +87,10 @@ def download(model_id: str, revision: str | None = None) -> Path:
 def remote_headers(
     model_id: str, revision: str | None = None
 ) -> tuple[CheckpointHeaders | None, tuple[str, ...]]:
-    """Return headers by range requests, without downloading a weight, or None and the reasons."""
+    """Read a model's headers by range requests, without downloading a weight.
+
+    Returns (headers, ()), or (None, reasons) if the hub cannot be reached.
+    """
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 

@@ -1,4 +1,4 @@
-"""JSON in and beside checkpoints: damaged text, duplicate names and values of the wrong type are errors."""
+"""Read the JSON files of checkpoints; find duplicate names and values of the wrong type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isotype.core.errors import CheckpointError, Problem
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise CheckpointError if it is not one, or cannot be read."""
+    """Return the JSON object in a file; raise CheckpointError if the file is not JSON, or not an object."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """Return the content of JSON, and the duplicate names of its objects (`json` keeps the last)."""
+    """Return the content of JSON and the names that an object in it has twice (`json` alone would use the last value)."""
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -46,13 +46,13 @@ def parse_unique(text: bytes) -> tuple[Any, list[str]]:
 
 
 class Entry(NamedTuple):
-    """Valid values of some entries of an object.
+    """Valid values of the entries of a JSON object whose names match.
 
     Attributes:
-        names: a regular expression that matches their full names.
-        kind: a type annotation; None for that of the library's own class.
-        expected: the type in words; "" for words derived from it.
-        low, high: limits of the numbers in a value.
+        names: a regular expression for the full name of an entry.
+        kind: type annotation of the value; None for the annotation in the library's config class.
+        expected: the type in words; if "", the words are derived from `kind`.
+        low, high: limits of all numbers in a value.
     """
 
     names: str
@@ -69,9 +69,12 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Yield values of the wrong type (default: from `kinds`) or beyond a limit, by the first matching entry."""
+    """Yield a problem for each value of the wrong type or beyond a limit, by the first entry that matches its name.
+
+    `kinds`: type annotations by name, for entries whose `kind` is None.
+    """
     for key, value in content.items():
-        entry = next((each for each in entries if re.fullmatch(each.names, key)), Entry(key))
+        entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
         what = f"{path}: {key} is {value!r:.80}"
         if not fits(value):
@@ -83,7 +86,7 @@ def entry_problems(
 
 
 def numbers_in(value: Any) -> Iterator[float]:
-    """Yield the numbers in a value, also in lists and objects; a bool is not a number."""
+    """Yield the numbers in a JSON value, also in its lists and objects, but no booleans."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
     elif isinstance(value, (list, dict)):
@@ -97,18 +100,18 @@ _PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an 
 
 @functools.cache
 def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return a test of JSON values for an annotated type, and the type in words."""
+    """Return a function that checks if a JSON value has the annotated type, and the type in words."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        # A text beside an enumeration is one of its values.
+        # In a union of str and an enumeration, the text must be a value of the enumeration.
         listed = any(map(_is_enumeration, inner))
-        rules = [_rule(each) for each in inner if not (listed and each is str)]
+        rules = [_rule(member) for member in inner if not (listed and member is str)]
         names = sorted({words for _, words in rules}, key=lambda text: (text == "null", text))
         return lambda value: any(fits(value) for fits, _ in rules), " or ".join(names)
     if origin is Literal or _is_enumeration(kind):
-        known = inner or [each.value for each in kind]
-        words = f"one of {', '.join(map(str, known))}"
-        return lambda value: any(value == each and type(value) is type(each) for each in known), words
+        choices = inner or [member.value for member in kind]
+        words = f"one of {', '.join(map(str, choices))}"
+        return lambda value: any(value == c and type(value) is type(c) for c in choices), words
     if origin in (list, set, tuple):
         fits, words = _rule(inner[0])
         counts = (len(inner),) if origin is tuple else range(sys.maxsize)

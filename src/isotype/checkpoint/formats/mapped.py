@@ -1,4 +1,4 @@
-"""Tensors of checkpoint files: memory-mapped without copies, or read ahead into two buffers for a GPU."""
+"""Read the tensors of checkpoint files: memory-mapped without copies, or read ahead into two buffers for a GPU."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from isotype.checkpoint.formats.tensor import TensorHeader, broken
 from isotype.checkpoint.formats.torch_file import torch_tensors
 from isotype.core.errors import first_line
 
-# POSIX: how the kernel is told what is needed next, and what no more. Where it cannot be told, pages stay until the
-# system wants their memory.
+# Advice of POSIX's madvise. Without madvise, pages stay in memory until the system needs the memory.
 _AHEAD: int | None = getattr(mmap, "MADV_WILLNEED", None)
 _DONE: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
 class MappedFiles:
-    """The files of a checkpoint, each mapped once, privately: writing into a tensor changes no file.
+    """The files of a checkpoint, each mapped once and privately: writing into a tensor does not change its file.
 
-    A map is closed with its last tensor.
+    The mapping of a file is closed when its last tensor is freed.
     """
 
     def __init__(self) -> None:
@@ -38,26 +37,27 @@ class MappedFiles:
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
         """Return a tensor of the header's shape and dtype; bytes `[header.bytes]` if torch lacks its dtype."""
-        if not header.begin:  # torch saved it with other strides
+        if not header.begin:  # a tensor that is not contiguous in its torch file
             return torch_tensors(header.file)[header.name].contiguous()
         raw = self._span(header)
         if header.dtype is None:
             return raw
-        if raw.data_ptr() % header.dtype.itemsize:  # of a file that aligns nothing
+        if raw.data_ptr() % header.dtype.itemsize:  # the file does not align its tensors
             raw = raw.clone()
         return raw.view(header.dtype).view(header.shape)
 
     def ahead(self, headers: Iterable[TensorHeader]) -> None:
-        """Ask the system to read these ahead."""
+        """Ask the system to read these tensors ahead."""
         self._advise(headers, _AHEAD)
 
     def release(self, headers: Iterable[TensorHeader]) -> None:
-        """Free the memory of these. A tensor used again is read again; changes to it are lost."""
+        """Free the memory of these tensors. A tensor is read again if it is used again; changes to its values are lost."""
         self._advise(headers, _DONE)
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor's memory is in a mapped file."""
         at = tensor.data_ptr() if tensor.device.type == "cpu" else 0
-        spans = ((each.data_ptr(), each.nbytes()) for each in self._storages.values())
+        spans = ((storage.data_ptr(), storage.nbytes()) for storage in self._storages.values())
         return any(begin <= at < begin + size for begin, size in spans)
 
     def _span(self, header: TensorHeader) -> torch.Tensor:
@@ -67,7 +67,7 @@ class MappedFiles:
             whole = self._storages[header.file] = torch.UntypedStorage.from_file(
                 str(header.file), False, size
             )
-        # A storage of its own: what is saved, shared or compared by storage is this tensor and not the file.
+        # A storage for this tensor alone: code that saves, shares or compares storages must not take the whole file.
         span = whole[header.begin : header.begin + header.bytes]
         return torch.empty(0, dtype=torch.uint8).set_(span)
 
@@ -77,7 +77,7 @@ class MappedFiles:
         madvise = _madvise()
         for header in headers:
             raw = self._span(header)
-            # Whole pages: those at the ends are shared with the tensors beside it.
+            # Only whole pages: the first and the last page may also hold bytes of neighbouring tensors.
             begin = -(-raw.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             end = (raw.data_ptr() + header.bytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if end > begin:
@@ -92,23 +92,23 @@ def _madvise() -> Any:
 
 
 # ---------------------------------------------------------------------------------------- two buffers, for a GPU
-# A thread fills one buffer while the other is copied. A GPU copies from pinned memory at bus speed, and from mapped files
-# through a driver's buffer, page by page.
+# A thread fills one buffer while the other is copied. A GPU copies from pinned memory at bus speed, but from mapped
+# files page by page through a buffer of the driver.
 
 logger = logging.getLogger("isotype")
 
 BUFFER = 256 << 20
 """Bytes of each of the two buffers; larger tensors are read from mapped files."""
 
-_ALIGNED = 64  # bytes that a tensor in a buffer begins at a multiple of: no dtype asks for more
-_LARGEST_READ = 1 << 30  # Linux reads no more than 2 GiB at once
+_ALIGNED = 64  # alignment of tensors in a buffer, in bytes
+_LARGEST_READ = 1 << 30  # bytes; one read of Linux returns less than 2 GiB
 
 Work = TypeVar("Work")
 
 
 @dataclass
 class StagedTensors:
-    """Tensors in a buffer, valid until the next are requested; copy what is kept."""
+    """Tensors in a buffer: valid until the next piece of work is requested, then overwritten."""
 
     buffer: torch.Tensor
     at: dict[TensorHeader, int] = field(default_factory=dict)
@@ -123,13 +123,15 @@ class StagedTensors:
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Yield every piece of work in order, with its tensors in a buffer, or None if it must be read otherwise.
+    """Yield every piece of work in order with its tensors in a buffer, or with None if the caller must read them.
 
-    Tensors are valid until the next piece is requested. The thread ends with the caller, also after an interrupt.
+    Tensors are valid until the next piece is requested. The reading thread ends with the generator, also after an interrupt.
 
     Args:
-        work: pieces of work with their tensors; more bytes than `size`, or a tensor without offset, yields None.
-        pinned: use memory that a GPU can read directly; a line is logged if there is none.
+        work: pieces of work with the headers of their tensors. A piece is yielded with None if its tensors have more bytes
+            than `size`, or one of them no offset in its file.
+        size: bytes of each of the two buffers.
+        pinned: allocate memory that a GPU can read directly; a warning is logged if there is none.
     """
     groups = list(_groups(work, size))
     free: SimpleQueue[torch.Tensor | None] = SimpleQueue()
@@ -140,9 +142,9 @@ def staged(
     try:
         for filled in [reader.submit(_fill, group, free, files, stop) for group in groups]:
             buffer = None
-            for each, tensors in filled.result():
+            for piece, tensors in filled.result():
                 buffer = tensors.buffer if tensors is not None else buffer
-                yield each, tensors
+                yield piece, tensors
             if buffer is not None:
                 free.put(buffer)
     finally:
@@ -156,18 +158,18 @@ def staged(
 def _groups(
     work: Iterable[tuple[Work, Sequence[TensorHeader]]], size: int
 ) -> Iterator[list[tuple[Work, Sequence[TensorHeader] | None]]]:
-    """Yield as many neighbours as fit into a buffer; work that fits into none joins a group without tensors."""
+    """Yield groups of neighbouring pieces that fit into one buffer; a piece that is not buffered has None as headers."""
     group: list[tuple[Work, Sequence[TensorHeader] | None]] = []
     room = size
-    for each, headers in work:
+    for piece, headers in work:
         bytes_needed = sum(map(_space, headers))
         if bytes_needed > size or any(not header.begin for header in headers):
-            group.append((each, None))
+            group.append((piece, None))
             continue
         if bytes_needed > room:
             yield group
             group, room = [], size
-        group.append((each, headers))
+        group.append((piece, headers))
         room -= bytes_needed
     if group:
         yield group
@@ -187,9 +189,9 @@ def _fill(
     files: _Files,
     stop: threading.Event,
 ) -> list[tuple[Work, StagedTensors | None]]:
-    """Read the tensors of a group into the next free buffer, in the thread; without tensors, do not wait."""
+    """Read the tensors of a group into the next free buffer; a group without buffered tensors waits for no buffer."""
     if all(headers is None for _, headers in group):
-        return [(each, None) for each, _ in group]
+        return [(piece, None) for piece, _ in group]
     buffer = free.get()
     if buffer is None:
         raise _StoppedError
@@ -201,7 +203,7 @@ def _fill(
         _read(files[header.file], header, memory[end : end + header.bytes])
         tensors.at[header] = end
         end += _space(header)
-    return [(each, None if headers is None else tensors) for each, headers in group]
+    return [(piece, None if headers is None else tensors) for piece, headers in group]
 
 
 class _Files(dict[Path, FileIO]):
@@ -221,7 +223,7 @@ def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
 
 
 def _buffer(size: int, pinned: bool) -> torch.Tensor:
-    size += 1  # than any tensor: one that is all of its storage would be taken for one that is its own
+    size += 1  # a tensor must not fill the whole storage: it would be taken for a tensor that needs no copy
     if pinned:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,6 @@
-"""Headers of one safetensors file (https://github.com/huggingface/safetensors#format).
+"""Read the header of one safetensors file (https://github.com/huggingface/safetensors#format).
 
-The library is not used: it stops at the first problem and names neither tensor nor bytes.
+The library safetensors is not used: it stops at the first problem, and its errors name neither tensor nor bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from isotype.checkpoint.formats.tensor import (
 )
 from isotype.core.errors import Problem
 
-_MAX_HEADER = 160 * MAX_TENSORS  # the library's own limit, 100 MB, can take 13 s to parse
+_MAX_HEADER = 160 * MAX_TENSORS  # bytes; a header of 100 MB, the library's limit, can take 13 s to parse
 _SIGNATURES = (
     (b"version https://git-lfs", "it is a Git LFS pointer: run git lfs pull"),
     (
@@ -46,10 +46,10 @@ def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
     metadata = header.pop("__metadata__", {})
     start = path.stat().st_size - data_bytes
     parsed = [_safetensors_entry(name, entry, path, start) for name, entry in header.items()]
-    problems = [each for each in parsed if isinstance(each, Problem)]
+    problems = [entry for entry in parsed if isinstance(entry, Problem)]
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         problems.insert(0, Problem(f"__metadata__ {metadata!r:.80}", "an object of text", DAMAGED))
-    tensors = [each for each in parsed if isinstance(each, TensorHeader)]
+    tensors = [entry for entry in parsed if isinstance(entry, TensorHeader)]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
     problems = problems or _check_spans(tensors, start, data_bytes)
     if problems:
@@ -118,12 +118,12 @@ def _bits(dtype_name: str) -> int | None:
 
 
 def _sizes(value: object) -> TypeGuard[list[int]]:
-    # type() rather than isinstance: JSON's true is an int to Python.
+    # type() instead of isinstance: JSON's `true` becomes a bool, which is an int.
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 
 def _check_spans(tensors: Sequence[TensorHeader], start: int, data_bytes: int) -> list[Problem]:
-    """Check that tensors are contiguous from the first byte of data to the last, as the format demands."""
+    """Return a problem for each hole or overlap: the format demands contiguous tensors from the first byte to the last."""
     last = max((tensor.begin + tensor.bytes for tensor in tensors), default=start) - start
     if last > data_bytes:
         cut = [tensor.name for tensor in tensors if tensor.begin + tensor.bytes > start + data_bytes]

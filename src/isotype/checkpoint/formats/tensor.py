@@ -13,8 +13,8 @@ from isotype.core.errors import CheckpointError, Problem
 if TYPE_CHECKING:
     import torch
 
-_MAX_PROBLEMS = 12  # a damaged header can hold thousands; these are enough to see the pattern
-MAX_TENSORS = 250_000  # a mixture of 384 experts in 61 layers has 140,000
+_MAX_PROBLEMS = 12  # in one error: a damaged header can have thousands
+MAX_TENSORS = 250_000  # a mixture of 384 experts in 61 layers has 140,000 tensors
 DAMAGED = "the file is damaged: download, copy or save it again"
 
 
@@ -25,7 +25,7 @@ class TensorHeader:
     Attributes:
         dtype_name: the file's name of the dtype (`"BF16"`; for GGUF also block types such as `"Q4_1"`).
         shape: sizes in torch's order, slowest dimension first.
-        begin: position of its first byte in the file; 0 if only the header is available.
+        begin: offset of the tensor's first byte in the file; 0 if the bytes cannot be read at an offset.
     """
 
     name: str
@@ -37,8 +37,10 @@ class TensorHeader:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The torch dtype; None for a block-quantized GGUF type or one that torch does not have."""
-        from isotype.core.dtypes import from_safetensors_name  # torch: headers are read without it
+        """The torch dtype; None for a block-quantized GGUF type or a dtype that torch lacks."""
+        from isotype.core.dtypes import (
+            from_safetensors_name,
+        )  # here, so that headers are read without importing torch
 
         return from_safetensors_name(self.dtype_name)
 
@@ -55,7 +57,7 @@ def limit_tensors(path: Path, count: int) -> None:
 
 
 def printable(name: str) -> bool:
-    """Return True if a name is valid text: JSON can contain lone surrogates, which file systems and terminals refuse."""
+    """Return True if a name can be encoded: JSON can contain lone surrogates, which file systems and terminals refuse."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -68,15 +70,15 @@ def by_name(tensors: Iterable[TensorHeader]) -> tuple[TensorHeader, ...]:
 
 
 def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
-    """Return the error of a file that cannot be read, with a limited number of its problems."""
+    """Return the error for a file that cannot be read, with its first problems."""
     left_out = len(problems) - _MAX_PROBLEMS
     hint = f"and {left_out} more like these" if left_out > 0 else None
     return CheckpointError(f"cannot read {path}", problems[:_MAX_PROBLEMS], hint)
 
 
-def broken(path: Path, given: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
-    """Return `damaged` with one problem."""
-    return damaged(path, [Problem(given, expected, fix)])
+def broken(path: Path, what: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
+    """Return the error for a file that cannot be read, with one problem."""
+    return damaged(path, [Problem(what, expected, fix)])
 
 
 def file_size(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, from which only tensors are unpickled."""
+"""Read the tensors of files written by `torch.save`; nothing but tensors is unpickled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isotype.core.errors import Problem
 if TYPE_CHECKING:
     import torch
 
-# How torch fails on a file that is not what `torch.save` wrote.
+# Exceptions of `torch.load` for a file that `torch.save` has not written, or that is damaged.
 _UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, LookupError),
     *(TypeError, AttributeError, ArithmeticError, AssertionError, ImportError, MemoryError, RecursionError),
@@ -26,19 +26,20 @@ _REFUSED = re.compile(
 )
 _AGAIN = "download, copy or save it again"
 _DAMAGED = f"the file is damaged: {_AGAIN}"
-# Under which a training script may have put the weights.
+# Keys below which training scripts store the state dict.
 _NESTED = ("state_dict", "model")
 
 
 def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
-    """Return the tensors of a file of weights without values; raise CheckpointError if damaged, or before torch 1.6."""
+    """Return the headers of the tensors in a file; raise CheckpointError if it is damaged or older than torch 1.6."""
     return tuple(_header(name, value, path) for name, value in torch_tensors(path, "meta").items())
 
 
 def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a file of weights: memory-mapped on the CPU, without values on the meta device.
+    """Return the tensors of a file by name: memory-mapped on the CPU, or without values on the meta device.
 
-    This is the only call of `torch.load`, which unpickles tensors, containers and numbers, and no code.
+    Raises CheckpointError if the file is damaged or older than torch 1.6. With `weights_only`, `torch.load` unpickles
+    tensors, containers and numbers, and runs no code.
     """
     import torch
 
@@ -49,7 +50,7 @@ def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]
         raise damaged(path, [_not_an_archive(start, size)])
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about what is in the file
+            warnings.simplefilter("ignore")  # torch warns about deprecated storages in old files
             content = torch.load(path, weights_only=True, mmap=True, map_location=device)
     except _UNREADABLE as error:
         raise damaged(path, [_what_failed(error)]) from error
@@ -87,7 +88,7 @@ def _weights(content: Any) -> Mapping[str, torch.Tensor] | Problem:
 def _header(name: str, value: torch.Tensor, path: Path) -> TensorHeader:
     from isotype.core.dtypes import to_safetensors_name
 
-    # torch notes it on storages of the meta device.
+    # torch records the offset in the file also for storages on the meta device.
     begin = file_offset(value.untyped_storage()) if value.is_contiguous() else None
     begin = 0 if begin is None else begin + int(value.storage_offset()) * value.element_size()
     shape, dtype = tuple(value.shape), to_safetensors_name(value.dtype)
