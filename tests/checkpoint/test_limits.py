@@ -52,7 +52,7 @@ def with_entries(path: Path, **entries: object) -> None:
         ({"get_text_config": 5}, "get_text_config, a method of LlamaConfig"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": 63}, "63"),
-        ({"attn_implementation": "someone/kernel"}, "code of the hub is not run"),
+        ({"attn_implementation": "someone/kernel"}, "code from the hub is not run"),
     ],
 )  # fmt: skip
 def test_config(model, entries, words):

@@ -301,7 +301,7 @@ def _is_bnb(quantizer: Any) -> bool:
 def _is_turned(model: Any, wrong: Any) -> bool:
     """Return True if a tensor's transpose fits, as for GPT-2's layers replaced by bitsandbytes'."""
     layer = model.get_submodule(wrong.name.rpartition(".")[0])
-    return holds_turned(layer) and wrong.found == wrong.wanted[::-1]
+    return holds_turned(layer) and wrong.stored == wrong.wanted[::-1]
 
 
 def _info(missing: set[str], matched: Match) -> Any:

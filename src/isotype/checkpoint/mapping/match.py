@@ -1,4 +1,4 @@
-"""Comparison of a model with a checkpoint's headers: missing, surplus, wrongly shaped or duplicate tensors."""
+"""Compare a model with a checkpoint's headers: find missing, surplus, wrongly shaped and duplicate tensors."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from isotype.precision.facts import QuantizationFacts
 
 _SHOWN = 12  # patterns of names in one error
 _SAME_PLACE = "take config.json and the weights from the same save of the model"
-# Buffers that nothing is computed from in training, and that older checkpoints lack.
+# Buffers that training does not use, and that older checkpoints lack.
 _COUNTERS = (".num_batches_tracked",)
-# Tensors that older files have and models compute now, and heads that predict several tokens ahead, which transformers leaves out.
+# Tensors that older files have and models now compute, and multi-token prediction heads, which transformers does not load.
 _KNOWN = (
     r"rotary(_emb)?\.inv_freq$|(^|\.)position_ids$|^(\w+\.)?(en|de)coder\.version$|"
     r"^(\w+\.)?mtp(_layers|_block)?\.|^rope_(freqs|factors_\w+)\.weight$|\.(nextn|attn_rot_embd)\b"
 )
-# [1, 1, length, length] or one number
+# Causal masks `[1, 1, length, length]`, and the number that stands for a masked score.
 _MASKS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$")
-# Scales of the keys and values in a cache: they belong to no weight.
+# Scales of the keys and values in a cache: they do not belong to a weight.
 _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
@@ -46,11 +46,17 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor whose shape in the checkpoint differs from the model's; `failure` is why it cannot be converted."""
+    """A tensor of the model whose sources in the checkpoint give another shape.
+
+    Attributes:
+        wanted: the shape in the model.
+        stored: the shape after conversion, or `(number of values,)` if the headers do not determine the shape.
+        failure: why the sources cannot be converted, or "".
+    """
 
     name: str
     wanted: tuple[int, ...]
-    found: tuple[int, ...]
+    stored: tuple[int, ...]
     sources: tuple[StoredTensor, ...]
     failure: str = ""
 
@@ -60,15 +66,15 @@ class Match:
     """A model's tensors compared with those of a checkpoint.
 
     Attributes:
-        missing: names and shapes that the checkpoint lacks.
-        initialised: names that it may lack, with the reason.
-        tied: names that share the values of another name, which the checkpoint has.
-        surplus: tensors without a name in the model that the class does not ignore.
-        unused: those of `surplus` that no class of the model has.
-        unread: tensors whose values cannot be computed.
+        missing: names and shapes of the model's tensors that the checkpoint lacks.
+        initialised: names of tensors that the checkpoint lacks and transformers initialises, each with the reason.
+        tied: names of tensors that share the values of another tensor, each with the other's name in the checkpoint.
+        surplus: tensors of the checkpoint that the model has no name for and does not ignore.
+        unused: the tensors of `surplus` that no class of the model uses.
+        unread: tensors whose values cannot be computed, each with the reason.
         wrong: tensors of another shape than the model's.
-        doubled: names in the model with more than one tensor in the checkpoint, with the one not used.
-        buffers: buffers in no file, which the model computes.
+        doubled: (name in the model, tensor) for each tensor whose name in the model another tensor already has.
+        buffers: buffers that the model computes and no file has.
     """
 
     model: str
@@ -86,11 +92,11 @@ class Match:
 
     @property
     def gguf(self) -> bool:
-        """True if the file has metadata instead of a config.json."""
+        """True if the checkpoint is a GGUF file, which has metadata instead of a config.json."""
         return self.path.endswith(".gguf")
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return what prevents the checkpoint from being loaded: one problem per pattern of names."""
+        """Return why the checkpoint cannot be loaded: one problem for each pattern of tensor names."""
         if self.missing and not self.weights.sources:
             held = listed([tensor.weight.name for tensor in self.surplus] or ["nothing"], 2)
             expected = f"weights of {self.model}: {listed(self.missing, 2)}"
@@ -104,7 +110,7 @@ class Match:
         )
 
     def require_complete(self) -> None:
-        """Raise one CheckpointError with everything that prevents the checkpoint from being loaded."""
+        """Raise one CheckpointError with all `problems`, if there are any."""
         problems = self.problems()
         if problems:
             left_out = len(problems) - _SHOWN
@@ -120,11 +126,10 @@ class Match:
 
 
 def match(model: Any, headers: CheckpointHeaders) -> Match:
-    """Compare a model with a checkpoint by names and shapes.
+    """Compare a dense model, which may be on the meta device, with a checkpoint by names and shapes.
 
-    A missing tensor may be initialised if the model's author allows it (`_keys_to_ignore_on_load_missing`), or if it
-    belongs to the head of another class than the saved one. The model is dense; its weights may be on the meta
-    device.
+    A missing tensor is `initialised` if the model's author allows it (`_keys_to_ignore_on_load_missing`), or if the model
+    has another head than the class that was saved.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -164,9 +169,9 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
 
 def _aliases(model: Any) -> dict[str, list[str]]:
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    shared = grouped(named, lambda each: id(each[1])).values()
-    # Those that transformers ties once they are loaded.
-    tied = grouped(getattr(model, "all_tied_weights_keys", {}).items(), lambda each: each[1])
+    shared = grouped(named, lambda pair: id(pair[1])).values()
+    # transformers ties these after loading.
+    tied = grouped(getattr(model, "all_tied_weights_keys", {}).items(), lambda pair: pair[1])
     groups = [{name for name, _ in pairs} for pairs in shared if len(pairs) > 1]
     groups += [{source, *(target for target, _ in pairs)} for source, pairs in tied.items()]
     aliases: dict[str, set[str]] = {}
@@ -189,7 +194,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if a surplus tensor is meaningless: by its name, or as a buffer that the model computes."""
+    """Return True if the model does not need a surplus tensor, by its name or because it is a computed buffer."""
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()
@@ -200,33 +205,32 @@ def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]
 def _unused(
     model: Any, surplus: Sequence[StoredTensor], quantization: Mapping[str, Any]
 ) -> tuple[StoredTensor, ...]:
-    """Return the unexplained surplus tensors.
+    """Return the surplus tensors that no class of the model uses.
 
-    A head or a tower of another class of the same model is explained, and, for a class that the config does not name,
-    any whole part that it lacks, but no additional layer.
+    Tensors of another class's head or tower are left out; if the config names another class than the model's, so are
+    tensors of all modules that the model lacks, except additional layers.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
-    left = [each for each in surplus if not (caches and _CACHE.search(each.name))]
-    if left and hasattr(model, "base_model_prefix"):
+    unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
+    if unused and hasattr(model, "base_model_prefix"):
         saved = getattr(model.config, "architectures", None) or ()
         if saved and type(model).__name__ not in saved:
-            left = [each for each in left if _extends(model, each.name)]
-        elif left:
-            others = names_in_other_classes(model)
-            left = [each for each in left if without_prefix(model, each.name) not in others]
-    return tuple(left)
+            return tuple(tensor for tensor in unused if _extends(model, tensor.name))
+        others = names_in_other_classes(model)
+        return tuple(tensor for tensor in unused if without_prefix(model, tensor.name) not in others)
+    return tuple(unused)
 
 
 def _extends(model: Any, name: str) -> bool:
-    """Return True if a tensor would be an additional one of an existing module: of a list, or directly in it."""
+    """Return True if a tensor belongs to an existing module of the model, or to an additional element of its lists."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]
-    for each in (name, f"{prefix}{name}", name.removeprefix(prefix)):
-        parts = each.split(".")
-        held = next(at for at in range(len(parts) - 1, -1, -1) if ".".join(parts[:at]) in modules)
-        if held > depth:
-            depth, rest = held, parts[held:]
+    for candidate in (name, f"{prefix}{name}", name.removeprefix(prefix)):
+        parts = candidate.split(".")
+        existing = next(at for at in range(len(parts) - 1, -1, -1) if ".".join(parts[:at]) in modules)
+        if existing > depth:
+            depth, rest = existing, parts[existing:]
     return depth > 0 and (len(rest) == 1 or rest[0].isdigit())
 
 
@@ -259,39 +263,39 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
             if values != math.prod(wanted) and "packed" not in {tensor.form for tensor in stored}:
                 yield WrongShape(name, wanted, (values,), stored)
         elif shape != wanted:
-            # bitsandbytes turns the weights of GPT-2's layers.
+            # bitsandbytes transposes the weights of GPT-2's Conv1D layers.
             turned = any(tensor.form == "int8" and tensor.scheme is None for tensor in stored)
             if not (turned and shape == wanted[::-1]):
                 yield WrongShape(name, wanted, shape, stored)
 
 
-# In words
+# Problems
 
 
 def _unread_problems(match: Match) -> Iterator[Problem]:
-    """Yield one problem per reason: a quantizer treats many tensors alike."""
+    """Yield one problem for each reason: a quantizer stores many tensors in the same way."""
 
     def reason(unread: tuple[StoredTensor, Problem]) -> tuple[str, str]:
         tensor, problem = unread
         module = tensor.weight.name.rpartition(".")[0]
-        beside = [each.weight for each in match.unused if each.weight.name.rpartition(".")[0] == module]
-        scales = ", ".join(f"{each.name.rpartition('.')[2]} {list(each.shape)}" for each in beside)
+        beside = [unused.weight for unused in match.unused if unused.weight.name.rpartition(".")[0] == module]
+        scales = ", ".join(f"{scale.name.rpartition('.')[2]} {list(scale.shape)}" for scale in beside)
         return problem.given.removeprefix(tensor.weight.name), scales
 
-    for (given, scales), tensors in grouped(match.unread, reason).items():
+    for (why, scales), tensors in grouped(match.unread, reason).items():
         names = [tensor.weight.name for tensor, _ in tensors]
         count = f" ({plural(len(names), 'tensor')})" if len(names) > 1 else ""
         some = names[0] if len(names) == 1 else listed(distinct_names(names), 2)
-        yield Problem(f"{some}{count}{given}{f'; beside it {scales}' if scales else ''}", *EXPECTED)
+        yield Problem(f"{some}{count}{why}{f'; beside it {scales}' if scales else ''}", *EXPECTED)
 
 
 def _unused_problems(match: Match) -> Iterator[Problem]:
-    said = {tensor.weight.name.rpartition(".")[0] for tensor, _ in match.unread}
+    reported = {tensor.weight.name.rpartition(".")[0] for tensor, _ in match.unread}
     renamed = (_near(name, shape, match.surplus) for name, shape in match.missing.items())
-    said |= {starred(each.weight.name) for each in renamed if each is not None}
-    by_name = {each.weight.name: each.weight for each in match.unused}
-    left = [name for name in by_name if said.isdisjoint((name.rpartition(".")[0], starred(name)))]
-    for names in _by_pattern(left, lambda name: by_name[name].shape):
+    reported |= {starred(tensor.weight.name) for tensor in renamed if tensor is not None}
+    by_name = {tensor.weight.name: tensor.weight for tensor in match.unused}
+    others = [name for name in by_name if reported.isdisjoint((name.rpartition(".")[0], starred(name)))]
+    for names in _by_pattern(others, lambda name: by_name[name].shape):
         first = by_name[names[0]]
         yield Problem(
             f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} has no place for",
@@ -320,7 +324,7 @@ def _missing_problems(match: Match) -> Iterator[Problem]:
 
 def _shape_problems(match: Match) -> Iterator[Problem]:
     by_name = {wrong.name: wrong for wrong in match.wrong}
-    for names in _by_pattern(by_name, lambda name: (by_name[name].wanted, by_name[name].found)):
+    for names in _by_pattern(by_name, lambda name: (by_name[name].wanted, by_name[name].stored)):
         wrong = by_name[names[0]]
         files = listed(dict.fromkeys(tensor.weight.file.name for tensor in wrong.sources), 2)
         sources = listed([tensor.weight.name for tensor in wrong.sources], 2)
@@ -328,26 +332,25 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
         if wrong.failure:
             what = f"{_named(names)} {of}: {wrong.failure}"
         elif match.weights.sources[wrong.name].shapes.get(wrong.name) is None:
-            what = f"{_named(names)} of {wrong.found[0]:,} values, {of}"
+            what = f"{_named(names)} of {wrong.stored[0]:,} values, {of}"
         else:
-            what = f"{_named(names)} of shape {list(wrong.found)}, {of}"
+            what = f"{_named(names)} of shape {list(wrong.stored)}, {of}"
         near = _near(wrong.sources[0].name, dense_shape(wrong.sources[0]), match.surplus)
         if len(wrong.sources) > 1 and near is not None:
             fix = f"{near.weight.file.name} has {near.weight.name}, which no tensor of the model is made of: rename it"
         else:
             fix = _SAME_PLACE
-        said = "its metadata say" if match.gguf else "config.json says"
-        yield Problem(what, f"shape {list(wrong.wanted)}, as {said}", fix)
+        source = "its metadata say" if match.gguf else "config.json says"
+        yield Problem(what, f"shape {list(wrong.wanted)}, as {source}", fix)
 
 
 def _doubled_problems(match: Match) -> Iterator[Problem]:
     for name, tensor in match.doubled:
-        ((taken, _), *_) = match.weights.sources[name].tensors
+        first, second = match.weights.sources[name].tensors[0][0].weight, tensor.weight
         yield Problem(
-            f"{name} twice: {taken.weight.name} in {taken.weight.file.name} and {tensor.weight.name} in "
-            f"{tensor.weight.file.name}",
+            f"{name} twice: {first.name} in {first.file.name} and {second.name} in {second.file.name}",
             "one tensor for each name of the model",
-            "remove the one that is not the model's, or save the model again",
+            "remove the tensor that is not the model's, or save the model again",
         )
 
 
@@ -360,12 +363,12 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]:
-    """Group `alike` names that differ only in layer numbers."""
+    """Group names that differ only in layer numbers and have an equal `alike(name)`."""
     return grouped(names, lambda name: (starred(name), alike(name))).values()
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """Return the surplus tensor of this shape with the nearest name; any name if it is the only one of its shape."""
+    """Return the surplus tensor of this shape with the nearest name, or the only tensor of this shape; None without."""
     alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

@@ -1,6 +1,6 @@
-"""Dequantization of a weight, decided from its headers and config.json: a scheme, or why there is none.
+"""Decide from headers and config.json how a weight is dequantized, or why its values cannot be computed.
 
-Every tensor beside a weight is used, only scales activations, or prevents the weight from being read.
+A tensor beside a weight is used to dequantize the weight, scales only activations, or makes the weight unreadable.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ AWQ = "awq"
 MODELOPT = "modelopt"
 COMPRESSED = "compressed-tensors"
 CAST = "cast"
-"""Method of a model that was cast to float8 as a whole, by its config's dtype: the codes are the values."""
+"""Method of a model whose config names a float8 dtype and no quantization: the codes are the values."""
 READABLE = frozenset({*METHODS, CAST, ""})
-"""Methods whose weights can be read; "" is none."""
+"""Methods whose weights can be read; "" for a model that is not quantized."""
 
 ACTIVATIONS = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".qscale_act"),
     *(".input_scale_ub", ".output_scale", ".output_zero_point"),
 )
-"""Name endings of constants of a layer's activations, which weights do not need."""
+"""Name endings of constants that quantize a layer's activations; weights are dequantized without them."""
 
 CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32"})
 """Stored dtypes of quantized weights."""
@@ -42,7 +42,7 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 _EXPONENTS = frozenset({"U8", "F8_E8M0"})
 _STORED = {"words": ("I32",), "pairs": ("U8", "I8"), "numbers": ("F8_E4M3", "F8_E5M2"), "integers": ("I8",)}
 _PLAIN_CODES = frozenset({"numbers", "integers"})
-# What compressed-tensors' formats store.
+# The kinds of codes that each format of compressed-tensors stores.
 _FORMATS = {
     "pack-quantized": frozenset({"words"}),
     **dict.fromkeys(("int-quantized", "float-quantized", "naive-quantized"), _PLAIN_CODES),
@@ -73,14 +73,14 @@ class Scheme:
 
     Attributes:
         kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1
-            codes per byte, `blocks` those of gpt-oss.
-        shape: of the dense weight; empty if it is in a file that is not available.
-        block: rows and columns that share a scale.
-        bits: of one code.
-        zero: its zero points; None if there are none.
-        second: a scale of the scales, or None.
-        divides: `second` divides them.
-        turned: the file has [columns, rows] (AWQ); words and zero points are packed along the rows.
+            codes per byte, `blocks` the mxfp4 blocks of gpt-oss.
+        shape: shape of the dense weight; empty if only the remote file contains the shape.
+        block: (rows, columns) that share a scale.
+        bits: bits of one code.
+        zero: zero points, or None.
+        second: one scale for all scales, or None.
+        divides: True if the scales are divided by `second`, False if they are multiplied.
+        turned: True if the file has [columns, rows] (AWQ); words and zero points are packed along the rows.
     """
 
     kind: Kind
@@ -96,8 +96,13 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """Settings of config.json for one weight: layouts of its scales (each with rows and columns of a block, 0 for
-    all), allowed kinds, bits of a code, optional zero points, scales as exponents of two.
+    """Settings in config.json for one weight.
+
+    Attributes:
+        layouts: names of the possible layouts of the scales, each with the rows and columns of a block; 0 means all.
+        kinds: allowed kinds of codes.
+        symmetric: False if there are zero points.
+        exponents: True if scales may be exponents of two.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
@@ -111,15 +116,15 @@ _WHOLE = (("tensor", (0, 0)), ("row", (1, 0)))
 
 
 def method_of(quantization: Mapping[str, Any] | None) -> str:
-    """Return the library or scheme that a config names; "" without one."""
+    """Return the quantization method that a config names; "" if the config has no quantization."""
     name = (quantization or {}).get("quant_method")
     return str(getattr(name, "value", name or "bitsandbytes")) if quantization else ""
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return why config.json alone says that no quantized weight can be read; "" if it does not say so.
+    """Return the reason in config.json why no quantized weight can be read, or "" if there is none.
 
-    A method that is not in `core/formats.py:METHODS` is refused by its name, not here.
+    Methods that are not in `core/formats.py:METHODS` are not checked here.
     """
     method = method_of(quantization)
     try:
@@ -135,7 +140,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if no group of weights can be read: a group may be of no layer."""
+    """Raise the first group's error if all groups are unreadable; a single unreadable group may apply to no layer."""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:
@@ -165,12 +170,14 @@ def scheme_of(
     modules: Sequence[str],
     classes: Sequence[str],
 ) -> Scheme | None:
-    """Return how a stored weight is dequantized; None if plain, of bitsandbytes or in GGUF blocks.
+    """Return how a stored weight is dequantized, or None for plain weights, bitsandbytes' formats and GGUF blocks.
+
+    Raises UnreadableError if the values of the weight cannot be computed.
 
     Args:
-        constants: headers of the tensors beside it.
-        modules: names of its module, in the file and in the model.
-        classes: names of the module's class and its bases.
+        constants: headers of the tensors beside the weight.
+        modules: names of the weight's module in the file and in the model.
+        classes: names of the module's class and of its base classes.
     """
     method = method_of(quantization)
     if not constants:
@@ -188,8 +195,8 @@ def scheme_of(
     roles = {}
     for part in constants:
         if not part.name.endswith(ACTIVATIONS):
-            own = part.name.startswith(f"{stem}_")
-            roles[part.name.removeprefix(f"{stem}_") if own else part.name.rpartition(".")[2]] = part
+            of_weight = part.name.startswith(f"{stem}_")
+            roles[part.name.removeprefix(f"{stem}_") if of_weight else part.name.rpartition(".")[2]] = part
     options = _options(quantization, method, modules, classes)
     kind = _kind(weight, form, options, quantization.get("expert_dtype") if method == FP8 else None)
     shape = _shape(weight, kind, options, roles.pop("shape", None))
@@ -223,7 +230,7 @@ def _require_plain(weight: TensorHeader, method: str) -> None:
 def _require_complete(
     weight: TensorHeader, constants: Sequence[TensorHeader], form: str, quantization: Mapping[str, Any]
 ) -> None:
-    """Check that all constants of a bitsandbytes format are there."""
+    """Raise UnreadableError if config.json does not name a bitsandbytes format, or the format lacks a constant."""
     bare = f"{form} with {_names(constants)}, while config.json does not name bitsandbytes"
     _require(method_of(quantization) == "bitsandbytes", bare)
     said = "int8" if quantization.get("load_in_8bit") else quantization.get("bnb_4bit_quant_type", "fp4")
@@ -240,7 +247,7 @@ def _require_complete(
 
 
 def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
-    """Return the scheme of [..., rows, groups, 16 bytes of two values each]; the model multiplies from the left."""
+    """Return the scheme of mxfp4 blocks: uint8 [..., rows, groups, 16], dense [..., groups * 32, rows]."""
     scale, shape = constants[0], weight.shape
     fits = len(shape) > 2 and shape[-1] == 16 and scale.shape == shape[:-1] and len(constants) == 1
     what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"
@@ -251,7 +258,7 @@ def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
 def _turned(
     weight: TensorHeader, constants: Sequence[TensorHeader], quantization: Mapping[str, Any]
 ) -> Scheme:
-    """Return the scheme of AutoAWQ's [inputs, outputs / 8] words: a group of inputs shares scales and zero points."""
+    """Return the scheme of AutoAWQ's words, int32 [inputs, outputs / 8]; a group of inputs shares scales and zeros."""
     _check_awq(quantization)
     size = _size(quantization.get("group_size", quantization.get("q_group_size", 128)), "group_size")
     parts = {part.name.rpartition(".")[2]: part for part in constants}
@@ -302,7 +309,7 @@ def _shape(
 
 
 def written_shape(constants: Sequence[TensorHeader]) -> tuple[int, ...] | None:
-    """Return the shape in compressed-tensors' own tensor (a few bytes are read); None if missing or on the hub."""
+    """Return the shape that a `weight_shape` tensor among the constants contains; None without, or if on the hub."""
     header = next((part for part in constants if part.name.endswith("_shape")), None)
     if header is None or header.dtype_name != "I64" or not header.begin:
         return None
@@ -323,7 +330,7 @@ def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, 
 
 
 def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tuple[int, int]:
-    """Return the rows and columns that share a scale: of the first layout with scales of this shape."""
+    """Return the rows and columns that share a scale, by the first layout that gives the scales their shape."""
     *lead, rows, columns = shape if len(shape) > 1 else (1, *shape)
     for layout, size in options.layouts:
         height, width = size[0] or rows or 1, size[1] or columns or 1
@@ -406,7 +413,10 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return the one group of a module by compressed-tensors' rules: exact names, then `re:` patterns, then classes."""
+    """Return the config group of a module by compressed-tensors' rules: exact names, then `re:` patterns, then classes.
+
+    Raises UnreadableError if no group or several different groups cover the module.
+    """
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
@@ -417,12 +427,13 @@ def group_of(
     _require(isinstance(ignored, list), f"ignore {ignored!r} in config.json")
     covering = []
     for module in modules:
-        if not any(_matches(str(each), module) or each in classes for each in ignored):
+        if not any(_matches(str(target), module) or target in classes for target in ignored):
             named = [target for target in order if _matches(target, module)]
-            covering += [groups[each] for each in [*named, *(each for each in order if each in classes)][:1]]
+            matching = [*named, *(target for target in order if target in classes)]
+            covering += [groups[target] for target in matching[:1]]
     what = "several groups cover" if covering else "no group covers"
-    one = covering and all(group == covering[0] for group in covering)
-    _require(one, f"{what} it in the config_groups {', '.join(order)}")
+    same = covering and all(group == covering[0] for group in covering)
+    _require(same, f"{what} it in the config_groups {', '.join(order)}")
     return covering[0]
 
 
@@ -446,13 +457,13 @@ def _size(value: Any, name: str) -> int:
 
 
 def _word(value: Any) -> str:
-    """Return a word of config.json in small letters; a config object has an enum in its place."""
+    """Return a word in config.json, or the value of an enum in a config object, in lower case."""
     return str(getattr(value, "value", value)).lower()
 
 
 def _pair(value: Any) -> tuple[int, int]:
     pair = value.split("x") if isinstance(value, str) else value
-    fits = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(str(each).isdecimal() for each in pair)
+    fits = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(str(size).isdecimal() for size in pair)
     _require(fits, f"blocks of {value!r} in config.json")
     return int(pair[0]), int(pair[1])
 

@@ -1,4 +1,4 @@
-"""Weights as stored: a quantized weight together with its quantizer's constants."""
+"""Group the tensors of a checkpoint: each quantized weight with the constants of its quantization."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from isotype.core.names import grouped
 if TYPE_CHECKING:
     import torch
 
-# What quantizers store beside a weight: how the names of constants end, how that of their weight does, and the format that
-# they show. The first line whose weight is in the checkpoint holds. Nothing else lists them.
+# Constants that quantizers store beside a weight: name endings of the constants, name ending of their weight, and the
+# format, if the constants identify a format. The first line with a weight that the checkpoint has is used.
 _CONSTANTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     *(((f".quant_state.bitsandbytes__{form}",), "", form) for form in FOUR_BITS),
     ((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"), "", ""),
@@ -46,9 +46,9 @@ _CONSTANTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (ACTIVATIONS, ".weight", ""),
     (ACTIVATIONS, ".weight_packed", "packed"),
 )
-# Most tensors are no constants, and a large checkpoint has 10^5.
+# Tried first: a large checkpoint has 10^5 tensors, and most of them are not constants.
 _ENDINGS = tuple(ending for endings, _, _ in _CONSTANTS for ending in endings)
-# How the file calls a weight of these formats, and how its model does.
+# (regular expression, replacement) that change a weight's name in the file to its name in the model.
 _NAMES = {"mxfp4": (r"_blocks$", ""), "packed": (r"_packed$|(?<=\.)q(?=weight$)", "")}
 _BITS = {"mxfp4": 4, **dict.fromkeys(FOUR_BITS, 4)}
 
@@ -58,12 +58,12 @@ class StoredTensor:
     """A tensor of a checkpoint with the constants of its quantization.
 
     Attributes:
-        name: its name if it were dense (`experts.gate_up_proj` of `experts.gate_up_proj_blocks`).
+        name: name of the dense weight (`experts.gate_up_proj` for `experts.gate_up_proj_blocks`).
         form: a dtype's name, or a quantization format (`nf4`, `mxfp4`, `Q4_K`; `packed` if only config.json names
-            it).
+            the format).
         constants: headers of its scales, code books and shapes.
-        scheme: how its values are computed; None if plain, of bitsandbytes' formats or in GGUF blocks.
-        problem: why they cannot be computed, or None.
+        scheme: how the values are computed; None for plain weights, bitsandbytes' formats and GGUF blocks.
+        problem: why the values cannot be computed, or None.
     """
 
     name: str
@@ -79,17 +79,17 @@ class StoredTensor:
 
     @property
     def plain(self) -> bool:
-        """True if it is stored in a float dtype, without constants."""
+        """True if the tensor is stored in a float dtype, without constants."""
         return not self.constants and is_float(self.weight.dtype_name)
 
     @property
     def quantized(self) -> bool:
-        """True if its values have to be computed."""
+        """True if the values have to be computed."""
         return bool(self.constants) or self.weight.dtype_name not in STORED
 
     @property
     def values(self) -> int:
-        """Number of weights; for packed formats, the unpacked ones."""
+        """Number of weights, after unpacking if the format is packed."""
         if self.scheme is not None:
             return math.prod(self.scheme.shape)
         bits = _BITS.get(self.form)
@@ -121,7 +121,10 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return the weight that the tensor is a constant of and the format it shows, ("", "") for a weight."""
+    """Return (weight, format) of a constant: the name of its weight, and the format that it identifies or "".
+
+    ("", "") if the tensor is not a constant.
+    """
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:
@@ -131,7 +134,7 @@ def _weight_of(
                 continue
             if form != FP8:
                 return weight, form
-            # A plain name: only where the library that this config names calls scales so.
+            # `.scale` is a common name: it belongs to a quantized weight only if config.json names the method fp8.
             if method_of(quantization) == FP8 and names[weight].dtype_name in CODES:
                 return weight, ""
     return "", ""
@@ -143,7 +146,7 @@ def with_scheme(
     target: str = "",
     classes: Sequence[str] = ("Linear",),
 ) -> StoredTensor:
-    """Return the tensor with its `scheme`, or a problem; `target`: its name in the model, if there is one."""
+    """Return the tensor with its `scheme` or `problem`; `target`: its name in the model, or "" if there is none."""
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
     modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]
@@ -156,7 +159,7 @@ def with_scheme(
 
 
 def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
-    """Return the shape of a stored tensor once dense; None if no header has it."""
+    """Return the shape of a stored tensor after dequantization, or None if no header has the shape."""
     if tensor.scheme is not None:
         return tensor.scheme.shape
     if tensor.form in FOUR_BITS:
@@ -165,7 +168,7 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
 
 
 def main_form(tensors: Iterable[StoredTensor]) -> str | None:
-    """Return the form of most of the tensors' values; None without any."""
+    """Return the form in which most values of the tensors are stored, or None without tensors."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[tensor.form] += tensor.values
@@ -173,7 +176,7 @@ def main_form(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def dense_dtype(tensor: StoredTensor) -> torch.dtype:
-    """Return the dtype of a stored tensor on the meta device once dense."""
+    """Return a plain tensor's dtype, or bfloat16 as the dtype of a meta tensor that stands for a quantized one."""
     import torch
 
     return (None if tensor.quantized else tensor.weight.dtype) or torch.bfloat16

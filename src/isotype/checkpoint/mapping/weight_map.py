@@ -1,4 +1,4 @@
-"""The sources in a checkpoint of each tensor of a model, from names and shapes alone."""
+"""Find the tensors in a checkpoint that each tensor of a model is made from, by names and shapes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from isotype.checkpoint.mapping.stored import (
     with_scheme,
 )
 
-# How transformers' conversions fail on tensors of other shapes or numbers than they expect.
-TURNED = "as transformers' `TensorProcessor`s turn those of a GGUF file"
-"""Conversion of a GGUF file's tensors: into one tensor of as many values, in another order."""
+TURNED = "by transformers' `TensorProcessor` for GGUF files"
+"""Conversion of a GGUF file's tensors: the processor changes the order of a tensor's values, not their number."""
 CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+"""Exceptions of transformers' conversions for tensors of unexpected shapes or numbers."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors of a checkpoint and their conversion.
+    """Tensors of a checkpoint that one conversion turns into one or more tensors of the model.
 
     Attributes:
-        target: the model's name under which they are gathered: one of `shapes`.
-        tensors: each with its pattern in the conversion.
-        conversion: transformers' `WeightConverter`; None if one tensor is at most renamed; `TURNED` in a GGUF file.
-        shapes: names in the model and their shapes after the conversion; None if no file has the shape.
-        failure: how the conversion fails, or "".
+        target: the model's name that all `tensors` map to; one of `shapes`.
+        tensors: tensors in the checkpoint, each with the conversion's pattern that its name matches.
+        conversion: transformers' `WeightConverter`; None if a single tensor is at most renamed; `TURNED` in a GGUF file.
+        shapes: shapes after the conversion by name in the model; None if the headers do not determine the shape.
+        failure: error of the conversion, or "".
     """
 
     target: str
@@ -46,12 +46,12 @@ class Source:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The tensors of a checkpoint by their use.
+    """The tensors of a checkpoint by their use in a model.
 
     Attributes:
-        sources: source of each name in the model; several names may share one.
+        sources: the source of each tensor of the model, by name; several tensors may share a source.
         surplus: tensors without a name in the model.
-        doubled: tensors whose name in the model already has a source, by that name.
+        doubled: (name in the model, tensor) for each tensor whose name in the model already has a source.
     """
 
     sources: Mapping[str, Source]
@@ -62,9 +62,8 @@ class WeightMap:
 def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     """Return the sources of a model's tensors in a checkpoint.
 
-    Models of transformers take renamed, split, stacked and turned tensors by its own conversions
-    (`conversion_mapping`); any other module takes tensors of its own names. The model is dense and may be on the meta
-    device.
+    For models of transformers, its conversions (`conversion_mapping`) rename, split, stack and transpose tensors; for any
+    other module, names must be equal. The model is dense and may be on the meta device.
     """
     stored = stored_tensors(headers.tensors, headers.quantization)
     gathered: dict[str, list[tuple[StoredTensor, str]]] = {}
@@ -72,11 +71,11 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     surplus: list[StoredTensor] = []
     doubled: list[tuple[str, StoredTensor]] = []
     rename, in_order = _renaming(model, headers)
-    for tensor in sorted(stored, key=lambda each: in_order(each.name)):
+    for tensor in sorted(stored, key=lambda tensor: in_order(tensor.name)):
         target, pattern, conversion = rename(tensor.name)
         if tensor.quantized and target:
             path, _, leaf = target.rpartition(".")
-            # Experts are stacked of linear layers.
+            # A stacked weight is made of linear layers' weights.
             classes = type(model.get_submodule(path)).__mro__ if leaf == "weight" else (nn.Linear,)
             tensor = with_scheme(tensor, headers.quantization, target, [each.__name__ for each in classes])
         if not target:
@@ -98,7 +97,7 @@ Renaming = Callable[[str], tuple[str, str, Any]]
 
 
 def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callable[[str], Any]]:
-    """Return a map from a checkpoint's name to (name in the model or "", pattern, conversion), and its order."""
+    """Return a function from a name in the checkpoint to (name in the model or "", pattern, conversion), and a sort key."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
@@ -115,17 +114,17 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
         names = gguf_names(model, headers.architecture)
 
         def lookup(name: str) -> tuple[str, str, Any]:
-            # The model's stacked experts have no `.weight`.
+            # Stacked experts have names without `.weight` in the model.
             return names.get(name) or names.get(name.removesuffix(".weight"), ""), name, TURNED
 
         return lookup, loading.dot_natural_key
-    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    renamings = [step for step in mapping if isinstance(step, loading.WeightRenaming)]
+    converters = [step for step in mapping if isinstance(step, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
 
     def rename(name: str) -> tuple[str, str, Any]:
-        # The steps of transformers' `convert_and_load_state_dict_in_model`.
+        # As in transformers' `convert_and_load_state_dict_in_model`.
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = loading.rename_source_key(name, [], [], prefix, wanted)
@@ -137,11 +136,11 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
 
 
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
-    """Return the model's names of a GGUF file's tensors, `.weight` and `.bias` included.
+    """Return the names in the model, with `.weight` and `.bias`, by name in a GGUF file.
 
-    Like transformers' `get_gguf_hf_weights_map`, without its walk over all modules with a table per module, which
-    takes seconds. gguf knows names in base models and in parts of models, so leading parts of a name are removed
-    until the rest is known; the fewest win.
+    transformers' `get_gguf_hf_weights_map` takes seconds, since it builds a table for every module. gguf's table has names
+    in base models and in parts of models: leading parts of a name are removed until the table has the rest. If several
+    names fit, the one with the fewest removed parts is used.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -150,7 +149,7 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     arch = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     if arch is None:
         return {}
-    known = get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
+    name_map = get_tensor_name_map(arch, model.config.get_text_config().num_hidden_layers)
     names: dict[str, tuple[int, str]] = {}
     for name in model.state_dict():
         parts = name.split(".")
@@ -159,16 +158,16 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
             inner = processor.preprocess_name(".".join(parts[skipped:]))
             stem, dot, last = inner.rpartition(".")
             suffix = dot + last if last in ("weight", "bias") else ""
-            own = known.get_name(stem if suffix else inner)
+            in_file = name_map.get_name(stem if suffix else inner)
             into: dict[str, str] = {}
-            if own is not None:
-                into[own + suffix] = outer + inner
+            if in_file is not None:
+                into[in_file + suffix] = outer + inner
             else:
                 processor.perform_fallback_tensor_mapping(into, suffix, outer, inner)
-            for each, target in into.items():
-                if each not in names or skipped < names[each][0]:
-                    names[each] = (skipped, target)
-    return {each: target for each, (_, target) in names.items()}
+            for key, target in into.items():
+                if key not in names or skipped < names[key][0]:
+                    names[key] = (skipped, target)
+    return {key: target for key, (_, target) in names.items()}
 
 
 def _shaped(model: nn.Module, source: Source) -> Source:
@@ -190,13 +189,13 @@ def _shaped(model: nn.Module, source: Source) -> Source:
 
 
 def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert dense `values` (by the names of `source.tensors`) of a `weight_map`'s source into the model's tensors."""
-    if source.conversion is None:  # at most another name
+    """Return the model's tensors that a source's conversion makes from dense `values`, by the names of its tensors."""
+    if source.conversion is None:
         (value,) = values.values()
         return {source.target: value}
-    conversion = copy.deepcopy(source.conversion)  # it collects what it is given
+    conversion = copy.deepcopy(source.conversion)  # `add_tensor` changes the conversion
     for tensor, pattern in source.tensors:
-        conversion.add_tensor(source.target, tensor.name, pattern, lambda held=values[tensor.name]: held)
+        conversion.add_tensor(source.target, tensor.name, pattern, lambda value=values[tensor.name]: value)
     tensors = conversion.convert(source.target, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
