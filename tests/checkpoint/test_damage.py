@@ -15,7 +15,7 @@ from torch import nn
 import isotype
 from isotype.checkpoint.damage import _divergence, _of_signs, pieces, rounded
 from isotype.checkpoint.opened import open_checkpoint
-from isotype.checkpoint.resolve import kept
+from isotype.checkpoint.resolve import read_measurement
 from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED
 from isotype.precision.damages import MEASURED, Damages, stored_bytes
@@ -198,7 +198,7 @@ def test_a_checkpoint_is_measured_from_disk_once(tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path / "model")
     damages = isotype.measure_quality(path, progress=False)
     assert damages.key == open_checkpoint(path).fingerprint
-    assert kept(Damages, damages.key) == damages
+    assert read_measurement(Damages, damages.key) == damages
     assert Damages.from_json(damages.to_json()) == damages
     with pytest.raises(ValueError, match="a layer lacks a format"):
         Damages.from_json(damages.to_json().replace('"int8": ', '"int7": '))

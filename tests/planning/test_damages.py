@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isotype.checkpoint.opened import open_checkpoint, open_model
-from isotype.checkpoint.resolve import keep
+from isotype.checkpoint.resolve import save_measurement
 from isotype.planning.from_request import measured_layers, totals
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
 
@@ -22,7 +22,7 @@ def test_what_was_measured_and_kept(
     layer = LayerDamage("model.layers.0.mlp.up_proj", 64, 64, dict.fromkeys(MEASURED, 0.5))
     key = open_checkpoint(path).fingerprint
     assert key is not None
-    keep(Damages("llama", key, "", "float32", "", 1, (layer, layer), {"nf4": 0.25}))
+    save_measurement(Damages("llama", key, "", "float32", "", 1, (layer, layer), {"nf4": 0.25}))
     damages = totals(measured_layers(open_model(path)))
     assert (damages["nf4"], damages["int8"], damages["float32"]) == (0.25, 1.0, 0.0)
     assert measured_layers(open_model(path / "config.json")) is None

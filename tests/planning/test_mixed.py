@@ -11,7 +11,7 @@ import pytest
 
 import isotype
 from isotype.checkpoint.opened import open_checkpoint
-from isotype.checkpoint.resolve import keep
+from isotype.checkpoint.resolve import save_measurement
 from isotype.core.formats import FITTED
 from isotype.planning.from_request import Plan, resolve_auto
 from isotype.precision.by_damage import base_bytes
@@ -43,7 +43,7 @@ def path(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
         for at, (name, module) in enumerate(linear(model).items())
     )
-    keep(Damages("llama", open_checkpoint(path).fingerprint or "", "", "float32", "", 1, layers))
+    save_measurement(Damages("llama", open_checkpoint(path).fingerprint or "", "", "float32", "", 1, layers))
     parameters = sum(each.numel() for each in model.parameters())
 
     def trace_of(request: StepRequest) -> Trace:

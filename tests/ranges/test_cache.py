@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import isotype
 from isotype.checkpoint.opened import open_checkpoint
-from isotype.checkpoint.resolve import keep, kept
+from isotype.checkpoint.resolve import read_measurement, save_measurement
 from isotype.core.errors import SaveError
 from isotype.precision.ranges import Ranges
 from tests.models import save_tiny, tiny_batch, tiny_model
@@ -30,7 +30,7 @@ def files(directory: Path) -> list[str]:
 def cached(path: Path) -> Ranges | None:
     key = open_checkpoint(path).fingerprint
     assert key is not None
-    return kept(Ranges, key)
+    return read_measurement(Ranges, key)
 
 
 def test_a_measurement_is_found_again_beside_nothing_of_the_users(tmp_path: Path, cache: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_model_in_memory_has_no_key() -> None:
     ranges = isotype.measure_ranges(tiny_model("llama"), tiny_batch("llama"))
     assert ranges.key == ""
     with pytest.raises(ValueError, match="a model in memory has no key"):
-        keep(ranges)
+        save_measurement(ranges)
 
 
 def test_infinity_and_nan_are_kept(tmp_path: Path, cache: Path) -> None:
@@ -110,4 +110,4 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     ranges = isotype.measure_ranges(path)
     assert ranges.notes[-1].startswith(f"it was not kept: {tmp_path}/ranges/{ranges.key}.json: ")
     with pytest.raises(SaveError, match="the measurement of ranges cannot be kept"):
-        keep(ranges)
+        save_measurement(ranges)

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import isotype
-from isotype.checkpoint.resolve import kept
+from isotype.checkpoint.resolve import read_measurement
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
 from isotype.ranges.measure import made_batches
@@ -225,7 +225,7 @@ def test_token_ids_are_drawn_for_want_of_a_tokenizer(tmp_path: Path) -> None:
     assert ranges.text == "2 rows of 64 token ids drawn with a fixed seed, because there is no tokenizer"
     assert (ranges.tokens, ranges.batches) == (128, 2)
     assert isotype.measure_ranges(path, tokens=100).modules == ranges.modules
-    assert kept(Ranges, ranges.key) is None
+    assert read_measurement(Ranges, ranges.key) is None
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

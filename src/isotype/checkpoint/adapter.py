@@ -1,4 +1,4 @@
-"""A saved adapter: its files, and its model together with the base."""
+"""Read a saved adapter, load its base, and add the adapter to the base."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from isotype.model.targets import task_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.policy import PrecisionPolicy
 
-# PEFT's task type -> the auto class of a model with that head; for causal models the config names the class, unless it has no head.
+# PEFT's task type -> the auto class of models with that head. CAUSAL_LM is in `_head`: most configs name a causal class.
 _HEADS: Mapping[str, str] = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
@@ -54,13 +54,13 @@ _MAX_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class Adapter:
-    """A directory written by PEFT's `save_pretrained`.
+    """An adapter in a directory written by PEFT's `save_pretrained`.
 
     Attributes:
-        config: its `PeftConfig`.
-        base: the model it was trained on, by its config, or None.
-        revision: commit of a base on the hub that it was trained on, if its config has one.
-        policy: the policy it was trained under, None unless written by isotype.
+        config: PEFT's `PeftConfig`.
+        base: path or hub id of the base model, or None if the config names no base.
+        policy: policy of the training; None if isotype has not trained the adapter.
+        revision: commit of a base on the hub, or None.
     """
 
     directory: Path
@@ -72,13 +72,13 @@ class Adapter:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Return True if `path` is a directory with an adapter and no complete model."""
+    """Return True if `path` is a directory with an adapter and without a whole model."""
     directory = Path(path)
     return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
 
 
 def read_adapter(directory: str | Path) -> Adapter:
-    """Read an adapter without its weights; raise CheckpointError if there is none, or it is damaged."""
+    """Read an adapter's config and headers; raise CheckpointError if there is no adapter, or it is damaged."""
     path = Path(directory)
     if not path.is_dir():
         what, expected = f"adapter {path}", "a directory that exists"
@@ -107,9 +107,9 @@ def inference_policy(
     device: str = "auto",
     revision: str | None = None,
 ) -> PrecisionPolicy:
-    """Return the policy to run a model under: as requested, else as trained (`saved`), else the best here.
+    """Return the policy for inference: as requested, else as in training (`saved`), else the best for this machine.
 
-    `quantization`: a format, `"none"`, or None for that of `saved`; others as for `isotype.resolve_precision`.
+    `quantization`: a format, `"none"`, or None for the format of `saved`; other arguments: `isotype.resolve_precision`.
     """
     if saved is None:
         wanted = None if quantization == "none" else quantization
@@ -138,7 +138,7 @@ def inference_policy(
 def base_policy(
     adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
 ) -> PrecisionPolicy:
-    """Return `inference_policy` for the base of an adapter, by default at the adapter's revision."""
+    """Return the `inference_policy` of an adapter's base; `revision`: default: the commit that the adapter names."""
     path = adapter.directory / CONFIG_FILE
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"
@@ -164,7 +164,10 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load the base with the head (of `model_class`, if given) and the vocabulary of the adapter's training."""
+    """Load an adapter's base with the head and the vocabulary size of the training.
+
+    `model_class`: class with another head than the training's.
+    """
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -177,7 +180,7 @@ def load_base(
 
 
 def _head(adapter: Adapter, config: Any) -> Any:
-    """Return the class of the model that the adapter was trained on, if the base's config does not name it."""
+    """Return the model class that the adapter was trained on, or None if the base's config names the same class."""
     import transformers
 
     task = task_of(adapter.config)
@@ -187,34 +190,34 @@ def _head(adapter: Adapter, config: Any) -> Any:
         named = "AutoModelForCausalLM"
     if named is None or named == getattr(saved, "__name__", None):
         return None
-    head = getattr(transformers, named, None)  # a name from a file: nothing but a class of models
+    head = getattr(transformers, named, None)  # the name is from a file: only model classes are used
     is_model = inspect.isclass(head) and issubclass(head, transformers.PreTrainedModel)
     return head if is_model or task is not None else None
 
 
-_ODD = 991  # a number of labels that no other side of a weight has
+_LABELS = 991  # a number of labels that is no other size in a model
 
 
 def _labels(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -> int | None:
-    """Return the number of labels of a head in the adapter's file; None if there is none."""
+    """Return the number of labels of the classification head in the adapter's file, or None if there is no such head."""
     task = task_of(adapter.config)
     if head is None or task in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"):
         return None
-    sides = {base_name(tensor.name): tensor.shape for tensor in adapter.headers.tensors}
-    model = skeleton(config, policy, model_class=head, num_labels=_ODD)
-    named = ((sides.get(name), tuple(p.shape)) for name, p in model.named_parameters() if _ODD in p.shape)
-    return next((shape[wanted.index(_ODD)] for shape, wanted in named if shape), None)
+    shapes = {base_name(tensor.name): tensor.shape for tensor in adapter.headers.tensors}
+    model = skeleton(config, policy, model_class=head, num_labels=_LABELS)
+    named = ((shapes.get(name), tuple(p.shape)) for name, p in model.named_parameters() if _LABELS in p.shape)
+    return next((shape[wanted.index(_LABELS)] for shape, wanted in named if shape), None)
 
 
-# Initialisations of LoRA that draw values, or take zeros; every other one computes them from the base's weights.
+# LoRA initialisations that draw values or set zeros; every other initialisation computes values from the base's weights.
 _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
 def waiting(adapter: Adapter) -> DeferredBlocks:
-    """Return the weights of the base that can be read with their block: all that the adapter's file does not replace.
+    """Return `DeferredBlocks` for the base: weights that the adapter's file replaces are not deferred.
 
-    None if PEFT reads base weights while it adds adapters (DoRA; initialisations from weights such as PiSSA and
-    OLoRA), and none for adapters other than LoRA.
+    No weight is deferred if PEFT reads base weights while it adds adapters (DoRA; initialisations from weights such as
+    PiSSA and OLoRA), or if the adapter is not LoRA.
     """
     config = adapter.config
     kind = getattr(config.peft_type, "value", config.peft_type)
@@ -223,7 +226,7 @@ def waiting(adapter: Adapter) -> DeferredBlocks:
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
-    """Return the minimum number of embedding rows: training may have added tokens and trained their rows."""
+    """Return the number of embedding rows that the adapter needs: training may have added and trained tokens."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
@@ -233,16 +236,20 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Return the PEFT model of `model` with a saved adapter, unrounded; raise CheckpointError if it does not fit."""
+    """Add a saved adapter, unrounded, and return the PEFT model; raise CheckpointError if the adapter does not fit."""
     policy = policy_of(model)
-    assert policy is not None, "load() leaves its policy on the model"
+    assert policy is not None, "load() sets the model's policy"
     peft_model = inject(model, adapter, policy)
     fill(peft_model, adapter)
     return peft_model
 
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """Add the adapter's untrained modules; PEFT's `from_pretrained` would round float32 parts to the base's dtype."""
+    """Add the adapter's modules, with initial values, and return the PEFT model.
+
+    PEFT's `from_pretrained` would round float32 adapters to the base's dtype. Raises CheckpointError if a weight is in
+    neither base nor adapter, or the adapter does not fit.
+    """
     saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:
@@ -250,30 +257,30 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
         expected = "every weight of the model: without this one its outputs differ at each load"
         raise _incompatible(adapter, model, [Problem(f"{name} {what}", expected, _LOST) for name in lost])
     config = copy.deepcopy(adapter.config)
-    begun = getattr(config, "init_lora_weights", None)
-    if policy.quantized and isinstance(begun, str) and begun.startswith(_OF_WHOLE_WEIGHTS):
-        conflict = f"a base in {policy.storage}, and an adapter that {begun} initialised"
+    method = getattr(config, "init_lora_weights", None)
+    if policy.quantized and isinstance(method, str) and method.startswith(_OF_WHOLE_WEIGHTS):
+        conflict = f"a base in {policy.storage}, and an adapter that {method} initialised"
         expected = "a base in float32, bfloat16 or float16: the adapter holds a part of each weight, which is subtracted from the base"
         fix = "--quantization none, or merge the adapter first"
         raise _incompatible(adapter, model, [Problem(conflict, expected, fix)])
-    config.inference_mode = False  # trainable parameters are what the policy keeps as masters
-    config.base_model_name_or_path = None  # PEFT warns where the base has another name now
+    config.inference_mode = False  # adapters are float32 masters under the policy only if they are trainable
+    config.base_model_name_or_path = None  # else PEFT warns if the base was moved
     try:
-        with quiet_peft(), KeepsValues():  # weights that are read later are on the meta device
+        with quiet_peft(), KeepsValues():  # deferred weights are on the meta device
             return add_lora(model, policy, config)
     except BUILD_ERRORS as error:
         problem = Problem(one_line(error), "modules that the adapter was trained on", _FIX)
         raise _incompatible(adapter, model, [problem]) from error
 
 
-# PEFT decomposes the base's weights for them, and no quantized ones (`pissa_init`, `mica_init`).
+# Initialisations for which PEFT decomposes the base's weights (`pissa_init`, `mica_init`): these must not be quantized.
 _OF_WHOLE_WEIGHTS = ("pissa", "mica")
 _LOST = "train the adapter again (isotype saves such weights with it), or give a base that holds them"
 _FIX = "give the base model that the adapter was trained on"
 
 
 def fill(peft_model: Any, adapter: Adapter) -> None:
-    """Read the trained values into an injected adapter."""
+    """Read the trained values of an adapter into the PEFT model of `inject`; raise CheckpointError if they do not fit."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -299,7 +306,7 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
     problems = [
         Problem(f"tensor {base_name(name)}", "a module of that name in the base model", _FIX)
         for name in result.unexpected_keys
-        # PEFT saves embeddings of a vocabulary that has grown twice, once under a name that it does not read.
+        # PEFT saves the embeddings of a resized vocabulary twice, the second time under a name that it does not read.
         if not (".modules_to_save." in name and name.replace(".modules_to_save", "") in weights)
     ]
     missing = [base_name(name) for name in result.missing_keys if prefix and prefix in name]
@@ -319,10 +326,10 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Hide PEFT's warnings about tied embeddings, merged layers and turned Conv1D, which are handled."""
+    """Hide PEFT's warnings about tied embeddings, merged layers and Conv1D layers, which isotype handles."""
     with warnings.catch_warnings():
-        known = ".*tied|.*tie_word_embeddings|fan_in_fan_out is set to|All adapters are already merged"
-        warnings.filterwarnings("ignore", message=known, module="peft")
+        handled = ".*tied|.*tie_word_embeddings|fan_in_fan_out is set to|All adapters are already merged"
+        warnings.filterwarnings("ignore", message=handled, module="peft")
         yield
 
 
@@ -347,7 +354,7 @@ _ENTRIES = (
     Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
     Entry(r".*", None, low=-1e9, high=1e7),
 )
-"""The first row that matches a field's name counts; types are given if PEFT's annotation differs from what it takes."""
+"""Valid values of a field by the first entry that matches; a type is set if PEFT's annotation is not what PEFT accepts."""
 _EXPRESSIONS = (
     "target_modules",
     "exclude_modules",
@@ -359,20 +366,20 @@ _COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|position_ids
 
 
 def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
-    """Return a directory's `PeftConfig`, checked with the adapter's tensors; raise CheckpointError with all faults."""
+    """Return a directory's `PeftConfig`; raise CheckpointError, with every problem of config and tensors, if invalid."""
     from peft import PeftConfig, PeftType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     path = directory / CONFIG_FILE
     content = read_json(path)
     kind = content.get("peft_type")
-    known = [each.value for each in PeftType]
-    if kind not in known:
+    types = [member.value for member in PeftType]
+    if kind not in types:
         what = f"{path}: peft_type {kind!r:.80}"
-        expected, fix = "a type that PEFT knows: " + ", ".join(known), "update PEFT, or correct the file"
+        expected, fix = "a type that PEFT knows: " + ", ".join(types), "update PEFT, or correct the file"
         raise CheckpointError.of("unknown kind of adapter", what, expected, fix)
     problems = [*_field_problems(content, path, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])]
-    if content.get("megatron_config"):  # with it PEFT imports the module that megatron_core names
+    if content.get("megatron_config"):  # PEFT would import the module that megatron_core names
         what = f"{path}: megatron_config, with the module {content.get('megatron_core')!r:.80}"
         expected = "an adapter of transformers' layers: no module that a file names is imported"
         problems.append(Problem(what, expected, "leave it out"))
@@ -383,8 +390,10 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
             for name in _EXPRESSIONS
             if isinstance(value := content.get(name), str) or (name == "layers_pattern" and value)
         }
-        dicts = {name: value for name, value in content.items() if isinstance(value, dict)}
-        expressions |= {f"{path}: {name}": each for name, each in dicts.items() if name.endswith("_pattern")}
+        patterns = {name: value for name, value in content.items() if name.endswith("_pattern")}
+        expressions |= {
+            f"{path}: {name}": value for name, value in patterns.items() if isinstance(value, dict)
+        }
         problems = [*pattern_problems(expressions, names), *_tensor_problems(content, tensors, path)]
     if problems:
         raise CheckpointError(f"the adapter {directory} cannot be read", problems)
@@ -397,10 +406,10 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
 
 def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[Problem]:
     hints = get_type_hints(kind)
-    known = {field.name: content[field.name] for field in dataclasses.fields(kind) if field.name in content}
-    yield from entry_problems(known, _ENTRIES, path, _AGAIN, hints)
+    values = {field.name: content[field.name] for field in dataclasses.fields(kind) if field.name in content}
+    yield from entry_problems(values, _ENTRIES, path, _AGAIN, hints)
     for name in ("base_model_name_or_path", "revision"):
-        value = known.get(name) or ""
+        value = values.get(name) or ""
         if isinstance(value, str) and not (
             value.isprintable() and all(len(part.encode()) < 256 for part in value.split("/"))
         ):
@@ -411,7 +420,7 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
 def _tensor_problems(
     content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
 ) -> Iterator[Problem]:
-    """Yield tensors that cannot be an adapter's: not of a float dtype, or of another rank than partner or config."""
+    """Yield tensors of integer dtypes, LoRA pairs A and B of different ranks, and ranks in the config that are too large."""
     if not tensors:
         what = f"{path.parent / 'adapter_model.safetensors'} without a tensor"
         yield Problem(what, "the weights of an adapter", "copy the file again")

@@ -1,4 +1,4 @@
-"""measure_quality: the effect of storing each linear layer in fewer bits on the next-token distribution."""
+"""measure_quality: measure how storing a linear layer in fewer bits changes the next-token distribution."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from isotype.ranges.twin import twin_of
 from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
 
 _PIECE = 1 << 20
-_BLOCKS = 64  # rows in whole blocks of 4 bits, however wide a row is
+_BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
 
 
 class PlainWeights(Weights):
-    """Weights without a measurement."""
+    """`Weights` that are not measured when they are read."""
 
     def _made(self, weight: Weight) -> torch.Tensor:
         with torch.no_grad():
             return weight.read().detach().to(self.device, self.dtype)
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the unique rows of `weight` that `indices` name, and the indices into them."""
+        """Return the unique rows of `weight` at `indices`, and the indices into these rows."""
         with torch.no_grad():
             stored = weight.read().detach()
             wanted, inverse = torch.unique(indices, return_inverse=True)
@@ -54,7 +54,7 @@ class PlainWeights(Weights):
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Weights whose embeddings materialize only the rows that are looked up."""
+    """Dispatch mode that reads only the rows of an embedding's weight that are looked up, and other weights whole."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
@@ -66,10 +66,14 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """Sums over one layer: nats of all tokens and squared error of the weight by format, squares of its inputs.
+    """Sums over the calls of one layer.
 
-    Each of the `tokens` input squares is weighted by its squared gradient norm: column sums of the Fisher
-    information.
+    Attributes:
+        damage: nats over all tokens, by format.
+        error: squared error of the weight, by format.
+        squares: `[columns]`, sum of each token's squared inputs times the token's squared gradient norm: column sums of
+            the Fisher information.
+        tokens: number of tokens in `squares`.
     """
 
     rows: int = 0
@@ -81,23 +85,23 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """Moments of the input channels, in the form of policies."""
+        """Moments of the input channels as text, as in a policy; "" before the first call."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
 @dataclass
 class Layers:
-    """Measurement of linear layers, in place of a recorder in `isotype.ranges.twin.twin_of`.
+    """Measurement of linear layers, passed as a recorder to `isotype.ranges.twin.twin_of`.
 
     With f = ln p(y | x) for y sampled from the model, the divergence of the model with weights W + D is ½ E[<D,
-    df/dW>²] to second order (the Fisher information); `measure_quality` replaces df by another
-    gradient with the same second moments. Its diagonal is used, per token: ½ Σ (g² xᵀ²) D² for the gradient g of the
-    output and the input x. Errors of different weights are nearly independent; the square of a sum over tokens would
-    need hundreds of samples.
+    df/dW>²] to second order (the Fisher information); `measure_quality` replaces df by another gradient with the same
+    second moments. Only the diagonal is used, per token: ½ Σ (g² xᵀ²) D² for the gradient g of the output and the input
+    x. Errors of different weights are nearly independent; the square of a sum over tokens would need hundreds of samples.
 
     Attributes:
+        wanted: names of the layers to measure.
         form: format to which weights are rounded in a forward without gradients; None: no rounding.
-        sums: of each layer that the backward has reached.
+        sums: sums of each layer that the backward has reached, by name.
     """
 
     wanted: Collection[str]
@@ -105,11 +109,11 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Return a context without effect around each run of a block."""
+        """Return the context of each run of a block, which does nothing."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
-        """Install this measurement's forward in the wanted layers, and make embeddings require gradients."""
+        """Replace the forward of the wanted layers, and let the outputs of embeddings require gradients."""
         for module in model.modules():
             if names[id(module)] in self.wanted:
                 vars(module)["forward"] = self._forward(module, names[id(module)])
@@ -159,7 +163,7 @@ class Layers:
 
     @contextmanager
     def rounding(self, form: str) -> Iterator[None]:
-        """Compute with weights as this format stores them."""
+        """Round the weights of all layers to this format inside the context."""
         self.form = form
         try:
             yield
@@ -173,7 +177,7 @@ def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 class _Product(torch.autograd.Function):
-    """X Wᵀ, whose backward feeds the measurement and returns only the gradient of X."""
+    """X Wᵀ; the backward calls `Layers.add`, and returns only the gradient of X."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layers: Layers, name: str) -> torch.Tensor:
@@ -185,7 +189,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        with torch.no_grad(), without_dispatch():  # a mode would see every operator of the roundings
+        with (
+            torch.no_grad(),
+            without_dispatch(),
+        ):  # the dispatch mode would slow down each operator of the rounding
             ctx.layers.add(ctx.name, x, weight, gradient)
             return gradient @ weight, None, None, None
 
@@ -197,8 +204,9 @@ def rounded(
 
     Args:
         form: one of `isotype.precision.damages.MEASURED`.
-        moments: `[columns]`, of the layer's input channels; ValueError if a format with fitted constants has none.
-        exact: bitsandbytes' values to the bit; else `isotype.model.fitted.nearest_values`, in half the time.
+        moments: `[columns]`, moments of the input channels; a format with fitted constants raises ValueError without.
+        exact: return bitsandbytes' values to the bit; if False, those of `isotype.model.fitted.nearest_values`, in half
+            the time.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -216,7 +224,7 @@ def rounded(
 
 
 def pieces(rows: int, columns: int) -> Iterator[slice]:
-    """Yield slices of a weight's rows: some megabytes each, in whole blocks of 4 bits."""
+    """Yield slices of a weight's rows, each of some megabytes and of whole 4-bit blocks."""
     step = max(_BLOCKS, _PIECE // max(1, columns) // _BLOCKS * _BLOCKS)
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))
@@ -237,26 +245,26 @@ def measure_quality(
     progress: bool = True,
     revision: str | None = None,
 ) -> Damages:
-    """Measure, for each linear layer and format, the effect of storing the layer so on the next-token distribution.
+    """Measure, for each linear layer and format, how storing the layer in the format changes the next-token distribution.
 
-    A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.Layers`);
-    for each format in `exact`, a forward with all layers in it measures the divergence. A checkpoint is read block by
-    block each time; a model in memory is not changed. The result for a checkpoint on the package's texts is cached.
+    A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.Layers`); for each
+    format in `exact`, a forward with all layers in the format measures the divergence. A checkpoint is read block by
+    block in each pass; a model in memory is not changed. The result for a checkpoint on the package's texts is cached.
 
     Args:
-        model: a module, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or one that is open; it
-            returns logits.
-        data: inputs of the model, a dict of tensors or a list of such; default: short texts of the package. Tokens
-            whose `attention_mask` is 0, or whose label is -100, do not count.
-        tokens: number of tokens of these texts.
+        model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an
+            open `Checkpoint`.
+        data: inputs of the model, a dict of tensors or a list of such dicts; default: short texts that isotype contains.
+            Tokens whose `attention_mask` is 0, or whose label is -100, do not count.
+        tokens: number of tokens of the default texts.
         exact: formats measured for all layers together, one forward per format.
-        device: default: the model's; the CPU for a checkpoint.
-        progress: show a bar on a terminal if it takes longer than three seconds.
+        device: default: the model's device, or the CPU for a checkpoint.
+        progress: show a bar on a terminal if the measurement takes longer than three seconds.
         revision: branch, tag or commit of a hub id.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be loaded.
-        UsageError: no batch can be made for the model, or `data` is none; the model returns no logits.
+        UsageError: isotype cannot make a batch for the model, `data` is not a batch, or the model returns no logits.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
     return measured_and_kept(_measured, source, data, tokens, exact=exact, device=device, progress=progress)
@@ -298,11 +306,10 @@ def _measured(
 
 
 class Session:
-    """A model that is run `passes` times.
+    """The passes of one measurement over a model; `passes`: their number, for the progress bar.
 
     Attributes:
-        known: log probabilities `[tokens, vocabulary]` of each batch in float32.
-        rows: materializes the embedding rows that are looked up.
+        reference: log probabilities `[tokens, vocabulary]` of each batch, float32, from `backward`.
     """
 
     def __init__(
@@ -310,7 +317,7 @@ class Session:
     ) -> None:
         self.measured, self.run = measured, run
         self.device = real_device(device) if device is not None else measured.device
-        self.known: list[torch.Tensor] = []
+        self.reference: list[torch.Tensor] = []
         self.rows = EmbeddedRows()  # type: ignore[no-untyped-call]
         base: Any = measured.model
         base = base.get_base_model() if hasattr(base, "peft_config") else base
@@ -323,31 +330,31 @@ class Session:
         self.bar.total = passes * len(run.batches) * sum(map(len, self.twin.blocks))
 
     def backward(self) -> int:
-        """Run forward and backward of every batch for the layers' sums; return the number of counted tokens."""
+        """Run forward and backward of every batch to add up the layers' sums; return the number of counted tokens."""
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
         with undisturbed(self.device), self.rows:
             for batch in self.run.batches:
                 logits, counted, rows = self._forward(batch)
-                self.known.append(rows)
+                self.reference.append(rows)
                 if logits.requires_grad:
                     logits.backward(_of_signs(rows, counted, logits, generator))  # type: ignore[no-untyped-call]
                 self.twin.weights.end_step()
-        return sum(each.shape[0] for each in self.known)
+        return sum(len(rows) for rows in self.reference)
 
     def divergence(self, form: str) -> float:
-        """Return the divergence from the known distributions in nats per token, with all layers in this format."""
+        """Return the divergence from `reference`, in nats per token, of the model with all layers in this format."""
         with self.layers.rounding(form):
-            pairs = list(zip(self.known, self.distributions(), strict=True))
+            pairs = list(zip(self.reference, self.distributions(), strict=True))
         return sum(_divergence(p, q) for p, q in pairs) / max(1, sum(p.shape[0] for p, _ in pairs))
 
     def distributions(self) -> Iterator[torch.Tensor]:
-        """Yield the log probabilities `[tokens, vocabulary]` of each batch, by a forward."""
+        """Run a forward of each batch, and yield its log probabilities `[counted tokens, vocabulary]`."""
         for batch in self.run.batches:
             with undisturbed(self.device), torch.no_grad(), self.rows:
                 yield self._forward(batch)[2]
 
     def _forward(self, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the logits of a batch, the mask of rows that count, and the log probabilities of these rows."""
+        """Return the logits of a batch, the mask of tokens that count, and the log probabilities of these tokens."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         output = self.twin.model(**on_device(inputs, self.device, torch.float32))
         logits = getattr(output, "logits", None)
@@ -361,14 +368,14 @@ class Session:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Return a mask of the logits' rows that count, `[batch, tokens]`."""
+    """Return the mask `[batch, tokens]` of the logits that count."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:
         counted &= mask.cpu().bool()
     if isinstance(labels, torch.Tensor) and labels.shape == shape:
         following = torch.full_like(labels, -100)
-        following[..., :-1] = labels[..., 1:]  # a row of logits is that of the token after it
+        following[..., :-1] = labels[..., 1:]  # the logits at a token predict the next token
         counted &= (following != -100).cpu() if bool((labels == -100).any()) else True
     return counted
 
@@ -380,15 +387,15 @@ def _of_signs(
 
     For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1, E[u uᵀ] = (diag r - p rᵀ)(diag r
     - r pᵀ) = diag p - p pᵀ, as for the gradient (one-hot of y) - p of ln p(y) with y sampled from p. If a model is
-    certain, as trained ones are, the latter is mostly near 0 and rarely large; signs vary less. Curvature from random
+    certain, as trained models are, the latter is mostly near 0 and rarely large; signs vary less. Curvature from random
     signs through one backward: Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
-        counted: mask of these rows in the logits, `[batch, tokens]`.
-        logits: `[batch, tokens, vocabulary]`; the gradient has its shape, dtype and device, 0 for tokens that do not
-            count.
-        generator: of the signs, on the CPU.
+        counted: mask of the counted tokens, `[batch, tokens]`.
+        logits: `[batch, tokens, vocabulary]`; the gradient has the same shape, dtype and device, and is 0 for tokens that
+            do not count.
+        generator: CPU generator of the signs.
     """
     signs = torch.empty(rows.shape, dtype=torch.int8).random_(2, generator=generator).mul_(2).sub_(1)
     gradient = (rows / 2).exp_().mul_(signs.to(rows.device))
@@ -399,10 +406,10 @@ def _of_signs(
 
 
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """Return Σ p (ln p - ln q) over all rows, from logarithms.
+    """Return Σ p (ln p - ln q) over all rows, for ln p and ln q.
 
-    Written as Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is equal since both sum to one, and of second order
-    in d: the plain form is off by the rounding of these sums in float32.
+    It is computed as Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is equal because p and q sum to one. This form is
+    of second order in d; the plain form has the error of rounding both sums in float32.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

@@ -1,4 +1,4 @@
-"""Facts about a model from before a weight is read, from which the precision policy is decided."""
+"""Gather the facts about a model that decide its precision policy, before a weight is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isotype.model.quantized import constant_bytes, is_int8
 from isotype.model.walk import is_router
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
-# Where llama.cpp's name of an architecture is not transformers' model_type, apart from dashes.
+# transformers' model_type by llama.cpp's name of the architecture, if they differ in more than dashes.
 _GGUF_MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -36,7 +36,7 @@ _GGUF_MODEL_TYPES = {
 
 
 def is_config(value: object) -> bool:
-    """Return True if it is a config of transformers."""
+    """Return True if a value is a config of transformers."""
     return hasattr(value, "model_type") and hasattr(value, "to_dict")
 
 
@@ -44,14 +44,14 @@ def is_config(value: object) -> bool:
 
 
 def facts_of_module(model: Any) -> ModelFacts:
-    """Return the facts of a model in memory, from its layers and parameters."""
+    """Return the facts about a model in memory, from its layers and parameters."""
     wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     base = model.get_base_model() if wrapped else model
     config = getattr(base, "config", None)
-    if not is_config(config):  # another library's idea of a config
+    if not is_config(config):  # a config of another library
         config = None
     quantization = _layers_quantization(base, config) or quantization_of(config)
-    prefixes: tuple[str, ...] = ()  # how the names of adapter parameters begin
+    prefixes: tuple[str, ...] = ()  # of the names of adapter parameters
     if getattr(model, "peft_config", None) or has_own_adapters(model):
         prefix = getattr(getattr(model, "base_model", None), "prefix", None)
         prefixes = (prefix or "lora_", "modules_to_save")
@@ -71,12 +71,12 @@ def facts_of_module(model: Any) -> ModelFacts:
 
 
 def _is_bnb(module: nn.Module, name: str) -> bool:
-    # By name, so that bitsandbytes need not be imported; PEFT has layers of the same name around them.
+    # By class and module name: bitsandbytes is not imported here, and PEFT has wrappers with the same class names.
     return any(c.__name__ == name and c.__module__.startswith("bitsandbytes.") for c in type(module).__mro__)
 
 
 def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | None:
-    """Return the quantization of the bitsandbytes layers; a config may be out of date."""
+    """Return the quantization of most bitsandbytes layers, or None; the layers may have changed since the config."""
     quantization = quantization_of(config)
     skip = quantization.skip_modules if quantization else ()
     counts: Counter[QuantizationFacts] = Counter()
@@ -95,7 +95,7 @@ def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | N
 
 @dataclass(frozen=True)
 class _Stored:
-    """A stored tensor: its dtype or quantization format, and its elements as stored, or as if dense."""
+    """A stored tensor: its dtype or quantization format, number of elements after dequantization, and stored bytes."""
 
     name: str
     dtype: torch.dtype | str | None
@@ -104,7 +104,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield every stored parameter, except those with a name part that begins with one of `adapters`."""
+    """Yield every stored parameter, except parameters with a name part that begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue
@@ -118,7 +118,7 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
         form: Any = "int8" if is_int8(parameter) else parameter.dtype
         if state is not None:
             form = state.quant_type
-        elif type(parameter).__name__ == "Params4bit":  # quantized when it is first moved to a device
+        elif type(parameter).__name__ == "Params4bit":  # not quantized before its first move to a device
             form = parameter.quant_type  # type: ignore[attr-defined]
         yield _Stored(name, form, parameter.numel() if state is None else state.shape.numel(), nbytes)
 
@@ -129,7 +129,10 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
 def facts_of_config(
     source: str, config: Any, headers: CheckpointHeaders | None = None, notes: tuple[str, ...] = ()
 ) -> ModelFacts:
-    """Return the facts of a config and, if there are weights, their headers; raise CheckpointError on a mismatch."""
+    """Return the facts about a model from its config and, if there are weights, their headers.
+
+    Raises CheckpointError if config and weights do not match, or isotype cannot read the quantized weights.
+    """
     quantization = quantization_of(config)
     if headers is None and (problem := config_problem(quantization_options(config))):
         raise CheckpointError.of("quantized weights that cannot be read", f"{source}: {problem}", *EXPECTED)
@@ -159,7 +162,7 @@ def facts_of_config(
 
 
 def dense_modules(model: Any) -> tuple[str, ...]:
-    """Return `ModelFacts.dense` of a transformers model without adapters."""
+    """Return `ModelFacts.dense` for a transformers model without adapters."""
     outside = tuple(Parts(model).outside_of_language())
     if not outside:
         return ()
@@ -169,7 +172,7 @@ def dense_modules(model: Any) -> tuple[str, ...]:
 
 
 def _of_modules(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of `ModelFacts` that a model's classes show."""
+    """Return the fields of `ModelFacts` that depend only on the model's modules."""
 
     def gather(patterns: Callable[[Any], Any]) -> tuple[str, ...]:
         return tuple(sorted({name for module in model.modules() for name in patterns(module) or ()}))
@@ -194,7 +197,7 @@ def quantization_options(config: Any) -> Mapping[str, Any]:
 
 
 def quantization_of(config: Any) -> QuantizationFacts | None:
-    """Return the quantization of a saved checkpoint by its transformers config, or None."""
+    """Return the quantization that a transformers config names, or None."""
     options = quantization_options(config)
     if not options:
         return None
@@ -202,7 +205,7 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
     skip = options.get("llm_int8_skip_modules") or options.get("modules_to_not_convert") or ()
     bits = options.get("bits") or options.get("w_bit")
     if method != "bitsandbytes":
-        # Never bare "int8": that is bitsandbytes' format, and a gptq model of 8 bits is something else.
+        # Never just "int8", which is bitsandbytes' format: 8-bit GPTQ weights are stored in another one.
         form = f"{method}-{bits}bit" if bits else method
         experts = MXFP4 if method == MXFP4 else ""
         return QuantizationFacts(method, form, skip_modules=tuple(skip), experts=experts)
@@ -223,33 +226,33 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
 
 def _stored(headers: CheckpointHeaders) -> Iterator[_Stored]:
     for tensor in stored_tensors(headers.tensors, headers.quantization):
-        # A GGUF block type is a quantized format by itself.
+        # torch has no dtype for GGUF block types: their name is the format.
         dtype = tensor.weight.dtype if tensor.weight.dtype is not None else tensor.weight.dtype_name
         form = dtype if tensor.plain or not tensor.constants else tensor.form
         yield _Stored(tensor.name, form, tensor.values, tensor.bytes)
 
 
 def _with_experts(quantization: QuantizationFacts, stored: Iterable[_Stored]) -> QuantizationFacts:
-    """Return the facts with the experts' format by their tensors, whatever the config has."""
-    return replace(quantization, experts=MXFP4 if any(each.dtype == MXFP4 for each in stored) else "")
+    """Return the facts with `experts` set from the stored tensors instead of the config."""
+    return replace(quantization, experts=MXFP4 if any(tensor.dtype == MXFP4 for tensor in stored) else "")
 
 
 def _weigh(
     stored: Iterable[_Stored], named_dtype: torch.dtype | None
 ) -> tuple[Mapping[torch.dtype | str, int], torch.dtype | None]:
-    """Return elements per dtype or format, and the dtype the weights were trained in."""
+    """Return the number of elements by dtype or format, and the dtype that the weights were trained in."""
     counts: Counter[torch.dtype | str] = Counter()
     for tensor in stored:
         if isinstance(tensor.dtype, str) or (tensor.dtype is not None and tensor.dtype.is_floating_point):
             counts[tensor.dtype] += tensor.elements
-    # Nothing is trained in 8 bits throughout: float8 is a storage of something wider.
+    # No model is trained in 8 bits throughout: float8 weights were quantized from a wider dtype.
     wide = {dtype: n for dtype, n in counts.items() if isinstance(dtype, torch.dtype) and dtype.itemsize > 1}
     trained = max(wide, key=lambda dtype: (wide[dtype], dtype == named_dtype)) if wide else named_dtype
     return dict(counts), trained
 
 
 def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
-    """Return the facts in the metadata of a GGUF file."""
+    """Return the facts about the model in a GGUF file, from its metadata and tensors."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     counts, trained = _weigh(_stored(headers), None)
@@ -262,8 +265,9 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
         unknown = "a GGUF file does not say in which dtype they were trained"
         notes.append(f"the weights are {most} blocks; {unknown}")
     model_type = _GGUF_MODEL_TYPES.get(architecture, architecture.replace("-", "_"))
-    known = model_type in CONFIG_MAPPING
-    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None) if known else None
+    cls: Any = None
+    if model_type in CONFIG_MAPPING:
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     if cls is None:
         model_type, unknown = architecture, "parameters kept in float32 are not known"
         notes.append(f"transformers has no model named {architecture!r}: {unknown}")

@@ -1,4 +1,4 @@
-"""Fill a model's tensors one at a time from mapped files: convert, dequantize, cast or quantize, and place."""
+"""Fill a model's tensors one at a time from mapped files: convert, dequantize, cast or quantize, and move to a device."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 @dataclass(frozen=True)
 class Placement:
-    """The device and dtype of each tensor of a model.
+    """The device, dtype and format in which each tensor of a model is stored.
 
     Attributes:
-        dtypes: of every float tensor, by name; for a quantized weight, the dtype before quantization.
-        device: returns the device of a tensor, by name.
-        turn: converts tensors of a GGUF file.
-        modules: by name, if the model's own were replaced (wrapped by adapters).
-        stacks: stacked expert weights that are stored quantized, with their formats.
-        double_quant: quantize the constants of `stacks`, too.
-        moments: of the input channels of layers with fitted constants, by weight name.
+        dtypes: dtype of each float tensor by name; for a quantized weight, the dtype before quantization.
+        quantized: names of the weights of bitsandbytes layers.
+        device: tensor name -> device.
+        turn: conversion of a GGUF file's tensors; None for other files.
+        modules: modules by name from before adapters wrapped them; empty if the model has no adapters.
+        stacks: quantization format of each quantized stacked expert weight, by name.
+        double_quant: True if the constants of `stacks` are quantized, too.
+        moments: second moments of a layer's input channels by weight name, for formats with fitted constants.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -68,13 +69,13 @@ class Placement:
 def placement_dtypes(
     model: nn.Module, policy: PrecisionPolicy, pinned: Sequence[str]
 ) -> dict[str, torch.dtype]:
-    """Return `Placement.dtypes` of a model under a policy; parameters of the `pinned` patterns stay in float32."""
+    """Return `Placement.dtypes` for a model under a policy; tensors that match a `pinned` pattern stay in float32."""
     wanted = dtypes_to_load(model, tuple(places(model)), policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            kept = torch.float32 if is_pinned(name, pinned) else value.dtype
-            dtypes[name] = kept if policy.keep_frozen else wanted.get(value, kept)  # type: ignore[call-overload]
+            dtype = torch.float32 if is_pinned(name, pinned) else value.dtype
+            dtypes[name] = dtype if policy.keep_frozen else wanted.get(value, dtype)  # type: ignore[call-overload]
     return dtypes
 
 
@@ -88,15 +89,16 @@ def fill(
 ) -> tuple[set[str], dict[str, str]]:
     """Fill the tensors of a model that the checkpoint has.
 
-    Peak memory is the filled model and the largest tensor (for quantized stacks of experts, one expert). A tensor
-    used as stored stays mapped. For weights on a GPU, a thread reads ahead into two additional pinned buffers.
+    Peak memory is the filled model and the largest tensor (for quantized stacks of experts, one expert). A tensor that
+    is used as stored stays mapped. For weights on a GPU, a thread reads ahead into two additional pinned buffers.
 
     Args:
-        model: on the meta device; its quantized layers are bitsandbytes' already.
-        staging: bytes of each read buffer; None: `staged.BUFFER` if a weight goes to a GPU, else no buffers.
+        model: a model on the meta device whose quantized layers are bitsandbytes layers.
+        shown: show a progress bar.
+        staging: bytes of each read buffer; None: `BUFFER` if a weight goes to a GPU, else no buffers.
 
     Returns:
-        The filled names, and the fault of each that is not finite.
+        The names of the filled tensors, and the problem of each parameter that is not finite, by name.
     """
     files = MappedFiles()
     sources = list({id(source): source for source in weights.sources.values()}.values())
@@ -111,7 +113,7 @@ def fill(
         for source, tensors in read:
             placed = _place(model, source, tensors, placement)
             filled.update(placed)
-            broken |= not_finite(_looked_at(model, placed, placement))
+            broken |= not_finite(_to_check(model, placed, placement))
             if tensors is files and not any(files.holds(value) for value in placed.values()):
                 files.release(_headers(source))
             bar.advance()
@@ -128,16 +130,14 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with the buffer of its tensors, or with the mapped files if they fit into none."""
-    # A tensor saved quantized may share memory with its weight on the same device: a reused buffer would overwrite it.
+    """Yield each source with the buffer of its tensors, or with the mapped files if the tensors are not in a buffer."""
+    # A weight that is saved quantized may use the tensor's memory without a copy: a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
     with closing(staged(work, size, pinned=pinned)) as read:
         for source, tensors in read:
-            held: Tensors = files
-            if tensors is not None and tensors.at.keys() >= {*_headers(source)}:
-                held = tensors
-            yield source, held
+            buffered = tensors is not None and tensors.at.keys() >= {*_headers(source)}
+            yield source, tensors if tensors is not None and buffered else files
 
 
 def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
@@ -171,20 +171,20 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
 
 
 def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Set the tensor `name` of a model to a dense tensor, cast or quantized; return the stored tensor."""
+    """Cast or quantize a dense tensor, set it as the tensor `name` of a model, and return the stored tensor."""
     if name in placement.stacks:
         return _placed_stack(model, name, [value], placement)
     return _put(model, name, _stored(model, name, value, placement), placement)
 
 
 def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> Iterator[torch.Tensor]:
-    """Yield a stacked weight expert by expert; an expert's sources are freed when the next is requested."""
+    """Yield a stacked weight expert by expert; an expert's pages are freed when the next expert is requested."""
     name = source.target
     shape = shape_of(placement.owner(model, name), name.rpartition(".")[2])
-    for part, made in read_parts(model, source, files, placement.dtypes[name], placement.turn, shape):
+    for part, expert in read_parts(model, source, files, placement.dtypes[name], placement.turn, shape):
         yield part
         if isinstance(files, MappedFiles):
-            files.release(_headers(made))
+            files.release(_headers(expert))
 
 
 def _placed_stack(
@@ -205,10 +205,10 @@ def _placed_stack(
     return codes_of(owner, leaf)
 
 
-def _looked_at(
+def _to_check(
     model: nn.Module, placed: Mapping[str, torch.Tensor], placement: Placement
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters among placed tensors; for codes of a stack, their scales."""
+    """Yield the name and values of each placed parameter; for a quantized stack, the scales instead of the codes."""
     for name, value in placed.items():
         stack = quantized_stack(placement.owner(model, name), name.rpartition(".")[2])
         if stack is not None:
@@ -236,12 +236,12 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
         return _quantized(placement.owner(model, name), dense, placement.moments.get(name))
     dtype = placement.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
     value = value.to(device, dtype)
-    # A part of a tensor that was split: on its own, so that it can be saved, and the rest freed.
+    # Copy a part of a split tensor, so that it can be saved alone and the rest of the storage is freed.
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 def _quantized(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
-    """Return the quantized weight of a bitsandbytes layer, made by its parameter class as on a move to a device."""
+    """Return the quantized weight of a bitsandbytes layer, an instance of its parameter class, for dense values."""
     if holds_turned(layer):
         value = value.T
     old = layer.weight
@@ -297,12 +297,12 @@ class Tensors(Protocol):
 def read_source(
     model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None
 ) -> dict[str, torch.Tensor]:
-    """Return the dense tensors of a model that a source makes.
+    """Read a source and return the model's dense tensors that are made from it, by name.
 
     Args:
-        model: has the names and shapes; may be on the meta device.
-        dtype: of dequantized values; plainly stored values keep their dtype.
-        turn: converts tensors of a GGUF file.
+        model: the model, which may be on the meta device.
+        dtype: dtype of dequantized values; plain tensors have their stored dtype.
+        turn: conversion of a GGUF file's tensors; None for other files.
     """
     values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
     if source.conversion is not TURNED:
@@ -314,10 +314,7 @@ def read_source(
 def read_parts(
     model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None, shape: torch.Size
 ) -> Iterator[tuple[torch.Tensor, Source]]:
-    """Yield the tensor `source.target` of this shape in parts, row by row if possible, each with its source.
-
-    The arguments are those of `read_source`.
-    """
+    """Yield `source.target`, of this shape, row by row with the row's part of the source, or else as a whole."""
     for row in range(shape[0]):
         part = rows_of(model, source, files, source.target, shape, row, row + 1)
         value = None if part is None else read_source(model, *part, dtype, turn).get(source.target)
@@ -330,18 +327,18 @@ def read_parts(
 def rows_of(
     model: Any, source: Source, files: Tensors, name: str, shape: torch.Size, start: int, stop: int
 ) -> tuple[Source, Tensors] | None:
-    """Return the part of a source that makes rows `start` to `stop` of the tensor `name`, and its reader.
+    """Return the part of a source that rows `start` to `stop` of the tensor `name` are made from, and its reader.
 
-    A row comes from one of the source's tensors (per pattern), or from one row of each; None if it comes from more.
+    The part is one tensor of each pattern per row, or the same rows of all tensors; None if neither gives the rows.
     """
     rows = torch.Size((stop - start, *shape[1:]))
-    by_pattern = grouped(source.tensors, lambda each: each[1]).values()
-    if source.conversion not in (None, TURNED) and all(len(each) == shape[0] for each in by_pattern):
+    by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()
+    if source.conversion not in (None, TURNED) and all(len(tensors) == shape[0] for tensors in by_pattern):
         some = tuple(tensor for tensors in by_pattern for tensor in tensors[start:stop])
         part = replace(source, tensors=some)
         if _makes(model, part, name, rows):
             return part, files
-    # Rows of a matrix may be permuted; experts are not.
+    # A conversion may permute the rows of a matrix, but not experts.
     if len(shape) != 3 and source.conversion is not None:
         return None
     sliced = _sliced(source, files, shape[0], start, stop)
@@ -349,10 +346,12 @@ def rows_of(
 
 
 def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
-    if source.conversion is TURNED:  # known once it is made
+    if source.conversion is TURNED:  # the shape is checked after the conversion
         return True
-    shapes = {tensor.name: dense_shape(tensor) or () for tensor, _ in source.tensors}
-    blank = {each: torch.empty(size, dtype=torch.bfloat16, device="meta") for each, size in shapes.items()}
+    blank = {
+        tensor.name: torch.empty(dense_shape(tensor) or (), dtype=torch.bfloat16, device="meta")
+        for tensor, _ in source.tensors
+    }
     try:
         return converted(model, source, blank)[name].shape == shape
     except CONVERSION_ERRORS:
@@ -361,7 +360,7 @@ def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of each tensor of files, under headers of these rows."""
+    """Reader of rows `start` to `stop` of tensors; `whole` maps the header of the rows to the tensor's header."""
 
     files: Tensors
     whole: Mapping[TensorHeader, TensorHeader]
@@ -379,10 +378,10 @@ class _Rows:
 def _sliced(
     source: Source, files: Tensors, rows: int, start: int, stop: int
 ) -> tuple[Source, Tensors] | None:
-    """Return the source, cut to these rows of each tensor; None if one has another number of rows."""
+    """Return the source cut to rows `start` to `stop` of each tensor, and its reader; None if a tensor cannot be cut."""
     whole: dict[TensorHeader, TensorHeader] = {}
 
-    def some(header: TensorHeader) -> TensorHeader:
+    def cut(header: TensorHeader) -> TensorHeader:
         size = header.bytes // rows
         begin = header.begin and header.begin + start * size
         shape = (stop - start, *header.shape[1:])
@@ -396,17 +395,17 @@ def _sliced(
         if not alike or tensor.problem is not None or (tensor.constants and tensor.scheme is None):
             return None
         scheme = tensor.scheme
-        if scheme is not None and scheme.turned:  # rows of the weight are columns of the file
-            return None
         if scheme is not None:
+            if scheme.turned:  # rows of the weight are columns in the file
+                return None
             scheme = replace(
                 scheme,
                 shape=(stop - start, *scheme.shape[1:]),
-                scale=some(scheme.scale),
-                zero=scheme.zero and some(scheme.zero),
-                second=scheme.second and some(scheme.second),
+                scale=cut(scheme.scale),
+                zero=scheme.zero and cut(scheme.zero),
+                second=scheme.second and cut(scheme.second),
             )
-        constants = tuple(map(some, tensor.constants))
-        part = replace(tensor, weight=some(tensor.weight), constants=constants, scheme=scheme)
+        constants = tuple(map(cut, tensor.constants))
+        part = replace(tensor, weight=cut(tensor.weight), constants=constants, scheme=scheme)
         tensors.append((part, pattern))
     return replace(source, tensors=tuple(tensors)), _Rows(files, whole, start, stop)

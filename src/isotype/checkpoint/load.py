@@ -1,6 +1,6 @@
-"""Load a checkpoint so that every weight is stored by the policy.
+"""Load a checkpoint with every weight stored as the policy says.
 
-transformers' `from_pretrained` builds the model; its weights are streamed from the files.
+transformers' `from_pretrained` builds the model, and isotype streams the weights from the files.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def load(
     deferred: DeferredBlocks | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model as `isotype.load`, with the same arguments and errors, also from an open checkpoint.
+    """Load a model like `isotype.load`, with the same arguments and errors, also from an open checkpoint.
 
-    `deferred` takes the weights of blocks that are read when needed; default: none.
+    `deferred` receives the weights that are read block by block; None: all weights are read at once.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts
@@ -97,7 +97,7 @@ def load(
         keywords = {key: value for key, value in kwargs.items() if key not in fields_set}
         keywords["config"] = config
     if headers is not None:
-        name, keywords["state_dict"] = None, {}  # weights "in memory": transformers searches no file
+        name, keywords["state_dict"] = None, {}  # with a state dict, transformers does not search for files
     if isinstance(source, str) and checkpoint.revision is not None:
         keywords["revision"] = checkpoint.revision
     keywords.setdefault("quantization_config", wanted_quantization(policy, facts.saved_format))
@@ -107,38 +107,33 @@ def load(
     broken: dict[str, str] = {}
     lacking: set[str] = set()
     loading = _class(cls, policy, checkpoint.name, broken, lacking, headers=headers, deferred=deferred)
-    on_gpu = torch.cuda.is_available() and policy.device != "cpu"
-    here = {"": torch.cuda.current_device()} if on_gpu else None
+    if not device_map and torch.cuda.is_available() and policy.device != "cpu":
+        device_map = {"": torch.cuda.current_device()}
     with without_bars(), asking(source):
-        model = pretrained(
-            loading,
-            name,
-            dtype=policy.plain,
-            device_map=device_map or here,
-            **keywords,
-        )
+        model = pretrained(loading, name, dtype=policy.plain, device_map=device_map or None, **keywords)
     own_class_again(model)
     refuse(checkpoint.name, broken)
     remember_drawn(model, lacking)
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)
-    if (
-        policy.experts and not policy.quantized
-    ):  # what is saved of this model is read as what it was loaded from
+    if policy.experts and not policy.quantized:
+        # The experts are saved in the checkpoint's format.
         model.config.quantization_config = dict(quantization_options(config_of(checkpoint)))
     _save_stacks_whole(model)
     if headers is not None:
-        model.name_or_path = checkpoint.name  # an adapter names its base by this
+        model.name_or_path = checkpoint.name  # PEFT saves this name as the adapter's base
         rename(model.config, checkpoint.name)
     if isinstance(source, str):
-        model.loaded_commit = commit_of(source, checkpoint.revision)  # an adapter remembers it
+        model.loaded_commit = commit_of(
+            source, checkpoint.revision
+        )  # `add_lora` sets it as the adapter's revision
     enforce_model(model, policy)
     return model
 
 
 def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
-    """Return where transformers loads a model's tokenizer and config; a GGUF file's are written into a cache."""
+    """Return the directory or hub id of a model's tokenizer and config; for a GGUF file, a directory in the cache."""
     if isinstance(checkpoint.source, Path) and checkpoint.source.suffix == ".gguf":
         require_complete_gguf(checkpoint)
         return tokenizer_copy(headers_of(checkpoint))
@@ -155,15 +150,15 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return `cls` for one load, its weights streamed: from `headers`, else from the files that transformers finds.
+    """Return a subclass of `cls` for one load, which streams weights from `headers` or from the files in the checkpoint.
 
-    `broken` collects the names of parameters that are not finite, `lacking` those in no file.
+    `broken` collects the problems of parameters that are not finite, by name; `lacking` the names that are in no file.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
         if headers is not None or can_stream(state_dict, files, settings):
-            held = _headers_of(source, files) if headers is None else headers
-            info, infinite = stream(model, held, settings, policy, deferred)
+            read_from = _headers_of(source, files) if headers is None else headers
+            info, infinite = stream(model, read_from, settings, policy, deferred)
             broken.update(infinite)
             lacking.update(info.missing_keys)
             return info, None
@@ -171,16 +166,18 @@ def _class(
             raise _not_streamed(source, policy)
         loaded = theirs()
         lacking.update(loaded[0].missing_keys)
-        broken.update(not_finite(model.named_parameters()))  # not the buffers: a mask may well hold infinity
+        broken.update(
+            not_finite(model.named_parameters())
+        )  # buffers are not checked: masks may contain infinity
         return loaded
 
     return class_for_load(cls, partial(float32_by_ranges, policy=policy), read)
 
 
 def _quantized(source: object, files: Sequence[str] | None) -> bool:
-    """Return True if the values of weights have to be computed, which is not left to transformers."""
-    held = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
-    headers = _headers_of(source, held) if held else None
+    """Return True if a weight is stored quantized in a format that isotype, and not transformers, dequantizes."""
+    readable = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
+    headers = _headers_of(source, readable) if readable else None
     stored = stored_tensors(headers.tensors, headers.quantization) if headers else ()
     return any(tensor.scheme is not None or tensor.problem is not None for tensor in stored)
 
@@ -195,12 +192,12 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
 
 
 # ------------------------------------------------------------------------------------------------------ streaming
-# transformers does what it is best at: finding and downloading files, building the class, its quantizer's choice of layers,
-# tied weights, buffers that are computed, generation settings. In between, `isotype.checkpoint.fill` reads.
+# transformers finds and downloads files, builds the class, chooses the layers to quantize, ties weights, computes buffers
+# and sets generation settings; `isotype.checkpoint.fill` reads the weights.
 
 
 def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -> bool:
-    """Return True if the weights of `from_pretrained` can be streamed; else it loads by itself."""
+    """Return True if isotype can stream the weights for `from_pretrained`, False if transformers must load them."""
     from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
     elsewhere = "disk" in (settings.device_map or {}).values() or settings.device_mesh is not None
@@ -230,17 +227,17 @@ def stream(
 ) -> tuple[Any, dict[str, str]]:
     """Fill `model` (on the meta device, with bitsandbytes' layers if quantized) from a checkpoint's files.
 
-    Returns transformers' `LoadStateDictInfo`, and the fault of each parameter that is not finite. Raises CheckpointError
-    if tensors are missing, of another shape than the model's or duplicate, or a file is damaged.
+    Returns transformers' `LoadStateDictInfo`, and the problem of each parameter that is not finite, by name. Raises
+    CheckpointError if a file is damaged, or tensors are missing, duplicate or of another shape than the model's.
     """
     store_layers(model, policy)
     matched = match(model, headers)
     matched = replace(matched, wrong=tuple(wrong for wrong in matched.wrong if not _is_turned(model, wrong)))
     matched.require_complete()
     leave_dense(model, matched.initialised, policy.plain)
-    expected = set(model.state_dict())  # quantized layers have more of them afterwards
+    expected = set(model.state_dict())  # before quantized layers add their constants
     placement = replace(_placement(model, settings, policy), turn=turning(model, headers))
-    # In the model's order, which the names in an adapter's file follow; files have another one.
+    # Here, in the model's order: names in an adapter's file depend on this order, and `fill` follows the checkpoint's.
     store_blank(model, placement.stacks, policy)
     weights = matched.weights
     if deferred is not None:
@@ -248,7 +245,7 @@ def stream(
     filled, broken = fill(model, weights, placement)
     filled |= set() if deferred is None else deferred.names
     for name in filled:
-        # transformers draws values for what has not this mark.
+        # transformers would draw new values for parameters without this mark.
         stacked = name in placement.stacks
         mark_as_loaded(placement.owner(model, name) if stacked else model.get_parameter_or_buffer(name))
     return _info(expected - filled, matched), broken
@@ -275,14 +272,16 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
 
 
 def _save_stacks_whole(model: Any) -> None:
-    """Skip the reversal of loading on saving, which would split the codes of a quantized stack into experts' layers."""
+    """Remove the conversions that would split the codes of a quantized stack into experts' layers when it is saved."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    stacks = [f"{path}.{own}" for path, module, own in stacked_weights(model) if quantized_stack(module, own)]
+    stacks = [
+        f"{path}.{leaf}" for path, module, leaf in stacked_weights(model) if quantized_stack(module, leaf)
+    ]
     if not stacks:
         return
-    # As `revert_weight_conversion` does where nothing is noted.
+    # The default is that of transformers' `revert_weight_conversion`.
     steps = conversions(model) or get_model_conversion_mapping(model, add_legacy=False)
 
     def splits(step: Any) -> bool:
@@ -290,8 +289,9 @@ def _save_stacks_whole(model: Any) -> None:
         stacked = any(re.search(f"{pattern}$", name) for pattern in patterns for name in stacks)
         return hasattr(step, "operations") and stacked
 
-    kept = [each for each in steps if not isinstance(each, PrefixChange) and not splits(each)]
-    set_conversions(model, kept)
+    set_conversions(
+        model, [step for step in steps if not isinstance(step, PrefixChange) and not splits(step)]
+    )
 
 
 def _is_bnb(quantizer: Any) -> bool:
@@ -299,7 +299,7 @@ def _is_bnb(quantizer: Any) -> bool:
 
 
 def _is_turned(model: Any, wrong: Any) -> bool:
-    """Return True if a tensor's transpose fits, as for GPT-2's layers replaced by bitsandbytes'."""
+    """Return True if a tensor fits after transposition, as for GPT-2's layers that bitsandbytes has replaced."""
     layer = model.get_submodule(wrong.name.rpartition(".")[0])
     return holds_turned(layer) and wrong.stored == wrong.wanted[::-1]
 

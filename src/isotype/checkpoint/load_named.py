@@ -1,4 +1,4 @@
-"""`isotype.load`: load a model, or a saved adapter on its base, from any name; and for a chat."""
+"""`isotype.load`: load a model, or a saved adapter on its base; fill modules that are not from transformers."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ def load(
 ) -> Any:
     """Load the model at `path` under `policy`; an adapter's folder becomes a PEFT model, the adapter on its base.
 
-    Quantized, pinned and plain weights take the policy's dtypes; a checkpoint saved quantized keeps its quantization
+    Quantized, pinned and plain weights have the policy's dtypes; a checkpoint saved quantized keeps its quantization
     states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    An adapter (`runs/sft`, one of its checkpoint folders, or any saved by PEFT) is put on the base, at the commit,
-    that its adapter_config.json names. Its trained values are not rounded and can be trained further; `enforce`,
-    `fuse` and PEFT's own methods work as after `add_lora`. Like any loaded model it is in evaluation mode.
+    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base, and at the
+    commit, that its adapter_config.json names. Trained values are not rounded, and can be trained further; `enforce`,
+    `fuse` and PEFT's methods work as after `add_lora`. All models are in evaluation mode.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
-        policy: from `isotype.resolve_precision`, for an adapter of its base. Default: the directory's
+        policy: policy from `isotype.resolve_precision`; for an adapter, the policy of the base. Default: the directory's
             precision_policy.json, adapted to this machine, else `resolve_precision`'s choice.
         model_class: a transformers model class or auto class; default: the class that the config names, or the head
             that the adapter was trained with.
         device_map: as in `from_pretrained`; default: the policy's device if it is present.
-        **kwargs: passed to `from_pretrained` (`revision`, `attn_implementation`, …; not `trust_remote_code`), of the
-            base for an adapter.
+        **kwargs: passed to the model's (or an adapter's base's) `from_pretrained`: `revision`, `attn_implementation`, …;
+            not `trust_remote_code`.
 
     Raises:
-        CheckpointError: `path` is no checkpoint, or has an unsupported format, shapes that differ from its config's,
-            or values that are not finite; an adapter's base does not exist or does not fit.
+        CheckpointError: `path` is not a checkpoint, or has an unsupported format, other shapes than its config, or values
+            that are not finite; an adapter's base does not exist or does not fit.
         PrecisionError: the checkpoint is saved quantized in another format than the policy's storage.
     """
     revision = kwargs.pop("revision", None)
@@ -84,7 +84,7 @@ def load(
         return load_model(path, policy, device_map=device_map, revision=revision, **more)
     adapter = read_adapter(path)
     revision = revision or adapter.revision
-    # Without a policy this also reports, with a file to correct, a config without a base.
+    # `base_policy` also raises the error for an adapter whose config names no base.
     policy = policy if policy and adapter.base else base_policy(adapter, "auto", None, "auto", revision)
     base = load_base(adapter, str(adapter.base), policy, device_map, revision, **more)
     return attach(base, adapter).eval()
@@ -97,21 +97,21 @@ def load_for_inference(
     device: str = "auto",
     revision: str | None = None,
 ) -> tuple[Any, Any, PrecisionPolicy]:
-    """Load a model or an adapter on its base, ready to be called without autocast, in evaluation mode.
+    """Load a model, or an adapter on its base, in evaluation mode, to be called without autocast.
 
     Args:
         path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
-        dtype: compute dtype; `"auto"`: as trained.
-        quantization: storage of the base weights; None: as trained, `"none"`: not quantized.
-        revision: branch, tag or commit of a hub id: of `path`, or of an adapter's base instead of the one it was
-            trained on.
+        dtype: compute dtype; `"auto"`: the dtype of the training.
+        quantization: storage of the base weights; None: the storage of the training, `"none"`: not quantized.
+        revision: branch, tag or commit of a hub id: of `path`, or of an adapter's base instead of the commit that the
+            adapter was trained on.
 
     Returns:
-        (model, tokenizer, policy); tokenizer is None if neither adapter nor base has one.
+        (model, tokenizer, policy); tokenizer is None if neither adapter nor base has a tokenizer.
 
     Raises:
         CheckpointError: there is no model, or adapter and base do not fit.
-        PrecisionError: the device or the libraries cannot run it as requested.
+        PrecisionError: the device or the libraries cannot run the requested policy.
         UsageError: the device is not in this machine.
     """
     profile = device_profile(device)
@@ -134,13 +134,13 @@ def load_for_inference(
 
 
 class StateDictAdapter(Protocol):
-    """Conversion of a checkpoint's tensors into those of a module, and back.
+    """Conversion of a checkpoint's tensors into a module's tensors, and back.
 
-    `to_hf(from_hf(state))` must equal `state`. Renaming, splitting, joining, stacking and transposing are allowed.
+    `to_hf(from_hf(state))` must equal `state`. The conversion may rename, split, join, stack and transpose tensors.
     """
 
     def from_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the module's tensors by name from the checkpoint's mapped ones; also called with meta tensors."""
+        """Return the module's tensors by name from the checkpoint's tensors, which may be on the meta device."""
 
     def to_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the checkpoint's tensors by name from those of the module."""
@@ -154,21 +154,21 @@ def load_module(
     adapter: StateDictAdapter | None = None,
     device: Any = "cpu",
 ) -> None:
-    """Fill `model` from the checkpoint at `path` in place, and bring it under the policy.
+    """Fill `model` from the checkpoint at `path` in place, and enforce the policy.
 
-    Its linear layers become bitsandbytes' if the policy is quantized. The tensors' previous values are dropped, so
-    parameters may be on the meta device; buffers that no file has may not.
+    If the policy is quantized, linear layers are replaced by bitsandbytes layers. Parameters may be on the meta device;
+    buffers that the checkpoint lacks must have values.
 
     Args:
         model: any module.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
-        adapter: for names and shapes that differ from the checkpoint's.
-        device: of the tensors.
+        adapter: conversion, if names or shapes of the module differ from the checkpoint's.
+        device: device of the filled tensors.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape than the module's, duplicate, or not finite; a buffer
-            without values is in no file.
+        CheckpointError: a tensor is missing, duplicate, not finite or of another shape than the module's, or a buffer on
+            the meta device is in no file.
     """
     headers = read_headers(path)
     matched = match(model, _adapted(headers, adapter) if adapter is not None else headers)
@@ -214,7 +214,7 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Return the headers of the adapter's results for the checkpoint's tensors, found on the meta device."""
+    """Return the headers of the tensors that `adapter` makes, computed on the meta device."""
     blank = {
         tensor.name: torch.empty(dense_shape(tensor) or (), dtype=dense_dtype(tensor), device="meta")
         for tensor in stored_tensors(headers.tensors, headers.quantization)
@@ -232,7 +232,7 @@ def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
 
     chosen = {name.removesuffix(".weight") for name in quantized_weights(model)}
     chosen -= {name for name in chosen if is_pinned(f"{name}.weight", policy.pinned)}
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    left, wanted = [name for name in linear if name not in chosen], wanted_quantization(policy, None)
-    replace_with_bnb_linear(model, modules_to_not_convert=left, quantization_config=wanted)
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    wanted = wanted_quantization(policy, None)
+    replace_with_bnb_linear(model, modules_to_not_convert=list(linear - chosen), quantization_config=wanted)
     store_layers(model, policy)

@@ -20,7 +20,7 @@ from isotype.checkpoint.opened import (
     local_path,
     open_checkpoint,
 )
-from isotype.checkpoint.resolve import Measurement, kept_or_noted, resolve_request
+from isotype.checkpoint.resolve import Measurement, resolve_request, saved_or_noted
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.compat.peft import without_peft
@@ -93,7 +93,7 @@ def measured_and_kept(
     source = downloaded(source)
     measured = measure(*to_measure(source, batch, tokens), **options)
     measured = replace(measured, key=source.fingerprint or "")
-    return kept_or_noted(measured) if measured.key and batch is None and tokens >= TOKENS else measured
+    return saved_or_noted(measured) if measured.key and batch is None and tokens >= TOKENS else measured
 
 
 def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:

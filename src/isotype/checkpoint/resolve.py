@@ -1,4 +1,4 @@
-"""resolve_precision: gather the facts of checkpoint, device and versions, then decide."""
+"""resolve_precision: gather facts about checkpoint, device and library versions, then decide the policy."""
 
 from __future__ import annotations
 
@@ -98,17 +98,16 @@ def resolve_request(
     damages: Damages | None = None,
     measure_damages: Callable[[], Damages] | None = None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Resolve a `PrecisionRequest`; return the policy and the measurement behind it (None if there is none or none is
-    needed).
+    """Return the policy for a `PrecisionRequest`, and the value ranges that decided it, or None.
 
     Args:
         device, ranges, damages: as for `resolve_precision`.
-        checkpoint: its cached measurements are used; None for a model in memory, or a config.
-        measure: measures the checkpoint; called if float16 needs it, the weights are local, and none is cached.
-        measure_damages: as `measure`, for mixed storage.
+        checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
+        measure: measures the ranges of the checkpoint; called for float16 if weights are local and no ranges are cached.
+        measure_damages: measures the damages of the checkpoint, for mixed storage.
 
     Raises:
-        PrecisionError, CheckpointError: as `resolve_precision`, and errors of `measure`.
+        PrecisionError, CheckpointError: as `resolve_precision`, and errors of `measure` and `measure_damages`.
     """
     profile = device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
@@ -116,7 +115,7 @@ def resolve_request(
     if request.quantization == MIXED:
         plain = decide(facts, profile, first_request(request), obstacles)
         if damages is None and checkpoint is not None:
-            damages = _kept_or_measured(Damages, checkpoint, measure_damages)
+            damages = _cached_or_measured(Damages, checkpoint, measure_damages)
         if damages is None or facts.parameters is None:
             headline = "quantization damages of this model were not measured"
             expected = "measured damages of its layers"
@@ -126,34 +125,34 @@ def resolve_request(
         request, reason = mixture.applied(request), mixture.reason
     policy = decide(facts, profile, request, obstacles, ranges)
     if policy.compute == torch.float16 and ranges is None and checkpoint is not None:
-        ranges = _kept_or_measured(Ranges, checkpoint, measure)
+        ranges = _cached_or_measured(Ranges, checkpoint, measure)
         policy = policy if ranges is None else decide(facts, profile, request, obstacles, ranges)
     return (policy if reason is None else with_storage_reason(policy, reason)), ranges
 
 
 def with_storage_reason(policy: PrecisionPolicy, reason: str) -> PrecisionPolicy:
-    """Return the policy with another reason for the storage."""
+    """Return the policy with `reason` as the reason for its storage."""
     return replace(policy, reasons={**policy.reasons, "storage": reason})
 
 
-def _kept_or_measured(
+def _cached_or_measured(
     kind: type[Measurement], checkpoint: Checkpoint, measure: Callable[[], Measurement] | None
 ) -> Measurement | None:
-    """Return a cached measurement of a checkpoint, else a new one; None if its weights are not local."""
+    """Return a checkpoint's cached measurement, or a new one; None if its weights are not local, or `measure` is None."""
     if checkpoint.fingerprint is None:
         return None
-    earlier = kept(kind, checkpoint.fingerprint)
-    return measure() if earlier is None and measure is not None else earlier
+    cached = read_measurement(kind, checkpoint.fingerprint)
+    return measure() if cached is None and measure is not None else cached
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
-    """Return problems of library versions that make the run impossible here; none for another machine's device."""
+    """Return library versions that make the run impossible; an empty list if the device is not in this machine."""
     if not profile.present:
         return []
-    errors = (each for each in incompatible_here() if each.severity == "error")
     problems = [
-        Problem(" and ".join(each.packages), f"versions that fit: {each.fact}", each.change)
-        for each in errors
+        Problem(" and ".join(conflict.packages), f"versions that fit: {conflict.fact}", conflict.change)
+        for conflict in incompatible_here()
+        if conflict.severity == "error"
     ]
     saved = facts.quantization.method if facts.quantization else None
     if (quantization or saved == "bitsandbytes") and installed().get("bitsandbytes") is None:
@@ -166,8 +165,8 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
 Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
-def kept(kind: type[Measurement], key: str) -> Measurement | None:
-    """Return the cached `Ranges` or `Damages` of a checkpoint's fingerprint; None if damaged or of another layout."""
+def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
+    """Return the cached `Ranges` or `Damages` of a checkpoint's fingerprint; None if there is no readable one."""
     path = _path(kind, key)
     if not path.is_file():
         return None
@@ -178,8 +177,8 @@ def kept(kind: type[Measurement], key: str) -> Measurement | None:
     return measurement if measurement.key == key else None
 
 
-def keep(measurement: Ranges | Damages) -> Path:
-    """Cache a measurement of a checkpoint by its `key`; raise ValueError for a model in memory."""
+def save_measurement(measurement: Ranges | Damages) -> Path:
+    """Cache a measurement under its `key`; raise ValueError for a model in memory, SaveError if the write fails."""
     if not measurement.key:
         raise ValueError(f"a model in memory has no key to keep its {measurement.subject} under")
     path = _path(type(measurement), measurement.key)
@@ -192,10 +191,10 @@ def keep(measurement: Ranges | Damages) -> Path:
         raise SaveError.of(headline, what, expected, f"set ISOTYPE_CACHE to {expected}") from error
 
 
-def kept_or_noted(measurement: Measurement) -> Measurement:
-    """Cache a measurement and return it, with a note if that failed."""
+def saved_or_noted(measurement: Measurement) -> Measurement:
+    """Cache a measurement, and return it with a note if the cache cannot be written."""
     try:
-        keep(measurement)
+        save_measurement(measurement)
     except SaveError as error:
         note = f"it was not kept: {error.problems[0].given}"
         return replace(measurement, notes=(*measurement.notes, note))

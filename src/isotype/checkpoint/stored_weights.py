@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by the model's names, read one at a time."""
+"""Read the weights of a checkpoint one at a time, by the model's names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from isotype.core.formats import MXFP4
 class StoredWeights:
     """The tensors of a checkpoint by the names of `model`.
 
-    transformers renames, splits, stacks and transposes tensors on loading; its own steps
-    (`transformers.core_model_loading`) are run for one tensor at a time. Blocks (GGUF, mxfp4, FP8) are dequantized.
+    transformers' conversions (`transformers.core_model_loading`), which rename, split, stack and transpose tensors, run
+    for one tensor at a time. Quantized tensors (GGUF blocks, mxfp4, FP8) are dequantized.
+
+    Args:
+        weights: the `weight_map` of model and headers; None: compute it.
 
     Attributes:
         shapes: shape of every tensor of the model that the checkpoint has.
@@ -29,52 +32,49 @@ class StoredWeights:
     """
 
     def __init__(self, model: Any, headers: CheckpointHeaders, weights: WeightMap | None = None) -> None:
-        """`weights`: the `weight_map` of the two, if known."""
         self._model = model
         self.bytes_read = 0
         self._sources = (weights or weight_map(model, headers)).sources
         self._turn = turning(model, headers)
-        own = model.state_dict(keep_vars=True)
+        state = model.state_dict(keep_vars=True)
         self.shapes: dict[str, torch.Size] = {}
         for name, source in self._sources.items():
-            # A GGUF file lacks its tensors' converted shapes: they are read for the model's own.
-            shape = own[name].shape if source.conversion is TURNED else source.shapes.get(name)
+            # The shapes after a GGUF file's conversion are the model's: headers do not determine them.
+            shape = state[name].shape if source.conversion is TURNED else source.shapes.get(name)
             if shape is not None:
                 self.shapes[name] = torch.Size(shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the model's tensor `name` in its stored dtype (memory-mapped), dequantized ones in float32."""
-        return self._made(self._sources[name])[name]
+        """Return the model's tensor `name`: memory-mapped in the stored dtype, or dequantized in float32."""
+        return self._read_whole(self._sources[name])[name]
 
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
-        """Return rows `start` to `stop` (columns, with `dim` 1) of `read(name)`, reading no more of the file than
-        needed.
+        """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        If they are a part of the conversion's tensors, or rows of each (experts), only these are read; else all.
+        Only these rows are read if they are whole source tensors, or rows of each source tensor (experts).
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)
         if start == stop:
-            none = list(self.shapes[name])
-            none[dim] = 0
-            return torch.empty(none)
+            shape = list(self.shapes[name])
+            shape[dim] = 0
+            return torch.empty(shape)
         if source.conversion is None and not source.tensors[0][0].quantized:
             # Only the pages of the rows are read from the disk.
             plain = MappedFiles().tensor(source.tensors[0][0].weight)[where].clone()
             self.bytes_read += plain.nbytes
             return plain
-        shape, files = self.shapes[name], MappedFiles()
-        part = rows_of(self._model, source, files, name, shape, start, stop) if shape and not dim else None
-        made: Source = part[0] if part else source
-        held = part[1] if part else files
-        rows = read_source(self._model, made, held, torch.float32, self._turn).get(name)
-        if rows is None or (part and rows.shape != (stop - start, *shape[1:])):
-            part, made, rows = None, source, self._made(source)[name]
-        self.bytes_read += sum(header.bytes for tensor, _ in made.tensors for header in tensor.parts)
+        size, files = self.shapes[name], MappedFiles()
+        part = rows_of(self._model, source, files, name, size, start, stop) if size and not dim else None
+        read_from, reader = part or (source, files)
+        rows = read_source(self._model, read_from, reader, torch.float32, self._turn).get(name)
+        if rows is None or (part and rows.shape != (stop - start, *size[1:])):
+            part, read_from, rows = None, source, self._read_whole(source)[name]
+        self.bytes_read += sum(header.bytes for tensor, _ in read_from.tensors for header in tensor.parts)
         return rows if part else rows[where].clone()
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return blocks and exponents of experts of an mxfp4 stack; raise CheckpointError for other formats."""
+        """Return the codes and the scales of experts `start` to `stop`; raise CheckpointError if not stored in mxfp4."""
         tensor, _ = self._sources[name].tensors[0]
         if tensor.form != MXFP4 or tensor.problem is not None:
             fix = "load it with quantization nf4 or int8, or with none"
@@ -85,8 +85,8 @@ class StoredWeights:
         self.bytes_read += blocks.nbytes + scales.nbytes
         return blocks, scales
 
-    def _made(self, source: Source) -> dict[str, torch.Tensor]:
-        # Mapped for this call: pages of a file that stays mapped count as memory in use.
+    def _read_whole(self, source: Source) -> dict[str, torch.Tensor]:
+        # The files are mapped only for this call: pages of a mapped file count as memory in use.
         return read_source(self._model, source, MappedFiles(), torch.float32, self._turn)
 
 

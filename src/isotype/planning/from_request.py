@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
-from isotype.checkpoint.resolve import kept
+from isotype.checkpoint.resolve import read_measurement
 from isotype.checkpoint.weightless import skeleton
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
@@ -213,7 +213,7 @@ def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -
 def measured_layers(checkpoint: Checkpoint) -> Damages | None:
     """Return the cached per-layer damages of `isotype quality`, or None."""
     key = checkpoint.fingerprint
-    return None if key is None else kept(Damages, key)
+    return None if key is None else read_measurement(Damages, key)
 
 
 def totals(damages: Damages | None) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from isotype.checkpoint.damage import measure_quality
 from isotype.checkpoint.measure_ranges import measure_ranges
 from isotype.checkpoint.opened import Checkpoint, downloaded
-from isotype.checkpoint.resolve import kept, resolve_request, with_storage_reason
+from isotype.checkpoint.resolve import read_measurement, resolve_request, with_storage_reason
 from isotype.compat.torch_scaler import sharded_scaler
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
@@ -87,7 +87,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
     def measured() -> dict[str, str]:
         here = downloaded(checkpoint)
-        damages = None if here.fingerprint is None else kept(Damages, here.fingerprint)
+        damages = None if here.fingerprint is None else read_measurement(Damages, here.fingerprint)
         damages = damages or _measured(measure_quality, here, device_profile(device))
         return {layer.module: layer.moments for layer in damages.layers}
 
