@@ -133,7 +133,7 @@ def kept(adapter: Path, forms: Sequence[str], record: bool) -> None:
         nearest = lambda name, values, dtype: values.to(dtype)  # noqa: E731
         rounding.unbiased = nearest if how == "nearest" else right_on_average
         with merged_as(model, form), torch.no_grad():
-            result = known.kept(model)
+            result = known.compare(model)
         fall = "" if result.fall is None else f", {result.fall:.1%} of the fall in the loss"
         print(f"{each:<18} {result.kept:.1%}{fall}", flush=True)
         if record:

@@ -164,10 +164,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load an adapter's base with the head and the vocabulary size of the training.
-
-    `model_class`: class with another head than the training's.
-    """
+    """Load an adapter's base with the vocabulary size of the training, and the training's head or that of `model_class`."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -245,11 +242,7 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """Add the adapter's modules, with initial values, and return the PEFT model.
-
-    PEFT's `from_pretrained` would round float32 adapters to the base's dtype. Raises CheckpointError if a weight is in
-    neither base nor adapter, or the adapter does not fit.
-    """
+    """Add the adapter's modules with initial values; PEFT's `from_pretrained` would round float32 adapters."""
     saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:

@@ -66,14 +66,10 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """Sums over the calls of one layer.
+    """Sums over the calls of one layer: `damage` in nats and squared `error` of the weight by format.
 
-    Attributes:
-        damage: nats over all tokens, by format.
-        error: squared error of the weight, by format.
-        squares: `[columns]`, sum of each token's squared inputs times the token's squared gradient norm: column sums of
-            the Fisher information.
-        tokens: number of tokens in `squares`.
+    `squares` `[columns]` sums the squared inputs of `tokens` tokens, weighted by their squared gradient norms: column
+    sums of the Fisher information.
     """
 
     rows: int = 0
@@ -205,8 +201,7 @@ def rounded(
     Args:
         form: one of `isotype.precision.damages.MEASURED`.
         moments: `[columns]`, moments of the input channels; a format with fitted constants raises ValueError without.
-        exact: return bitsandbytes' values to the bit; if False, those of `isotype.model.fitted.nearest_values`, in half
-            the time.
+        exact: return bitsandbytes' values to the bit; False: those of `fitted.nearest_values`, in half the time.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)

@@ -129,10 +129,7 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
 def facts_of_config(
     source: str, config: Any, headers: CheckpointHeaders | None = None, notes: tuple[str, ...] = ()
 ) -> ModelFacts:
-    """Return the facts about a model from its config and, if there are weights, their headers.
-
-    Raises CheckpointError if config and weights do not match, or isotype cannot read the quantized weights.
-    """
+    """Return the facts about a model from its config and headers; raise CheckpointError if the two do not match."""
     quantization = quantization_of(config)
     if headers is None and (problem := config_problem(quantization_options(config))):
         raise CheckpointError.of("quantized weights that cannot be read", f"{source}: {problem}", *EXPECTED)

@@ -21,10 +21,7 @@ class StoredWeights:
     """The tensors of a checkpoint by the names of `model`.
 
     transformers' conversions (`transformers.core_model_loading`), which rename, split, stack and transpose tensors, run
-    for one tensor at a time. Quantized tensors (GGUF blocks, mxfp4, FP8) are dequantized.
-
-    Args:
-        weights: the `weight_map` of model and headers; None: compute it.
+    for one tensor at a time. Quantized tensors are dequantized. `weights`: the `weight_map` of model and headers, if known.
 
     Attributes:
         shapes: shape of every tensor of the model that the checkpoint has.

@@ -37,10 +37,7 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a stored tensor: in `dtype` if they have to be computed, else as stored.
-
-    Raises CheckpointError if isotype does not read the quantization.
-    """
+    """Return a stored tensor's values, in `dtype` if they are computed; raise CheckpointError for unknown quantization."""
     scheme = tensor.scheme
     if not tensor.quantized:
         return read(tensor.weight)
@@ -81,10 +78,7 @@ def _scaled(
     zeros: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (codes - zeros) x factors; `block` rows and columns share a factor and a zero point.
-
-    `table`: values that uint8 codes are looked up in, or None.
-    """
+    """Return (codes - zeros) x factors, which `block` rows and columns share; `table`: values of uint8 codes, or None."""
     *outer, rows, columns = (1, *codes.shape)[-max(2, codes.dim()) :]
     (height, width), count = block, math.prod(outer)
     grid = (-1, -(-rows // height), -(-columns // width))
@@ -135,10 +129,9 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
 def _unpacked(
     words: torch.Tensor, bits: int, shape: Sequence[int], order: Sequence[int] = (0,)
 ) -> torch.Tensor:
-    """Unpack unsigned codes from int32 words to int8 `shape`, minus half of their range.
+    """Unpack codes from int32 words to int8 `shape`, minus half of their range; a code may continue in the next word.
 
-    Codes begin at the lowest bits of a word and may continue in the next word. `order`: positions of neighbouring
-    columns; the last size of `shape` is a multiple of its length.
+    `order`: positions of neighbouring columns in a word; the last size of `shape` is a multiple of its length.
     """
     begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32

@@ -198,10 +198,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return the model class for a config: of `auto_class` if given, else the class that it names or transformers' default.
-
-    None if transformers has no class for the config.
-    """
+    """Return a config's model class: `auto_class`'s choice, else the class that the config names, else the default or None."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")

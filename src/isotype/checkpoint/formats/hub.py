@@ -87,10 +87,7 @@ def download(model_id: str, revision: str | None = None) -> Path:
 def remote_headers(
     model_id: str, revision: str | None = None
 ) -> tuple[CheckpointHeaders | None, tuple[str, ...]]:
-    """Read a model's headers by range requests, without downloading a weight.
-
-    Returns (headers, ()), or (None, reasons) if the hub cannot be reached.
-    """
+    """Return (headers, ()), read by range requests without a weight, or (None, reasons) if the hub cannot be reached."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 

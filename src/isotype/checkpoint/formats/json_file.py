@@ -69,10 +69,7 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Yield a problem for each value of the wrong type or beyond a limit, by the first entry that matches its name.
-
-    `kinds`: type annotations by name, for entries whose `kind` is None.
-    """
+    """Yield a problem for each value that its first matching entry forbids; `kinds`: types for entries without `kind`."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)

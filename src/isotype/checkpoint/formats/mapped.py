@@ -55,7 +55,6 @@ class MappedFiles:
         self._advise(headers, _DONE)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor's memory is in a mapped file."""
         at = tensor.data_ptr() if tensor.device.type == "cpu" else 0
         spans = ((storage.data_ptr(), storage.nbytes()) for storage in self._storages.values())
         return any(begin <= at < begin + size for begin, size in spans)
@@ -128,9 +127,7 @@ def staged(
     Tensors are valid until the next piece is requested. The reading thread ends with the generator, also after an interrupt.
 
     Args:
-        work: pieces of work with the headers of their tensors. A piece is yielded with None if its tensors have more bytes
-            than `size`, or one of them no offset in its file.
-        size: bytes of each of the two buffers.
+        work: pieces of work and their headers; None is yielded if a header has no offset, or all have more than `size` bytes.
         pinned: allocate memory that a GPU can read directly; a warning is logged if there is none.
     """
     groups = list(_groups(work, size))

@@ -38,8 +38,7 @@ def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
 def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]:
     """Return the tensors of a file by name: memory-mapped on the CPU, or without values on the meta device.
 
-    Raises CheckpointError if the file is damaged or older than torch 1.6. With `weights_only`, `torch.load` unpickles
-    tensors, containers and numbers, and runs no code.
+    Raises CheckpointError if the file is damaged or older than torch 1.6. No code is run: only tensors are unpickled.
     """
     import torch
 

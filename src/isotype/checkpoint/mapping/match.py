@@ -46,13 +46,7 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor of the model whose sources in the checkpoint give another shape.
-
-    Attributes:
-        wanted: the shape in the model.
-        stored: the shape after conversion, or `(number of values,)` if the headers do not determine the shape.
-        failure: why the sources cannot be converted, or "".
-    """
+    """A tensor that should have the shape `wanted`, and whose sources give the shape `stored`, or a conversion error."""
 
     name: str
     wanted: tuple[int, ...]

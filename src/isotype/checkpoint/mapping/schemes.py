@@ -96,13 +96,8 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """Settings in config.json for one weight.
-
-    Attributes:
-        layouts: names of the possible layouts of the scales, each with the rows and columns of a block; 0 means all.
-        kinds: allowed kinds of codes.
-        symmetric: False if there are zero points.
-        exponents: True if scales may be exponents of two.
+    """Settings in config.json for one weight: allowed kinds of codes, and layouts of the scales, each with the rows and
+    columns of a block (0 means all). `exponents` allows scales that are exponents of two.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
@@ -172,7 +167,6 @@ def scheme_of(
 ) -> Scheme | None:
     """Return how a stored weight is dequantized, or None for plain weights, bitsandbytes' formats and GGUF blocks.
 
-    Raises UnreadableError if the values of the weight cannot be computed.
 
     Args:
         constants: headers of the tensors beside the weight.
@@ -413,10 +407,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return the config group of a module by compressed-tensors' rules: exact names, then `re:` patterns, then classes.
-
-    Raises UnreadableError if no group or several different groups cover the module.
-    """
+    """Return the one group of a module by compressed-tensors' rules: exact names, then `re:` patterns, then classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None

@@ -121,10 +121,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return (weight, format) of a constant: the name of its weight, and the format that it identifies or "".
-
-    ("", "") if the tensor is not a constant.
-    """
+    """Return a constant's weight and the format that it identifies, or ("", "") if the tensor is not a constant."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:

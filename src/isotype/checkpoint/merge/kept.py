@@ -1,12 +1,11 @@
-"""The part of an adapter's learning that a merged model keeps: computed in float32, block by block.
+"""Compute how much of an adapter's learning a merged model keeps, in float32 and block by block.
 
-With p the next-token distributions of the trained model (the adapter on the base that it was trained on):
+With p the next-token distributions of the trained model (the adapter on the base of its training):
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-1 is a merged model that computes the same as the trained one, 0 one that is as far from it as the base without the
-adapter. On rows of the training's data the loss shows it, too, as a part of its fall: (loss of the base - loss of the
-merged) / (loss of the base - loss of the trained).
+This is 1 if the merged model computes the same as the trained model, and 0 if it is as far from the trained model as the
+base. On training rows, the loss is compared as well: (base's loss - merged model's loss) / (base's loss - trained model's).
 """
 
 from __future__ import annotations
@@ -38,38 +37,40 @@ from isotype.model.enforce import enforce_model
 from isotype.precision.policy import PrecisionPolicy
 from isotype.ranges.measure import LENGTH, Rows, made_batches, positions, token_rows
 
-TOKENS, _LENGTH = 512, 256  # tokens that are compared, about, and those of a row, at most
-_HELD = 1 << 28  # bytes of logits that are held: of a large vocabulary every n-th token's
-_AT_ONCE = 1 << 29  # bytes of logits of a forward
+TOKENS, _LENGTH = 512, 256  # approximate number of compared tokens, and maximum number in a row
+_STORED = (
+    1 << 28
+)  # maximum bytes of stored logits: for a large vocabulary, only every n-th token's logits are stored
+_AT_ONCE = 1 << 29  # bytes of logits of one forward
 _CHUNK = 64  # tokens whose divergence is computed at a time
-_IGNORED = -100  # as of `cross_entropy`
+_IGNORED = -100  # `ignore_index` of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
-    """Return the rows, or the package's texts, cut to the model's positions and to about `tokens` tokens."""
+    """Return the rows, or isotype's texts if None, cut to the model's positions and to about `tokens` tokens."""
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
-        words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer
         vocabulary = int(model.config.get_text_config().vocab_size)
-        texts, _ = token_rows(words, vocabulary, 4, min(64, longest))
+        texts, _ = token_rows(tokenizer, vocabulary, 4, min(64, longest))
         return Rows(tuple((ids, ids) for ids in texts.tolist()))
     chosen: list[tuple[Sequence[int], Sequence[int]]] = []
     for ids, labels in rows.texts:
-        if sum(len(each) for each, _ in chosen) < tokens:
+        if sum(len(row) for row, _ in chosen) < tokens:
             chosen.append((ids[:longest], labels[:longest]))
     return replace(rows, texts=tuple(chosen))
 
 
 @dataclass
 class Learned:
-    """The outputs of a trained model on some texts, and of its base.
+    """The outputs of a trained model on some texts, and their distance from the base's outputs.
 
     Attributes:
         step: n, if the logits of every n-th token are stored.
-        pictured: a text behind a picture, as arguments of the model; None if it takes no pictures.
-        logits: of each text, `[tokens, vocabulary]`.
-        base: KL(trained || base), in nats.
-        losses: of the base and of the trained model; None unless the texts are of its training's data.
+        pictured: model arguments with a text that follows a picture; None if the model takes no pictures.
+        logits: the trained model's logits of each text, `[tokens, vocabulary]`.
+        base: KL(trained || base) per token, in nats.
+        losses: losses of the base and of the trained model; None if the texts are not training rows.
     """
 
     rows: Rows
@@ -81,28 +82,27 @@ class Learned:
 
     @torch.no_grad()
     def run(self, model: Any) -> tuple[list[torch.Tensor], float | None]:
-        """Return the logits of a model, as stored here, and its loss."""
-        held, losses = [], []
-        for text, logits in self._forwards(model.eval()):
-            ids, labels = text
-            # A classifier has one row for the whole text.
+        """Return a model's logits of every `step`-th token of each text, and its mean loss, or None without labels."""
+        stored, losses = [], []
+        for (ids, labels), logits in self._forwards(model.eval()):
+            # A classifier has one row of logits for the whole text.
             logits = logits[: len(ids)] if logits.ndim == 2 else logits[None]
-            held.append(logits[:: self.step].clone())
+            stored.append(logits[:: self.step].clone())
             if self.rows.source is not None and len(logits) == len(labels) > 1:
-                wanted = torch.tensor(labels[1:])
-                each = nn.functional.cross_entropy(logits[:-1], wanted, reduction="none")
-                losses.append(each[wanted != _IGNORED])
+                targets = torch.tensor(labels[1:])
+                loss = nn.functional.cross_entropy(logits[:-1], targets, reduction="none")
+                losses.append(loss[targets != _IGNORED])
         if self.pictured is not None:
-            held.append(model(**self.pictured).logits[0].float()[:: self.step].clone())
+            stored.append(model(**self.pictured).logits[0].float()[:: self.step].clone())
         every = torch.cat(losses) if losses else torch.zeros(0)
-        return held, float(every.double().mean()) if len(every) else None
+        return stored, float(every.double().mean()) if len(every) else None
 
     def _forwards(self, model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield texts with their logits, as many at a time as fit, since a forward reads every block from disk."""
+        """Yield texts with their logits, from as few forwards as memory allows: each forward reads all blocks from disk."""
         texts, pad = self.rows.texts, getattr(model.config.get_text_config(), "pad_token_id", None)
         longest = max(len(ids) for ids, _ in texts)
         at_once = max(1, _AT_ONCE // (longest * _vocabulary(model) * 4 + 1))
-        # A classifier takes several texts by their padding token alone.
+        # A classifier needs the padding token to find the end of each text in a batch.
         at_once = at_once if pad is not None else 1
         for at in range(0, len(texts), at_once):
             group = texts[at : at + at_once]
@@ -114,8 +114,8 @@ class Learned:
             logits = model(input_ids=ids, attention_mask=mask, **more).logits.float()
             yield from zip(group, logits, strict=True)
 
-    def kept(self, model: Any) -> LogitsDifference:
-        """Compare another model with the trained one."""
+    def compare(self, model: Any) -> LogitsDifference:
+        """Run a merged model, and return its distance from the trained model."""
         logits, loss = self.run(model)
         largest, nats, tokens = self.difference(logits)
         losses = None if self.losses is None or loss is None else (*self.losses, loss)
@@ -123,13 +123,13 @@ class Learned:
         return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source, pictured)
 
     def difference(self, logits: Sequence[torch.Tensor]) -> tuple[float, float, int]:
-        """Return the largest difference of logits, KL(trained || other) in nats per token, and tokens."""
+        """Return the largest difference of two logits, KL(trained || other) in nats per token, and the number of tokens."""
         largest, nats, tokens = 0.0, 0.0, 0
         for p, q in zip(self.logits, logits, strict=True):
             for a, b in zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True):
-                each = compare_logits(a.double(), b.double())
-                largest = max(largest, each.max_abs)
-                nats, tokens = nats + each.mean_kl * each.tokens, tokens + each.tokens
+                chunk = compare_logits(a.double(), b.double())
+                largest = max(largest, chunk.max_abs)
+                nats, tokens = nats + chunk.mean_kl * chunk.tokens, tokens + chunk.tokens
         return largest, nats / max(1, tokens), tokens
 
 
@@ -141,33 +141,33 @@ def learned(
     revision: str | None,
     tokens: int = TOKENS,
 ) -> Learned:
-    """Run an adapter unmerged on its own base under the training `policy`, on about `tokens` tokens of `rows`."""
+    """Run base and unmerged adapter under the training's `policy` on about `tokens` tokens of `rows`."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     _in_float32(model, policy, deferred)
     rows = fitting(rows, tokenizer, model, tokens)
     size = sum(len(ids) for ids, _ in rows.texts) * _vocabulary(model) * 4
-    result = Learned(rows, max(1, -(-size // _HELD)), _pictured(model, tokenizer))
+    result = Learned(rows, max(1, -(-size // _STORED)), _pictured(model, tokenizer))
     base, before = result.run(model)
     result.logits, after = result.run(trained(adapter, policy, revision))
     result.base = result.difference(base)[1]
     if before is not None and after is not None:
         result.losses = (before, after)
-    gc.collect()  # a PEFT model refers to itself
+    gc.collect()  # a PEFT model has reference cycles
     return result
 
 
 def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return a text behind a picture, of whose tokens those of the text have logits; None if none can be made."""
+    """Return model arguments with a text that follows a picture, and with logits only for the text; None without images."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return None
     (batch,) = made_batches(model, tokenizer, LENGTH).batches
-    asked = {name: value for name, value in batch.items() if name != "labels"}
-    return {**asked, "logits_to_keep": LENGTH - 1} if "pixel_values" in batch else None
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return {**inputs, "logits_to_keep": LENGTH - 1} if "pixel_values" in batch else None
 
 
 def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:
-    """Return the adapter on its base under a policy: not merged, in float32 and block by block."""
+    """Return the unmerged adapter on its base under a policy, which computes in float32 and block by block."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     adapter = without_part(model, adapter, policy)
@@ -178,7 +178,7 @@ def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> 
 
 
 def merged_in_float32(path: Path, model_class: Any) -> Any:
-    """Load a written model in float32, block by block."""
+    """Load a written model that computes in float32 and block by block."""
     deferred = DeferredBlocks()
     policy = resolve_precision(path, "float32", device="cpu")
     model = load(path, policy, model_class=model_class, deferred=deferred)
@@ -187,7 +187,7 @@ def merged_in_float32(path: Path, model_class: Any) -> Any:
 
 
 def _in_float32(model: Any, policy: PrecisionPolicy, deferred: DeferredBlocks) -> PrecisionPolicy:
-    """Compute in float32 with the weights that a model has under a policy; return its new policy."""
+    """Let a model compute in float32 with the weights that it has under `policy`; return its new policy."""
     dense = dense_policy(policy)
     deferred.dequantize(model, dense.plain)
     wide = replace(
@@ -203,12 +203,12 @@ def _vocabulary(model: Any) -> int:
     return size
 
 
-# ------------------------------------------------------------------------------------------------------------------ forms
+# ---------------------------------------------------------------------------------------------------------------- formats
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form for a merged model: `isotype merge`'s arguments, its format and bits per weight, the policy of the base."""
+    """A storage format to try: arguments of `isotype merge`, format, bits per weight, and policy of the base."""
 
     arguments: str
     form: str
@@ -216,31 +216,33 @@ class Candidate:
     policy: PrecisionPolicy
 
 
-def cheapest(known: Learned, adapter: Adapter, tried: Sequence[Candidate], revision: str | None) -> Form:
-    """Return the first form that keeps `ENOUGH`, tried block by block without writing a file; else float32."""
-    for each in tried:
-        model = trained(adapter, each.policy, revision)
-        with merged_as(model, each.form):
-            kept = known.kept(model).kept
+def cheapest(
+    outputs: Learned, adapter: Adapter, candidates: Sequence[Candidate], revision: str | None
+) -> Form:
+    """Return the first format that keeps `ENOUGH`, tried block by block without writing a file; else float32."""
+    for candidate in candidates:
+        model = trained(adapter, candidate.policy, revision)
+        with merged_as(model, candidate.form):
+            part = outputs.compare(model).kept
         del model
         gc.collect()
-        if kept is not None and kept >= ENOUGH:
-            return Form(each.arguments, each.bits, kept)
+        if part is not None and part >= ENOUGH:
+            return Form(candidate.arguments, candidate.bits, part)
     return Form("--dtype float32", 32, 1.0)
 
 
 @contextmanager
 def merged_as(model: Any, form: str) -> Iterator[None]:
-    """Merge each block of a model from `trained` before its forward, rounded to a form, and restore it afterwards."""
+    """Merge each block of a model from `trained` before its forward, rounded to a format, and restore it afterwards."""
     saved: dict[nn.Parameter, torch.Tensor] = {}
 
     def before(block: nn.Module, *_: Any) -> None:
-        saved.update((each, each.data) for each in block.parameters())
+        saved.update((parameter, parameter.data) for parameter in block.parameters())
         for name, layer in tuner_layers(block):
             merge_in_float32(name, layer)
             base = layer.get_base_layer()
-            for own, each in base.named_parameters():
-                each.data = as_stored(f"{name}.{own}", base, each.data, form).float()
+            for leaf, parameter in base.named_parameters():
+                parameter.data = as_stored(f"{name}.{leaf}", base, parameter.data, form).float()
 
     def after(block: nn.Module, *_: Any) -> None:
         for _name, layer in tuner_layers(block):

@@ -1,4 +1,4 @@
-"""Merge adapters into their layers: in float32, rounded once, one block of the model in memory at a time."""
+"""Merge adapters into their layers in float32, and round once, with one block of the model in memory at a time."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ class Rounding:
     """The dtype that each parameter of the merged model is stored in.
 
     Attributes:
-        pinned: patterns of names that stay float32.
-        own: names that keep their dtype in the base's files.
+        target: dtype of all parameters but those of `pinned` and `in_base`.
+        pinned: patterns of the names of parameters that stay float32.
+        in_base: parameters that keep the dtype that they have in the base's files, with this dtype.
         written: the written model to compare with; None before it is written.
         instead: arguments for another dtype than float16, for the message about overflow.
     """
 
     target: torch.dtype
     pinned: tuple[str, ...] = ()
-    own: Mapping[str, torch.dtype] = field(default_factory=dict)
+    in_base: Mapping[str, torch.dtype] = field(default_factory=dict)
     written: WrittenModel | None = None
     instead: str = "--dtype bfloat16 or float32"
 
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return the loss of a merged parameter by rounding, or in the written model."""
+        """Return the rounding loss of a merged parameter: in the written model if there is one, else in `stored`."""
         if self.written is None:
-            stored = unbiased(name, merged, self.wanted(name)) if stored is None else stored
-            return rounding_loss(name, before, merged, self.wanted(name), stored)
+            stored = unbiased(name, merged, self.dtype(name)) if stored is None else stored
+            return rounding_loss(name, before, merged, self.dtype(name), stored)
         dtype, values = self.written.values(name)
         loss = rounding_loss(name, before, merged, dtype, values)
         form = self.written.form_of(name, values)
@@ -64,34 +65,37 @@ class Rounding:
         same = codes(before.float(), form) == codes(merged.float(), form)
         return replace(loss, vanished=int((same & (before.float() != merged.float()).flatten()).sum()))
 
-    def wanted(self, name: str) -> torch.dtype:
-        return torch.float32 if is_pinned(name, self.pinned) else self.own.get(name, self.target)
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if is_pinned(name, self.pinned) else self.in_base.get(name, self.target)
 
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round float tensors to their stored dtypes, `changed` ones without bias, or raise PrecisionError."""
-        result, outside = {}, []
+        """Round float tensors to their stored dtypes, `changed` ones by `unbiased`; raise PrecisionError on overflow."""
+        result, problems = {}, []
         for name, value in tensors.items():
-            wanted = self.wanted(name)
-            to = unbiased(name, value, wanted) if name in changed else value.to(wanted)
-            result[name] = to if value.is_floating_point() else value
-            if wanted == torch.float16 != value.dtype and not torch.isfinite(result[name]).all():
-                outside.append((name, float(value.float().abs().max())))
-        if outside:
-            fix = f"give {self.instead}"
-            problems = [Problem(f"{n}: values up to {most:.4g}", "at most 65504", fix) for n, most in outside]
+            dtype = self.dtype(name)
+            rounded = unbiased(name, value, dtype) if name in changed else value.to(dtype)
+            result[name] = rounded if value.is_floating_point() else value
+            if dtype == torch.float16 != value.dtype and not torch.isfinite(result[name]).all():
+                what = f"{name}: values up to {float(value.float().abs().max()):.4g}"
+                problems.append(Problem(what, "at most 65504", f"give {self.instead}"))
+        if problems:
             raise PrecisionError("float16 cannot hold the merged weights", problems)
         return result
 
 
 class Merging:
-    """A base model and its adapter, about to be merged.
+    """A merge of an adapter into a base model, part by part.
+
+    Args:
+        one_dtype: use `target` also for tensors that the base's files store in another dtype than most tensors.
+        written: the model that an earlier, equal merge has written; `weights` then describes its files.
 
     Attributes:
-        model: the base; its class and config are those of the merged model.
+        model: the base; the merged model has its class and config.
         notes: differences from the base, in sentences.
-        weights: rounding loss of each parameter that the adapter changes, once all parts were taken.
+        weights: rounding loss of each parameter that the adapter changes; complete after all `parts`.
     """
 
     def __init__(
@@ -106,15 +110,12 @@ class Merging:
         written: WrittenModel | None = None,
         instead: str = Rounding.instead,
     ) -> None:
-        """`one_dtype`: also for tensors that the base's files store in another dtype than most of them. `written`:
-        the model written by an earlier, equal merge, which `weights` then describes. `instead`: as in `Rounding`.
-        """
         dense = dense_policy(policy)
-        # An unquantized base is only added to, and the CPU is where that has room.
-        here = policy if policy.quantized else replace(policy, device="cpu")
+        # A dense base is merged on the CPU, which has more memory; a quantized base stays on the device of its codes.
+        policy = policy if policy.quantized else replace(policy, device="cpu")
         self._deferred = waiting(adapter)
-        self.model = load_base(adapter, base, here, revision=revision, deferred=self._deferred)
-        adapter = without_part(self.model, adapter, here)
+        self.model = load_base(adapter, base, policy, revision=revision, deferred=self._deferred)
+        adapter = without_part(self.model, adapter, policy)
         self._deferred.dequantize(self.model, dense.plain)
         tied = _untie(self.model)
         self._blocks = self._deferred.blocks or tuple(Block(*block) for block in outermost_blocks(self.model))
@@ -125,9 +126,9 @@ class Merging:
             kind = type(self._peft.base_model).__name__
             what = f"{adapter.directory}: a {kind}, which PEFT has no merge for"
             raise UsageError.of("this adapter cannot be merged", what, _MERGEABLE, _BESIDE)
-        # Copies of the base's own parameters that the adapter's file replaces (`bias="all"`).
+        # Copies of the base's parameters that the adapter's file replaces (`bias="all"`).
         prefix = getattr(self._peft.base_model, "prefix", "lora_")
-        own = {
+        before_training = {
             name: parameter.detach().clone()
             for name, parameter in self._peft.named_parameters()
             if parameter.requires_grad and prefix not in name and "modules_to_save" not in name
@@ -136,10 +137,10 @@ class Merging:
         stored = {} if one_dtype else self._deferred.stored_otherwise()
         self._rounding = Rounding(target, dense.pinned, stored, written, instead)
         in_adapter = {base_name(tensor.name) for tensor in adapter.headers.tensors}
-        self._untouched = set(self._rounding.own) - in_adapter
+        self._untouched = set(stored) - in_adapter
         self.weights: tuple[WeightLoss, ...] = ()
         self.notes: list[str] = []
-        replaced = _replaced(self._peft, own)
+        replaced = _replaced(self._peft, before_training)
         self._changed = frozenset(replaced)
         self._outside = self._merged(None)
         losses = (self._rounding.loss(name, before, after) for name, (before, after) in replaced.items())
@@ -150,20 +151,18 @@ class Merging:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer of the merged model, in the order of `parts`: shape and dtype, without values."""
-        order = sorted(self._names, key=lambda name: name not in self._outside)
+        """Meta tensors with the shape and dtype of all merged parameters and buffers by name, in the order of `parts`."""
         shapes = {}
-        for name in order:
+        for name in sorted(self._names, key=lambda name: name not in self._outside):
             value = self._names[name]
-            dtype = self._rounding.wanted(name) if value.is_floating_point() else value.dtype
+            dtype = self._rounding.dtype(name) if value.is_floating_point() else value.dtype
             shapes[name] = torch.empty(value.shape, dtype=dtype, device="meta")
         return shapes
 
     def parts(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors of the merged model by name, in parts: first those outside of its blocks, then each
-        block.
+        """Yield the tensors of the merged model by name: first the tensors outside of its blocks, then each block.
 
-        A part's tensors are freed when the next is requested. It can be iterated once.
+        The tensors of a part are freed when the next part is requested. The parts can be iterated only once.
 
         Raises:
             UsageError: PEFT cannot merge this kind of adapter.
@@ -181,40 +180,40 @@ class Merging:
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
 
     def measured(self) -> tuple[WeightLoss, ...]:
-        """Return `weights` after a pass over `parts`, with its errors."""
+        """Return `weights` after a pass over `parts`; raise the errors of `parts`."""
         for _ in self.parts():
             pass
         return self.weights
 
     def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
-        """Merge the layers of a block and collect its tensors; without a block, those outside of blocks."""
+        """Merge the layers of a block, or the layers outside of blocks if None, and return the tensors by name."""
         prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
-        elsewhere = tuple(f"{each.name}." for each in self._blocks) if block is None else ()
-        for own, layer in tuner_layers(root):
-            name = base_name(f"{prefix}{own}")
+        elsewhere = tuple(f"{other.name}." for other in self._blocks) if block is None else ()
+        for path, layer in tuner_layers(root):
+            name = base_name(f"{prefix}{path}")
             if name.startswith(elsewhere):
                 continue
-            self._untouched -= {f"{name}.{each}" for each, _ in layer.get_base_layer().named_parameters()}
+            self._untouched -= {f"{name}.{leaf}" for leaf, _ in layer.get_base_layer().named_parameters()}
             self.weights += tuple(_merge_layer(name, layer, self._rounding))
         wanted = {name for name in self._names if name.startswith(prefix) and not name.startswith(elsewhere)}
         tensors: dict[str, torch.Tensor] = {}
-        for own, value in (*_all(root, "named_parameters"), *_all(root, "named_buffers")):
-            name = base_name(f"{prefix}{own}")
-            # Of a module that was trained whole, the trained copy.
-            if name in wanted and (name not in tensors or ".modules_to_save." in own):
+        for path, value in (*_all(root, "named_parameters"), *_all(root, "named_buffers")):
+            name = base_name(f"{prefix}{path}")
+            # A module that was trained as a whole has an old and a trained copy: the trained copy is used.
+            if name in wanted and (name not in tensors or ".modules_to_save." in path):
                 tensors[name] = value.detach()
         missing = wanted - set(tensors)
         if missing:
-            raise RuntimeError(f"tensors that were lost on the way: {sorted(missing)[:3]}")
+            raise RuntimeError(f"the merge has lost tensors: {sorted(missing)[:3]}")
         for name in self._untouched & wanted:
             stored = self._deferred.as_stored(name)
-            if stored.shape == tensors[name].shape:  # a vocabulary may have grown
+            if stored.shape == tensors[name].shape:  # training may have added tokens to an embedding
                 tensors[name] = stored
         in_order = {name: tensors[name] for name in self._names if name in tensors}
         return self._rounding.rounded(in_order, self._changed)
 
     def _tie_again(self, first: str, last: str) -> None:
-        """Tie the embeddings if they are still equal after the merge; else note that they are separate weights."""
+        """Tie the embeddings if they are equal after the merge; else add a note that they are two weights now."""
         equal = torch.equal(self._outside[first], self._outside[last])
         config = self.model.config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
@@ -228,7 +227,7 @@ class Merging:
 
 
 def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """Return the policy of the dequantized base: float32 masters, so that the adapter is read unrounded."""
+    """Return the policy of the dequantized base; its masters are float32, so that the adapter is not rounded."""
     eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
     plain = torch.float32 if eight else policy.compute
     return replace(
@@ -245,7 +244,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Subtract OLoRA's part from a quantized base, as OLoRA does; return the adapter for the rest."""
+    """Subtract the initial OLoRA adapter from a quantized base, as OLoRA does; return the adapter for the rest."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
@@ -266,7 +265,7 @@ def _untie(model: Any) -> bool:
 def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
     names = {id(value): name for name, value in _all(model, "named_parameters") if name in stored}
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
-    first, last = (names[id(each.weight)] for each in heads)
+    first, last = (names[id(embedding.weight)] for embedding in heads)
     return first, last
 
 
@@ -276,14 +275,13 @@ def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors in a checkpoint of a model, without values, shared ones under one name."""
-    left_out = never_saved(model)
+    """Return meta tensors for a checkpoint of the model, by name; a tensor that several names share has one name."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-    kept: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
-    for name, value in sorted(state.items(), key=lambda each: each[0] in tied):
-        kept.setdefault(id(value), name)
-    names = set(kept.values()) - left_out
+    first_names: dict[int, str] = {}
+    for name, value in sorted(state.items(), key=lambda item: item[0] in tied):
+        first_names.setdefault(id(value), name)
+    names = set(first_names.values()) - never_saved(model)
     return {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         for name, value in state.items()
@@ -294,11 +292,13 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
 def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return ((name, each) for name, each in list(module.named_modules()) if isinstance(each, BaseTunerLayer))
+    return (
+        (name, layer) for name, layer in list(module.named_modules()) if isinstance(layer, BaseTunerLayer)
+    )
 
 
 def merge_in_float32(name: str, layer: Any) -> None:
-    """Merge one PEFT layer, in place; raise UsageError if PEFT cannot merge this kind of adapter."""
+    """Merge one PEFT layer in place; raise UsageError if PEFT cannot merge this kind of adapter."""
     layer.get_base_layer().to(torch.float32)
     try:
         layer.merge(safe_merge=True)
@@ -308,49 +308,49 @@ def merge_in_float32(name: str, layer: Any) -> None:
 
 
 def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
-    before = {each: parameter.data for each, parameter in layer.get_base_layer().named_parameters()}
+    base = layer.get_base_layer()
+    before = {f"{name}.{leaf}": parameter.data for leaf, parameter in base.named_parameters()}
     merge_in_float32(name, layer)
-    after = {f"{name}.{each}": parameter for each, parameter in layer.get_base_layer().named_parameters()}
+    after = {f"{name}.{leaf}": parameter for leaf, parameter in base.named_parameters()}
     rounded = rounding.rounded({full: parameter.data for full, parameter in after.items()}, after)
-    losses = [
-        rounding.loss(full, before[full.removeprefix(f"{name}.")], parameter.data, rounded[full])
-        for full, parameter in after.items()
-    ]
+    losses = [rounding.loss(full, before[full], after[full].data, rounded[full]) for full in after]
     for full, parameter in after.items():
         parameter.data = rounded[full]
     return [loss for loss in losses if loss.entries]
 
 
 def _replaced(
-    peft_model: Any, own: Mapping[str, torch.Tensor]
+    peft_model: Any, before_training: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the fully trained weights, biases and `modules_to_save`, before and after."""
+    """Return (values in the base, trained values) of the biases and `modules_to_save` that were trained whole."""
     from peft.utils import ModulesToSaveWrapper
 
     parameters = dict(peft_model.named_parameters())
     pairs = {
-        base_name(name): (before, parameters[name].data) for name, before in own.items() if name in parameters
+        base_name(name): (before, parameters[name].data)
+        for name, before in before_training.items()
+        if name in parameters
     }
     for name, module in peft_model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             after = dict(module.modules_to_save[module.active_adapter].named_parameters())
-            for each, before in module.original_module.named_parameters():
-                if each in after:
-                    pairs[f"{base_name(name)}.{each}"] = (before.data, after[each].data)
+            for leaf, before in module.original_module.named_parameters():
+                if leaf in after:
+                    pairs[f"{base_name(name)}.{leaf}"] = (before.data, after[leaf].data)
     return pairs
 
 
-# Bytes of a block before its codes of 4 or 8 bits.
+# Bytes of a GGUF block before its codes of 4 or 8 bits.
 _SCALES = {"q8_0": 2, "q5_1": 8, "q5_0": 6, "q4_1": 4, "q4_0": 2}
-_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # of float32's 23 digits, in binary
+_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of float32's mantissa
 
 
 def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round float32 values up or down at random, so that they are right on average.
 
-    The base's 16-bit values are on the dtype's grid. Rounded to nearest, an update below half a step is lost in every
-    entry; this way it is kept in the mean of each product. Values on the grid are exact. The random numbers depend
-    only on the weight's name. (Stochastic rounding: Gupta et al., https://arxiv.org/abs/1502.02551.)
+    The base's 16-bit values are on the dtype's grid. Rounding to nearest would lose an update below half a step in every
+    entry; stochastic rounding keeps it in the mean of each product (Gupta et al., https://arxiv.org/abs/1502.02551).
+    Values on the grid are exact. The random numbers depend only on the weight's name.
     """
     dropped = _DROPPED.get(dtype)
     if dropped is None or values.dtype != torch.float32:
@@ -362,7 +362,7 @@ def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def as_stored(name: str, layer: nn.Module, values: torch.Tensor, form: str) -> torch.Tensor:
-    """Return a merged float32 parameter rounded to a form: a float dtype, bitsandbytes' or GGUF blocks."""
+    """Return a merged float32 parameter rounded to a float dtype, a bitsandbytes format or GGUF blocks."""
     if form in QUANTIZATIONS:
         return _in_bitsandbytes(layer, values, form)
     if form not in GGUF_BLOCKS:
@@ -384,7 +384,7 @@ def _in_bitsandbytes(layer: nn.Module, values: torch.Tensor, form: str) -> torch
 
 
 def codes(values: torch.Tensor, form: str) -> torch.Tensor:
-    """Return the codes of a float32 matrix in a form, one of 4 or 8 bits per byte or half byte."""
+    """Return the codes of a float32 matrix in a format, flat: each 4-bit or 8-bit code as one element."""
     if form == "int8":
         return quantize_int8(values)[0].flatten()
     if form in FOUR_BITS:
@@ -402,10 +402,9 @@ def codes(values: torch.Tensor, form: str) -> torch.Tensor:
 
 
 class WrittenModel:
-    """A merged model in its files: the directory or GGUF file `path`, written in the form `stored`.
+    """A merged model opened from the directory or GGUF file `path`, which was written in the format `stored`.
 
-    Plain transformers opens it; a GGUF file, which it would load into float32 as a whole, is read block by block.
-    `model` is ready for a forward.
+    transformers loads a directory. A GGUF file is read block by block: transformers would load the whole file in float32.
     """
 
     def __init__(self, model_class: Any, path: Path, stored: str | None) -> None:
@@ -424,7 +423,7 @@ class WrittenModel:
         self._blocks = {name: block for block in self._deferred.blocks for name in block.sources}
 
     def form_of(self, name: str, values: torch.Tensor) -> str | None:
-        """Return the format of a weight's codes; None if it is in a dtype, or in a mixture of formats."""
+        """Return the format of a weight's codes; None if the weight has no codes, or may be in one of several formats."""
         if self._stored in QUANTIZATIONS:
             return self._stored if self._in_codes(name) else None
         blocks = self._stored in GGUF_BLOCKS and name in self._blocks and values.shape[-1] % 32 == 0
@@ -432,18 +431,18 @@ class WrittenModel:
 
     @torch.no_grad()
     def values(self, name: str) -> tuple[torch.dtype | None, torch.Tensor]:
-        """Return the stored dtype of a parameter (None for codes) and its float32 values; drops the previous block."""
+        """Return the stored dtype of a parameter (None for codes) and its float32 values; drop the previous block."""
         self._deferred.use(self._blocks.get(name))
         if self._in_codes(name):
             return None, held_weight(self.model.get_submodule(name.removesuffix(".weight")), torch.float32)
         value = self.model.get_parameter(name).detach()
         if self._dtype is None:
             return value.dtype, value.to("cpu", torch.float32)
-        if value.ndim < 2:  # vectors of a GGUF file
+        if value.ndim < 2:  # GGUF files store vectors in float32
             return torch.float32, value
         return None if self._coded else self._dtype, value
 
     def _in_codes(self, name: str) -> bool:
-        """Return True if a parameter is the matrix of a quantized bitsandbytes layer; its bias is dense."""
-        owner, _, own = name.rpartition(".")
-        return own == "weight" and kind_of(self.model.get_submodule(owner)) in ("linear4bit", "linear8bit")
+        """Return True if a parameter is the weight of a bitsandbytes layer."""
+        owner, _, leaf = name.rpartition(".")
+        return leaf == "weight" and kind_of(self.model.get_submodule(owner)) in ("linear4bit", "linear8bit")

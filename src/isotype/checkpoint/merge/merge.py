@@ -64,40 +64,39 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
-    The base is the one that the adapter was trained on, quantized as in training and dequantized again, so that the
-    adapter is added to the weights it was trained on; or `base`, as stored. If the result is stored in the format
-    that training quantized to, the adapter is merged into the base's stored weights: dequantized weights are on that
-    format's grid, and small updates would be lost. PEFT merges each layer in float32; the sum is rounded once,
-    without bias for 16 bits (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder,
-    opened with transformers, compared in float32 with the trained one and with its base
-    (`isotype.checkpoint.merge.kept`), and then renamed to `output`. Quantized and GGUF results are also compared
-    weight by weight with a second merge.
+    The base is the model that the adapter was trained on, quantized as in training and dequantized again, so that the
+    adapter is added to the weights of its training; or `base`, as stored. If the result is stored in the format that
+    training quantized to, the adapter is merged into the base's stored weights: dequantized weights are on that format's
+    grid, and small updates would be lost. PEFT merges each layer in float32; the sum is rounded once, stochastically for
+    16 bits (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with
+    transformers, compared in float32 with the trained model and with its base (`isotype.checkpoint.merge.kept`), and then
+    renamed to `output`. Quantized and GGUF results are also compared weight by weight with a second merge.
 
     Memory: the parts outside of the model's blocks (embeddings, head), two blocks in the written dtype, 14 bytes per
-    entry of the largest adapted weight, and the adapter. Each block is read, dequantized, merged and written before
-    the next; forwards for the logits also go block by block, or over mapped files. If PEFT reads base weights while
-    it adds adapters (DoRA; PiSSA and similar; adapters other than LoRA), the cast or quantized base is in memory as a
-    whole. A base quantized on a GPU stays there during the merge.
+    entry of the largest adapted weight, and the adapter. Each block is read, dequantized, merged and written before the
+    next block; forwards for the logits also run block by block, or over mapped files. If PEFT reads base weights while it
+    adds adapters (DoRA; PiSSA and similar; adapters other than LoRA), the whole base is in memory, cast or quantized. A
+    base quantized on a GPU stays there during the merge.
 
     Args:
         adapter: directory of the adapter.
-        output: directory to write; it must not exist, or be empty. A name that ends in `.gguf` is a GGUF file.
+        output: directory to write, which must be empty or not exist, or a GGUF file whose name ends in `.gguf`.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
-        dtype: dtype of the merged weights; `"auto"`: the compute dtype it was trained in, or the base's; tensors that
-            the base's files store in another dtype than most keep it. Parameters pinned by the model's author stay
-            float32.
-        revision: branch, tag or commit of a base on the hub, instead of the one that the adapter names.
+        dtype: dtype of the merged weights; `"auto"`: the compute dtype of the training, or the base's dtype; tensors
+            that the base's files store in another dtype than most tensors keep their dtype. Parameters that the model's
+            author pins stay float32.
+        revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
         stored: storage of the merged model: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
             bitsandbytes' format, which transformers loads; a key of `isotype.core.dtypes.GGUF_TYPES` for a GGUF file.
-            If `output` names such a file, None means 16 bits, as in llama.cpp's converter: `"f16"` for float16, else
+            If `output` is a GGUF file, None means 16 bits, as in llama.cpp's converter: `"f16"` for float16, else
             `"bf16"`.
-        rows: of the training's data, to measure what is kept; None for the package's texts.
+        rows: training rows, to measure how much of the learning is kept; None for isotype's texts.
 
     Raises:
-        CheckpointError: no adapter, no base, they do not fit, or less than half of the learning would be kept.
+        CheckpointError: adapter or base does not exist, they do not fit, or less than half of the learning would be kept.
         PrecisionError: the dtype cannot represent the weights.
-        UsageError: `output` exists, or this kind of adapter cannot be merged.
-        SaveError: the disk is full or cannot be written; no files are left behind.
+        UsageError: `output` exists, or PEFT cannot merge this kind of adapter.
+        SaveError: the disk is full or cannot be written; no file is left behind.
     """
     final = Path(output)
     check_output(final)
@@ -114,35 +113,35 @@ def merge_adapter(
     if stored in GGUF_TYPES:
         check_exportable(config_of(open_model(source, revision)))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
-    known, tokenizer, notes, trained = _learned(saved, trained, rows, revision if base is None else None)
+    outputs, tokenizer, notes, trained = _learned(saved, trained, rows, revision if base is None else None)
     instead = wider(stored, torch.bfloat16, torch.float32)
     begin = partial(
         Merging, saved, source, policy, target, revision, one_dtype=dtype != "auto", instead=instead
     )
     merging = begin()
-    if base is not None and known is not None:  # the base that it was trained on can be read
+    if base is not None and outputs is not None:  # the base of the training was readable
         check_same_base(saved, source, revision)
     model_class = original_class(merging.model)
     with staged(final) as built:
-        words = tokenizer or tokenizer_of(tokenizer_source(open_checkpoint(source, revision)), revision)
+        tokenizer = tokenizer or tokenizer_of(tokenizer_source(open_checkpoint(source, revision)), revision)
         path = written_path(final, built, stored)
         with disk_errors(final):
-            notes += write_merged(merging, words, path, target, stored)
+            notes += write_merged(merging, tokenizer, path, target, stored)
         weights, changes = merging.weights, merging.notes
         size = sum(file.stat().st_size for file in built.rglob("*") if file.is_file())
         del merging
-        gc.collect()  # what was merged refers to itself
+        gc.collect()  # a PEFT model has reference cycles
         written = WrittenModel(model_class, path, stored)
-        # Before the logits: on a CPU a forward may bring 4-bit weights into another order.
+        # Before the logits: a forward on a CPU may reorder 4-bit weights.
         if stored is not None:
             weights = begin(written=written).measured()
         del written
-        difference = None if known is None else known.kept(merged_in_float32(path, model_class))
-        cheap = None
-        kept = None if difference is None else difference.kept
-        wanted = kept is not None and (kept < ENOUGH or size < _CHEAP)
-        if known is not None and trained is not None and wanted:
-            cheap = cheapest(known, saved, _forms(saved, trained, target), saved.revision)
+        difference = cheap = None
+        if outputs is not None:
+            difference = outputs.compare(merged_in_float32(path, model_class))
+            part = difference.kept
+            if trained is not None and part is not None and (part < ENOUGH or size < _CHEAP):
+                cheap = cheapest(outputs, saved, _forms(saved, trained, target), saved.revision)
         report = MergeReport(
             adapter=saved.directory,
             output=final,
@@ -155,7 +154,7 @@ def merge_adapter(
             bytes=size,
             stored=stored,
             model=final if is_file(final) else written_path(final, final, stored),
-            notes=(*notes, *changes, *_cautions(saved, policy, base is None, known is not None)),
+            notes=(*notes, *changes, *_cautions(saved, policy, base is None, outputs is not None)),
             passed=_passed(saved.policy, target, stored),
             cheapest=cheap,
             answers=bool(getattr(model_class, "can_generate", bool)()),
@@ -192,7 +191,7 @@ def _base(
     revision: str | None,
     stored: str | None,
 ) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
-    """Return the base to merge into, its facts and policy, and the adapter's base policy in training."""
+    """Return the base to merge into, its facts, its policy, and the policy of the adapter's base in training."""
     trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
@@ -200,18 +199,18 @@ def _base(
         back = stored in QUANTIZATIONS and stored == trained.storage
         if not back or facts.saved_format is not None:
             return source, facts, trained, trained
-        # The values of these codes are on the grid that they would be rounded to again: of an update below half a step nothing is left.
-        # The weights of the files are between its points, and as many as is right on average pass to the next one.
+        # Dequantized values are on the grid of the format: rounding again would lose all updates below half a step. The
+        # weights in the files are between the grid's points, so that small updates move some of them to the next point.
     policy = resolve_precision(source, "float32", device="cpu", revision=revision)
     if policy.quantized:
         return source, facts, inference_policy(source, None, revision=revision), trained
-    # As it is stored, unless that has to be widened anyway.
-    wanted = _target(dtype, adapter, facts)[0]
-    own = facts.trained_dtype
-    if own not in COMPUTE_DTYPES or own is None or wanted == torch.float32:
+    # In the dtype of the files, unless the merged weights are float32.
+    stored_dtype, target = facts.trained_dtype, _target(dtype, adapter, facts)[0]
+    if stored_dtype not in COMPUTE_DTYPES or stored_dtype is None or target == torch.float32:
         return source, facts, policy, trained
-    pinned = (*facts.pinned, *facts.pinned_strict) if own != torch.float32 else ()
-    return source, facts, replace(policy, compute=own, storage=dtype_name(own), pinned=pinned), trained
+    pinned = (*facts.pinned, *facts.pinned_strict) if stored_dtype != torch.float32 else ()
+    policy = replace(policy, compute=stored_dtype, storage=dtype_name(stored_dtype), pinned=pinned)
+    return source, facts, policy, trained
 
 
 def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tuple[torch.dtype, str]:
@@ -254,15 +253,15 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
-    """Return the adapter's outputs on its own base, the tokenizer, why these are unknown, and that base's policy.
+    """Run the adapter on the base of its training; return outputs or None, tokenizer, notes, and that base's policy.
 
-    `policy`: of that base; None if the adapter is merged into another one, since its own may be gone.
+    `policy`: that base's policy; None if the adapter is merged into another base, since that base may not exist any more.
     """
-    own = tokenizer_of(adapter.directory)
+    saved = tokenizer_of(adapter.directory)
     try:
         trained = policy or base_policy(adapter, "auto", None, "auto", revision)
         of = revision or adapter.revision
-        tokenizer = own or tokenizer_of(tokenizer_source(open_checkpoint(str(adapter.base), of)), of)
+        tokenizer = saved or tokenizer_of(tokenizer_source(open_checkpoint(str(adapter.base), of)), of)
         if tokenizer is None:
             none = "logits were not compared: neither adapter nor base has a tokenizer"
             return None, None, [none], trained
@@ -271,23 +270,23 @@ def _learned(
         if policy is not None:
             raise
         reason = error.problems[0].given if error.problems else ""
-        return None, own, [f"logits were not compared: {error.headline} ({reason})"], None
+        return None, saved, [f"logits were not compared: {error.headline} ({reason})"], None
 
 
 _CHEAP = 4e9
-"""Up to so many bytes, forms are always tried; of a larger model only if the written form keeps too little."""
+"""Bytes up to which other formats are always tried; for a larger model, only if the written format keeps too little."""
 
 
 LEAST = 0.5
-"""Minimum share of the learning kept by a merge back into the training's format; below it nothing is written."""
+"""Fraction of the learning that a merge back into the training's format must keep; below it, nothing is written."""
 
 
 def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
-    """Return the forms to try, fewest bits first; `policy`: of the base in training, `target`: the merged dtype."""
+    """Return the formats to try, fewest bits first; `policy`: the base's policy in training, `target`: merged dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
-        if policy.storage != "nf4":  # else a merge takes that base by itself
+        if policy.storage != "nf4":  # a merge into nf4 uses the stored base without this argument
             base = f"--base {shlex.quote(str(adapter.base))} "
         original = resolve_precision(str(adapter.base), "float32", device="cpu", revision=adapter.revision)
     forms = [Candidate(f"{base}--quantization nf4", "nf4", 4.5, original)]
@@ -301,7 +300,7 @@ def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tu
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise a CheckpointError if no effect of the adapter is left; `back`: in the format that it was trained on."""
+    """Raise CheckpointError if the merge changes no weight, or loses too much `back` in the training's format."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"
@@ -353,25 +352,25 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
 
 
 def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | None) -> tuple[str, ...]:
-    """Return the training policy's facts about values that the merged model's dtype `target` cannot represent."""
+    """Return a warning if the training's policy names values that the merged model's dtype `target` cannot represent."""
     if trained is None or target != torch.float16:
         return ()
-    known = []
+    wide = []
     if trained.wide_residual:
-        known.append(f"hidden states in float32 ({trained.reasons.get('residual', 'no reason was saved')})")
-    # Adapters that compute in float32 are gone once they are merged.
+        wide.append(f"hidden states in float32 ({trained.reasons.get('residual', 'no reason was saved')})")
+    # A merged model has no adapters that could compute in float32.
     others = [exception for exception in trained.exceptions if exception.how != "adapters"]
-    known += replace(trained, exceptions=tuple(others)).exception_lines()
-    if not known:
+    wide += replace(trained, exceptions=tuple(others)).exception_lines()
+    if not wide:
         return ()
     return (
-        f"the merged model is float16, but was trained with {'; '.join(known)}: computed in float16 throughout, it can "
+        f"the merged model is float16, but was trained with {'; '.join(wide)}: computed in float16 throughout, it can "
         f"overflow; merge with {wider(stored, torch.bfloat16, torch.float32)}, or keep the adapter separate, with its policy",
     )
 
 
 def check_same_base(adapter: Adapter, base: str, revision: str | None = None) -> None:
-    """Raise CheckpointError, with all differences, if `base` is another model than the adapter's own."""
+    """Raise CheckpointError, with all differences, if `base` is another model than the one of the adapter's training."""
     sources = ((base, revision), (str(adapter.base), adapter.revision))
     configs = (config_of(open_model(source, of)) for source, of in sources)
     base_config, trained_config = (config.get_text_config() for config in configs)

@@ -1,4 +1,4 @@
-"""A merge and its rounding errors, as data."""
+"""Records of a merge and its rounding errors, and the functions that compute the errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from isotype.core.dtypes import GGUF_TYPES, dtype_name
 
 ENOUGH = 0.98
-"""Minimum part of the learning that a merged model has to keep."""
+"""Fraction of the learning (`LogitsDifference.kept`) that a merged model should keep."""
 
 VANISHED_LIMIT = 0.99
-"""Share of changed entries with the base's codes above which the report states that the result is the base."""
+"""Fraction of changed entries that have the base's codes; above it, the merge is reported as without effect."""
 
 _CHUNK = 1 << 18
-"""Entries compared at a time: they stay in the caches, and no further copy of a weight is needed."""
+"""Entries compared at a time: they fit into the CPU's caches, and the weight is not copied as a whole."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WeightLoss:
         name: the parameter's name in the merged model.
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
         entries: number of nonzero entries of D.
-        vanished: entries stored like W's, in the same value or code; None if unknown.
+        vanished: number of these entries that are stored in the same value or code as W's; None if unknown.
     """
 
     name: str
@@ -40,16 +40,16 @@ class WeightLoss:
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """Distance of a merged model from the trained one (the adapter on its own base), in float32.
+    """Distance of a merged model from the trained model (the adapter on the base of its training), in float32.
 
     Attributes:
         tokens: number of compared tokens.
         max_abs: largest absolute difference of two logits.
-        mean_kl: mean over the tokens of KL(trained || merged), in nats.
-        base_kl: that of KL(trained || base).
-        losses: of the base, the trained and the merged model on rows of the training's data; None on other texts.
-        source: name of the rows; None for the package's texts.
-        pictured: those of the tokens that follow a picture.
+        mean_kl: mean of KL(trained || merged) over the tokens, in nats.
+        base_kl: mean of KL(trained || base) over the tokens, in nats.
+        losses: losses of the base, the trained and the merged model on training rows; None for other texts.
+        source: name of the training rows; None for isotype's texts.
+        pictured: number of the tokens that follow a picture.
     """
 
     tokens: int
@@ -67,7 +67,7 @@ class LogitsDifference:
 
     @property
     def fall(self) -> float | None:
-        """Remaining part of the training's decrease of the loss; None if it did not decrease."""
+        """Fraction of the training's decrease of the loss that the merged model keeps; None if it did not decrease."""
         if self.losses is None or self.losses[0] <= self.losses[1]:
             return None
         base, trained, merged = self.losses
@@ -76,12 +76,12 @@ class LogitsDifference:
 
 @dataclass(frozen=True)
 class Form:
-    """A storage of a merged model, tried without writing it.
+    """A storage format of a merged model, tried without writing a file.
 
     Attributes:
-        arguments: of `isotype merge`.
-        bits: of a weight, its constants included.
-        kept: as `LogitsDifference.kept`.
+        arguments: arguments of `isotype merge` for the format.
+        bits: bits per weight, with its constants.
+        kept: fraction of the learning that is kept, as in `LogitsDifference`.
     """
 
     arguments: str
@@ -98,19 +98,18 @@ class MergeReport:
 
     Attributes:
         output: directory of the merged model, or its GGUF file.
-        storage: of the base: `"nf4"`, `"fp4"` and `"int8"` were dequantized first.
-        dtype: of the merged weights before they are stored as `stored`, and why this one.
-        weights: every weight that the adapter changed, with its rounding loss; measured on the written files if
-            quantized or GGUF.
-        logits: the adapter on its own base compared with the merged model, or None (`notes` tell why).
-        bytes: size of the files written.
-        notes: additional or omitted actions, and why.
-        stored: format of bitsandbytes or type of GGUF, None for dense safetensors.
+        storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized first.
+        dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and its reason.
+        weights: rounding losses of all weights that the adapter changed, measured on the written files if `stored`.
+        logits: the merged model compared with the adapter on the base of its training; None, with a note, if not compared.
+        bytes: size of the written files.
+        notes: additional or omitted actions, with reasons.
+        stored: bitsandbytes format or GGUF type; None for dense safetensors.
         passed: known values beyond the range of `dtype`, in sentences.
-        model: what to open: `output`, or the GGUF file in it.
-        cheapest: the form of fewest bits that keeps `ENOUGH`; None if none was tried.
-        answers: the merged model generates text.
-        exportable: it is a dense model that can be written as a GGUF file, too.
+        model: path to open: `output`, or the GGUF file in it.
+        cheapest: the format with the fewest bits that keeps `ENOUGH`; None if no format was tried.
+        answers: True if the merged model can generate text.
+        exportable: True if the model is dense and can also be written as a GGUF file.
     """
 
     adapter: Path
@@ -137,7 +136,7 @@ class MergeReport:
 
     @property
     def worst(self) -> WeightLoss | None:
-        """Weight that lost the largest part of its update."""
+        """The weight with the largest relative error; None if the adapter changes nothing."""
         return max(self.weights, key=lambda weight: weight.relative_error, default=None)
 
     @property
@@ -146,18 +145,18 @@ class MergeReport:
 
     @property
     def vanished(self) -> int | None:
-        """Number of changed entries that are stored like the base's; None if unknown."""
+        """Number of changed entries that are stored like the base's entries; None if unknown."""
         counts = [weight.vanished for weight in self.weights]
         return None if None in counts else sum(filter(None, counts))
 
     @property
     def vanished_share(self) -> float:
-        """`vanished` as a fraction of `entries`; 0 if not counted."""
+        """`vanished` as a fraction of `entries`; 0 if unknown."""
         return (self.vanished or 0) / self.entries if self.entries else 0.0
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Recommended changes."""
+        """Values beyond the dtype's range and lost learning, each with a recommended change."""
         kept = None if self.logits is None else self.logits.kept
         if kept is None and self.coded and self.median_error >= 1:
             off = f"the median error of a weight is {self.median_error:,.1f} × its update"
@@ -172,27 +171,27 @@ class MergeReport:
 
     @property
     def again(self) -> bool:
-        """True if nearly all codes are those of a base that had codes of the same form."""
+        """True if base and result have the same format, and nearly all changed entries have the base's codes."""
         return self.stored == self.storage and self.vanished_share > VANISHED_LIMIT
 
     @property
     def coded(self) -> bool:
-        """True if weights are stored in codes of blocks or rows."""
+        """True if weights are stored in a bitsandbytes format or in GGUF blocks."""
         return self.stored is not None and self.stored not in ("f32", "f16", "bf16")
 
 
 def share(part: float) -> str:
-    """Format a part of the learning, rounded down: 100 % is all of it."""
+    """Format a fraction of the learning as a percentage, rounded down: 100 % means that everything is kept."""
     if part < 0:
-        return "less than 0 %"  # further from the trained model than the base is
+        return "less than 0 %"  # the merged model is further from the trained model than the base
     return f"{math.floor(round(1000 * part, 4)) / 10:.1f} %"
 
 
 def wider(stored: str | None, *dtypes: torch.dtype) -> str:
-    """Return the argument of `isotype merge` for a wider dtype, or a GGUF file's type."""
+    """Return the argument of `isotype merge` for `dtypes`: `--dtype`, or `--gguf` if stored as a GGUF file."""
     if stored not in GGUF_TYPES:
         return f"--dtype {' or '.join(map(dtype_name, dtypes))}"
-    types = [next(kind for kind, each in GGUF_TYPES.items() if each == dtype) for dtype in dtypes]
+    types = [next(kind for kind in GGUF_TYPES if GGUF_TYPES[kind] == dtype) for dtype in dtypes]
     return f"--gguf {' or '.join(types)}"
 
 
@@ -203,12 +202,12 @@ def rounding_loss(
     dtype: torch.dtype | None,
     stored: torch.Tensor | None = None,
 ) -> WeightLoss:
-    """Return the loss of the update `merged - before` by rounding `merged` to `dtype`.
+    """Return how much of the update `merged - before` is lost by rounding `merged` to `dtype`.
 
     Args:
         before: W, of any shape and float dtype.
         merged: W + D in float32, of the same shape.
-        dtype: dtype it is rounded to; None if it is stored in codes of blocks or rows.
+        dtype: dtype of the stored weight; None if it is stored in a bitsandbytes format or in GGUF blocks.
         stored: the stored values, of the same shape; default: `merged` rounded to `dtype`.
     """
     assert dtype is not None or stored is not None
@@ -231,14 +230,14 @@ def rounding_loss(
 
 
 def _squares(values: torch.Tensor) -> float:
-    # In float64 from the squares on: those of small numbers underflow in float32.
+    # In float64: the squares of small numbers underflow in float32.
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def compare_logits(trained: torch.Tensor, merged: torch.Tensor) -> LogitsDifference:
     """Return the difference of two sets of logits, both `[tokens, vocabulary]` in float64."""
-    wide = min(trained.shape[-1], merged.shape[-1])  # a vocabulary may have been padded
-    trained, merged = trained[..., :wide], merged[..., :wide]
+    vocabulary = min(trained.shape[-1], merged.shape[-1])  # one of the vocabularies may be padded
+    trained, merged = trained[..., :vocabulary], merged[..., :vocabulary]
     expected, actual = trained.log_softmax(-1), merged.log_softmax(-1)
     divergence = (expected.exp() * (expected - actual)).sum(-1)
     largest = float((trained - merged).abs().max())

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,7 @@ from isotype.model.boundary import original_class
 from isotype.model.walk import places
 
 FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
-"""Formats of a merged model besides dense safetensors: bitsandbytes' and GGUF's."""
+"""Storage formats of a merged model besides dense safetensors."""
 
 
 def check_output(output: Path) -> None:
@@ -60,12 +61,12 @@ def check_output(output: Path) -> None:
 
 
 def is_file(output: Path) -> bool:
-    """Return True if an output names a GGUF file rather than a directory."""
+    """Return True if the output is a GGUF file, False if it is a directory."""
     return output.suffix == ".gguf"
 
 
 def written_path(output: Path, directory: Path, stored: str | None) -> Path:
-    """Return the path for `output` below `directory`: a GGUF file named after it or its type, or the directory."""
+    """Return the path to write: a GGUF file in `directory`, named after `output` or its type, or `directory` itself."""
     if stored not in GGUF_TYPES:
         return directory
     return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
@@ -76,7 +77,7 @@ _BUILDING = ".isotype-merging"
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `output`, or is removed on errors; remove those of killed merges."""
+    """Yield a temporary folder that becomes `output`, or is removed after an error; remove folders of killed merges."""
     fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     built = fresh.with_name(fresh.name + _BUILDING)
     try:
@@ -84,9 +85,9 @@ def staged(output: Path) -> Iterator[Path]:
             remove_abandoned(output.parent.glob(f".*{_BUILDING}"))
             fresh.mkdir(parents=True)
         with held(fresh):
-            fresh.rename(built)  # held already: another merge takes it for nothing that was left behind
+            fresh.rename(built)  # after `held`: another merge would remove a folder that no process holds
             yield built
-        check_output(output)  # again: what came there in the meantime is not ours to remove
+        check_output(output)  # again: another program may have created it in the meantime
         with disk_errors(output):
             require_readable(built)
             fsync_tree(built)
@@ -104,8 +105,8 @@ def write_merged(
     """Write the merged model and its tokenizer, one block in memory at a time; return notes.
 
     Args:
-        tokenizer: or processor, or None.
-        path: an existing, empty directory; for a GGUF file, the file in such a directory.
+        tokenizer: tokenizer or processor, or None.
+        path: an existing, empty directory, or a GGUF file in such a directory.
         stored: None for dense safetensors, else one of `FORMATS`.
     """
     shapes, config = merging.shapes, merging.model.config
@@ -116,13 +117,13 @@ def write_merged(
         expected = f"{format_bytes(needed)} for the weights"
         raise _no_room(directory.parent, f"{format_bytes(free)} are free", expected)
     if stored in GGUF_TYPES:
-        words = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, the part for text
-        if words is None or not getattr(words, "is_fast", False):
+        words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer
+        if not getattr(words, "is_fast", False):
             what = "no tokenizer that can be read as tokenizer.json"
             fix = "copy tokenizer.json into the adapter's directory"
             raise UsageError.of("a GGUF file holds its tokenizer", what, "a fast tokenizer", fix)
         name = Path(str(name_of(config))).stem or "model"
-        values = (each for part in merging.parts() for each in part.items())
+        values = chain.from_iterable(part.items() for part in merging.parts())
         tensors = Tensors(config, shapes, values)
         if stored not in LLAMA_CPP_TYPES:
             return write_tensors(tensors, words, path, str(stored), f"{name} merged")
@@ -143,9 +144,9 @@ def write_merged(
 
 
 def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype, stored: str) -> None:
-    """Store the dense model in `dense` in a format of bitsandbytes, as transformers saves and loads it.
+    """Store the dense model of the folder `dense` in a bitsandbytes format, in transformers' layout.
 
-    The quantized weights are those that `isotype.load` would make; pinned parameters stay float32.
+    The quantized weights are those of `isotype.load`; pinned parameters stay float32.
     """
     policy = replace(resolve_precision(dense, dtype, stored, "cpu"), device="cpu")
     deferred = DeferredBlocks()
@@ -153,9 +154,9 @@ def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype
     room = header_room(header.name for header in read_headers(dense).tensors)
     quantized = (place.name for place in places(model) if place.kind in ("linear4bit", "linear8bit"))
     room += _CONSTANTS * header_room(f"{name}.weight" for name in quantized)
-    own = deferred.stored_otherwise()
+    others = deferred.stored_otherwise()
     parts = (
-        {name: deferred.as_stored(name) if name in own else value for name, value in part.items()}
+        {name: deferred.as_stored(name) if name in others else value for name, value in part.items()}
         for part in _state(model, deferred)
     )
     write_model(model, parts, directory, dtype, room)
@@ -172,8 +173,8 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
     for name, module in model.named_modules():
         if not f"{name}.".startswith(inside):
             own_state(module, outside, f"{name}." if name else "")
-    # What several names share is saved once, by the name that the others are tied to.
-    once = {id(value): name for name, value in sorted(outside.items(), key=lambda each: each[0] not in tied)}
+    # A tensor that several names share is saved once, under the name that the other names are tied to.
+    once = {id(value): name for name, value in sorted(outside.items(), key=lambda item: item[0] not in tied)}
     yield {name: outside[name] for name in once.values()}
     for block in deferred.blocks:
         deferred.read(block)
@@ -184,13 +185,13 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """Write what `save_pretrained` does from `parts`; `dtype`: of the config; `room`: bytes of a file's header."""
+    """Write the files of `save_pretrained` from `parts`; `dtype`: the config's dtype, `room`: bytes of a file's header."""
     left_out = never_saved(model)
     shards = Shards(directory, room)
     try:
         for part in parts:
-            kept = {name: value for name, value in part.items() if name not in left_out}
-            for name, value in saved_form(model, kept).items():
+            to_save = {name: value for name, value in part.items() if name not in left_out}
+            for name, value in saved_form(model, to_save).items():
                 shards.add(name, value)
         shards.close()
     finally:
@@ -203,7 +204,7 @@ def write_model(
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return tensors of a transformers model with the names and parts of its checkpoints: loading reversed."""
+    """Return a transformers model's tensors in the form of its checkpoints, by reversing the conversions of loading."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -212,7 +213,7 @@ def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
 
 @contextmanager
 def disk_errors(output: Path) -> Iterator[None]:
-    """Convert a failure to write into a SaveError about `output`."""
+    """Raise a SaveError about `output` in place of an error of the disk."""
     try:
         yield
     except SaveError:
@@ -238,21 +239,21 @@ def _no_room(place: Path, what: str, expected: str) -> SaveError:
 
 
 _MOST = 50_000_000_000
-"""Bytes per file, as in transformers' `save_pretrained`."""
+"""Maximum bytes of a file, as in transformers' `save_pretrained`."""
 _ENTRY = 192
-"""Maximum bytes of a tensor's entry in the header, beside its name."""
+"""Maximum bytes of a tensor's entry in the header, without its name."""
 _ALIGNED = 8
 
 
 class Shards:
-    """Writer of `model.safetensors`, or several files and their index, one tensor in memory at a time.
+    """Writer of `model.safetensors`, or of several files and their index, with one tensor in memory at a time.
 
-    A header precedes its data: room for it is reserved, and padded with spaces.
+    The header, which precedes the data in a file, is written last into reserved bytes, and padded with spaces.
 
     Args:
-        directory: exists.
+        directory: an existing directory.
         room: bytes to reserve for a header, at least `header_room` of all names.
-        most: bytes of data per file.
+        most: maximum bytes of data in a file.
     """
 
     def __init__(self, directory: Path, room: int, most: int = _MOST) -> None:
@@ -260,22 +261,22 @@ class Shards:
         self._file: BinaryIO | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._files: list[dict[str, dict[str, Any]]] = []
-        self._odd: dict[str, torch.Tensor] = {}
+        self._unaligned: dict[str, torch.Tensor] = {}
         self._at = self._total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor; may raise OSError."""
-        if tensor.nbytes % _ALIGNED:  # small ones, without which all others begin at whole words
-            self._odd[name] = tensor.detach().clone()
+        """Write a tensor; raise OSError if the disk is full."""
+        if tensor.nbytes % _ALIGNED:  # written last, so that all other tensors are aligned
+            self._unaligned[name] = tensor.detach().clone()
             return
         if self._entries and self._at + tensor.nbytes > self._most:
             self._end()
         self._write(name, tensor)
 
     def close(self) -> None:
-        """Write the rest, and the index if there are several files."""
-        # The widest first: each begins at a multiple of its size.
-        for name, tensor in sorted(self._odd.items(), key=lambda each: -each[1].itemsize):
+        """Write the unaligned tensors, the last header, and the index if there are several files."""
+        # The widest dtype first: each tensor begins at a multiple of its element size.
+        for name, tensor in sorted(self._unaligned.items(), key=lambda item: -item[1].itemsize):
             self._write(name, tensor)
         if self._entries or not self._files:
             self._end()
@@ -303,7 +304,7 @@ class Shards:
             self._file.seek(8 + self._room)
         flat: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         data = memoryview(flat)
-        while data:  # the system may take a part
+        while data:  # one call may write only a part
             data = data[self._file.write(data) :]
         self._entries[name] = {
             "dtype": to_safetensors_name(tensor.dtype),
@@ -328,5 +329,5 @@ class Shards:
 
 
 def header_room(names: Iterable[str]) -> int:
-    """Return the maximum bytes of a header with tensors of these names."""
+    """Return the maximum bytes of a safetensors header with these tensor names."""
     return 64 + sum(len(json.dumps(name)) + _ENTRY for name in names)
