@@ -78,7 +78,7 @@ def test_every_help_page_prints(capsys):
 def test_the_help_of_doctor_says_what_it_does(capsys):
     with pytest.raises(SystemExit):
         main(["doctor", "--help"])
-    assert "Show what this machine and its libraries support" in capsys.readouterr().out
+    assert "Show which dtypes this machine runs" in capsys.readouterr().out
 
 
 def test_warnings_of_isotype_are_shown_and_those_of_libraries_are_not(monkeypatch):

@@ -24,14 +24,10 @@ if TYPE_CHECKING:
     from isotype.report.check.report import Report
 
 
+@interrupts_kept()
 def run(argv: Sequence[str], console: Console) -> int:
     """Run `isotype check` and return its exit status."""
     quiet_libraries()
-    with interrupts_kept():
-        return _run(argv, console)
-
-
-def _run(argv: Sequence[str], console: Console) -> int:
     function_named = argv and re.fullmatch(r"\w+(\.\w+)*:\w+", argv[0])
     if function_named and not argv[0].startswith("embedded:"):
         options, function, device = function_options(argv)
@@ -43,12 +39,12 @@ def _run(argv: Sequence[str], console: Console) -> int:
             from isotype.planning.from_request import resolve_auto, words_of
 
             command, row = resolve_auto(command)
-            if not options.json and options.sarif != "-":
+            if _prints_text(options):
                 say(console, words_of(row))
         report, repaired = _check_plan(plan_of(options, command), options, command)
     _show(report, options, console, repaired)
     status = exit_status(report, options.fail_on)
-    if not options.json and options.sarif != "-":
+    if _prints_text(options):
         if repaired is not None:
             say(console, repaired.text)
         elif status == 0:
@@ -56,24 +52,35 @@ def _run(argv: Sequence[str], console: Console) -> int:
     return status
 
 
+def _prints_text(options: Options) -> bool:
+    """Return True if standard output gets text, not JSON or SARIF."""
+    return not options.json and options.sarif != "-"
+
+
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return the command to run after a step without errors: the checked training, or the plan of a bare model."""
+    """Return the command to run after a step without errors, by its description.
+
+    The command is the checked training, or `isotype plan` if only a model was given.
+    """
     if command is None:
         return {}
     if options.bare:
         arguments = command.but(per_device_train_batch_size=None).arguments()
         tokens = (*command.environment(), "isotype", "plan", command.method, *arguments)
         return {"see how fast it trains, and the command for it": tokens}
-    if (
-        options.fsdp == 1 or "dataset_name" not in command
-    ):  # no arguments of ours shard so; nothing to train on
+    # isotype's trainings have no arguments for FSDP1, and without a data set there is nothing to train on.
+    if options.fsdp == 1 or "dataset_name" not in command:
         return {}
     trained = here(command, report.trace.setup.profile.present).with_processes(options.devices or 1)
     return {"train it": trained.tokens()}
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """Return 1 if a finding is at or above `fail_on`, the step does not fit or could not be traced, else 0."""
+    """Return the exit status of a check.
+
+    It is 1 if a finding has at least the severity `fail_on`, if the step does not fit or if the step could not be
+    traced to its end; else it is 0.
+    """
     failing = report.errors or not report.complete or report.fits is False
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 
@@ -90,7 +97,7 @@ def _check_plan(plan: StepPlan, options: Options, command: Command) -> tuple[Rep
 
         report = replace(report, findings=with_nearest(report.findings, plan, command))
     present = report.trace.setup.profile.present
-    if options.fsdp != 1:  # which no argument of a training asks for
+    if options.fsdp != 1:  # no argument of isotype's trainings selects FSDP1
         findings = with_commands(report.findings, command, bare=options.bare, present=present)
         report = replace(report, findings=findings)
     if not options.fix:
@@ -102,9 +109,6 @@ def _phases(options: Options) -> tuple[str, ...]:
     return ("forward", "backward", "unscale", "optimizer", *(("generate",) if options.generate else ()))
 
 
-# A function of the user's
-
-
 def _check_function(options: Options, function: str, device: str | None) -> tuple[Report, Repaired | None]:
     from isotype.compat.torch_device import written_for
     from isotype.precision.devices.profile import device_profile
@@ -112,14 +116,13 @@ def _check_function(options: Options, function: str, device: str | None) -> tupl
 
     profile = device_profile(device if device is not None else "cpu")
     if profile.kind != "cpu":
-        import_uncompiled(
-            "bitsandbytes"
-        )  # on a machine with a GPU it would search for kernels that are not installed
+        # On a machine with a GPU bitsandbytes would search for kernels that are not installed.
+        import_uncompiled("bitsandbytes")
     with written_for(profile):
         arguments = function_arguments(function)
     phases = _phases(options) if options.generate else None
-    asked = {"device": device, "fsdp": options.fsdp, "devices": options.devices, "phases": phases}
-    arguments |= {name: value for name, value in asked.items() if value is not None}
+    flags = {"device": device, "fsdp": options.fsdp, "devices": options.devices, "phases": phases}
+    arguments |= {name: value for name, value in flags.items() if value is not None}
     model, inputs = arguments.pop("model"), arguments.pop("inputs")
     report = check(model, inputs, **arguments)
     if not options.fix:
@@ -128,9 +131,6 @@ def _check_function(options: Options, function: str, device: str | None) -> tupl
 
     repairs = repair(model, report)
     return report, Repaired(str(repairs), repairs.fixes, repairs.left)
-
-
-# Output
 
 
 def _show(report: Report, options: Options, console: Console, repaired: Repaired | None) -> None:

@@ -26,47 +26,53 @@ if TYPE_CHECKING:
 
     from isotype.rules import Rule
 
-# What the plan is made by, with the defaults.
 _OF_THE_PLAN = {"dtype": "auto", "quantization": None, "base_memory": None, "device": "auto"}
+"""Arguments that `isotype inspect` takes only with `--plan`, and their defaults."""
 
 
 def inspect_parser() -> Parser:
     """Return the arguments of `isotype inspect`."""
     parser = Parser(
         prog="isotype inspect",
-        description="Show dtypes, bytes and quantization of a checkpoint, with equal tensors of all layers in one "
-        "group. Only headers are read.",
+        description="List dtypes, shapes, bytes and quantization of a checkpoint. The same tensor of all layers is one row. "
+        "Only file headers are read.",
     )
     add = parser.add_argument
     add("path", help="a directory, .safetensors, .safetensors.index.json or .gguf file, or a hub id")
-    add("--revision", default=None, help="branch, tag or commit of a hub id")
-    add("--plan", action="store_true", help="show what loading it would do to each tensor, and why")
+    add("--revision", help="branch, tag or commit of a hub id")
+    add("--plan", action="store_true", help="show how isotype would load each tensor, and why")
     add(
         "--dtype",
         default="auto",
-        help="with --plan: compute dtype; auto: the checkpoint's, if the device runs it",
+        help="with --plan: compute dtype; auto: the checkpoint's dtype, if the device runs it",
     )
     add(
         "--quantization",
         choices=(*ASKED, MIXED),
-        default=None,
-        help="with --plan: storage of the frozen weights; mixed: chosen by what isotype quality has measured",
+        help="with --plan: storage of the frozen weights; mixed: a format for each layer, by what isotype quality measured",
     )
-    add("--base_memory", default=None, help="with --plan: maximum memory of mixed weights, such as 6GiB")
-    add("--device", default="auto", help="with --plan: a device or a device profile; auto: the best one here")
+    add("--base_memory", help="with --plan --quantization mixed: maximum memory of the weights, such as 6GiB")
+    add(
+        "--device",
+        default="auto",
+        help="with --plan: a device or a device profile; auto: the best device of this machine",
+    )
     add(
         "--for",
         nargs="+",
         dest="program",
         metavar=("PROGRAM", "MODEL"),
-        help="for an adapter: show which of its tensors peft, vllm or llama.cpp applies to a model (default: its base)",
+        help="for an adapter: show which of its tensors PROGRAM (peft, vllm or llama.cpp) applies to MODEL (default: its base model)",
     )
     add("--json", action="store_true", help="print JSON")
     return parser
 
 
 def inspect(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype inspect` and return its exit status; what headers contain is printed before errors."""
+    """Run `isotype inspect` and return its exit status.
+
+    The table of the headers is printed first, then an error is raised if the checkpoint cannot be loaded.
+    """
     options = inspect_parser().parse_args(list(argv))
     if options.program is not None:
         return _inspect_for(options, console)
@@ -97,9 +103,9 @@ def _inspect_for(options: argparse.Namespace, console: Console) -> int:
 
     program, *models = options.program
     if program not in CONSUMERS or len(models) > 1:
-        given = f"--for {' '.join(options.program)}"
+        what = f"--for {' '.join(options.program)}"
         expected = f"one of {', '.join(CONSUMERS)}, and at most one model behind it"
-        raise UsageError.of("invalid arguments", given, expected, "--for vllm MODEL")
+        raise UsageError.of("invalid arguments", what, expected, "--for vllm MODEL")
     fit = fit_of(options.path, program, *models)
     if options.json:
         print(json.dumps({**asdict(fit), "ok": fit.ok}, indent=1))
@@ -144,20 +150,18 @@ def quality_parser() -> Parser:
     add = parser.add_argument
     add("model", help="a checkpoint directory, a .gguf file, embedded:NAME or a hub id")
     add(
-        "--data",
-        default=None,
-        help="a data set to measure on, written as for --dataset_name; default: isotype's own texts",
+        "--data", help="a data set to measure on, written as for --dataset_name; default: isotype's own texts"
     )
-    add("--tokens", type=int, default=256, help="number of tokens (default 256)")
+    add("--tokens", type=int, default=256, help="number of tokens to measure on (default 256)")
     add(
         "--exact",
         nargs="*",
         choices=MEASURED,
         default=["nf4"],
-        help="formats measured with all layers together, in one forward each; other formats: sum over layers (default nf4)",
+        help="formats for which one forward measures all layers together; for other formats the layers' values are added up (default nf4)",
     )
-    add("--device", default=None, help="device to compute on (default cpu)")
-    add("--revision", default=None, help="branch, tag or commit of a hub id")
+    add("--device", help="device to compute on (default cpu)")
+    add("--revision", help="branch, tag or commit of a hub id")
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -192,28 +196,30 @@ def quality(argv: Sequence[str], console: Console) -> int:
 def explain_parser() -> Parser:
     """Return the arguments of `isotype explain`."""
     parser = Parser(prog="isotype explain", description="Explain a finding of `isotype check` and its fixes.")
-    parser.add_argument(
-        "code", nargs="?", default=None, help="a code such as IST101; without one, all of them"
-    )
+    parser.add_argument("code", nargs="?", help="a code such as IST101; without a code, all codes are listed")
     return parser
 
 
 def explain(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype explain` and return its exit status; raise UsageError for an unknown code."""
+    """Run `isotype explain` and return its exit status."""
     from rich.markdown import Markdown
 
     from isotype.rules import all_rules, page
 
     options = explain_parser().parse_args(list(argv))
     if options.code is None:
-        console.print(_table(all_rules()))
+        console.print(_rule_table(all_rules()))
     else:
         console.print(Markdown(page(find_rule(options.code))))
     return 0
 
 
 def find_rule(code: str) -> Rule:
-    """Return the rule of a code in any spelling (`IST101`, `ist101`, `101`); a UsageError names similar ones."""
+    """Return the rule of a code in any spelling (`IST101`, `ist101`, `101`).
+
+    Raises:
+        UsageError: no rule has this code; the error names similar codes.
+    """
     from isotype.rules import all_rules
 
     rules = {rule.code: rule for rule in all_rules()}
@@ -226,7 +232,7 @@ def find_rule(code: str) -> Rule:
     raise UsageError.of("unknown code", code, "the code of a rule", fix)
 
 
-def _table(rules: Sequence[Rule]) -> Table:
+def _rule_table(rules: Sequence[Rule]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -235,9 +241,9 @@ def _table(rules: Sequence[Rule]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("code", no_wrap=True, style="bold")
     table.add_column("what it finds", overflow="fold")
-    for _, about, some in by_family(rules):
+    for _, about, family in by_family(rules):
         table.add_row("", Text(about, style="dim italic"))
-        for rule in some:
+        for rule in family:
             table.add_row(rule.code, Text(rule.title))
     return table
 
@@ -246,11 +252,13 @@ def doctor_parser() -> Parser:
     """Return the arguments of `isotype doctor`."""
     parser = Parser(
         prog="isotype doctor",
-        description="Show what this machine and its libraries support: dtypes, the measured cost of each, "
-        "and versions that do not fit each other.",
+        description="Show which dtypes this machine runs, the measured speed of each dtype, and library versions that are "
+        "incompatible with one another.",
     )
     parser.add_argument(
-        "--device", default="auto", help="a device that is here (cpu, cuda:1) or a profile (t4, h100)"
+        "--device",
+        default="auto",
+        help="a device of this machine (cpu, cuda:1) or a device profile (t4, h100)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -281,31 +289,28 @@ def merge_parser() -> Parser:
         "--output",
         type=Path,
         required=True,
-        help="directory for the merged model; or a GGUF file, NAME.gguf (16 bits without --gguf)",
+        help="directory for the merged model, or a GGUF file NAME.gguf (in 16 bits without --gguf)",
     )
     parser.add_argument(
-        "--base", default=None, help="merge into this 16-bit original instead of the dequantized base"
+        "--base", help="the 16-bit original of a quantized base model; the adapter is merged into it instead"
     )
     parser.add_argument(
-        "--dtype", default="auto", help="dtype of the merged weights; auto: the one it was trained in"
+        "--dtype",
+        default="auto",
+        help="dtype of the merged weights; auto: the compute dtype in which the adapter was trained",
     )
     stored = parser.add_mutually_exclusive_group()
     stored.add_argument(
-        "--quantization",
-        choices=QUANTIZATIONS,
-        default=None,
-        help="store the merged model in bitsandbytes' format",
+        "--quantization", choices=QUANTIZATIONS, help="store the merged model in this format of bitsandbytes"
     )
     stored.add_argument(
         "--gguf",
         choices=GGUF_TYPES,
-        default=None,
         help="write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and the types after it need llama.cpp's llama-quantize",
     )
     parser.add_argument(
         "--model_revision",
-        default=None,
-        help="branch, tag or commit of a base on the hub; by default the adapter's",
+        help="branch, tag or commit of the base model on the hub; default: the revision that the adapter names",
     )
     return parser
 
@@ -329,51 +334,41 @@ def merge(argv: Sequence[str], console: Console) -> int:
             stored=options.gguf or options.quantization,
             rows=rows,
         )
+    if why_not is not None:
+        report = replace(report, notes=(*report.notes, why_not))
     base = {"--base": options.base, "--model_revision": options.model_revision}
-    asked = (word for name, value in base.items() if value is not None for word in (name, value))
-    export = (
-        "isotype",
-        "merge",
-        str(options.adapter),
-        "-o",
-        str(unused(Path(f"{options.output}.gguf"))),
-        *asked,
-    )
-    show_merge(
-        console, report if why_not is None else replace(report, notes=(*report.notes, why_not)), export
-    )
+    flags = (word for name, value in base.items() if value is not None for word in (name, value))
+    gguf_file = str(unused(Path(f"{options.output}.gguf")))
+    show_merge(console, report, ("isotype", "merge", str(options.adapter), "-o", gguf_file, *flags))
     return 0
 
 
 def chat_parser() -> Parser:
     """Return the arguments of `isotype chat`."""
     parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
-    parser.add_argument("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
-    parser.add_argument(
-        "--ask",
+    add = parser.add_argument
+    add("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
+    add("--ask", action="append", metavar="QUESTION", help="ask this question and exit; may be repeated")
+    add(
+        "--image",
         action="append",
-        default=None,
-        metavar="QUESTION",
-        help="ask this question and exit; may be repeated",
-    )
-    parser.add_argument(
-        "--image", action="append", default=None, metavar="FILE",
+        metavar="FILE",
         help="a picture for the first question, if the model takes pictures; may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--system", default=None, metavar="TEXT", help="a system message before the conversation"
     )
-    parser.add_argument("--dtype", default="auto", help="compute dtype")
-    parser.add_argument("--quantization", choices=ASKED, default=None)
-    parser.add_argument("--device", default="auto", help="device to run on")
-    parser.add_argument(
-        "--model_revision", default=None, help="branch, tag or commit of a hub id; of an adapter, of its base"
+    add("--system", metavar="TEXT", help="a system message before the conversation")
+    add("--dtype", default="auto", help="compute dtype")
+    add("--quantization", choices=ASKED, help="storage format of the weights")
+    add("--device", default="auto", help="device to run on")
+    add(
+        "--model_revision",
+        help="branch, tag or commit of a model on the hub; for an adapter, of its base model",
     )
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=None,
-        help="maximum tokens of an answer; default: 200, or what is left of the model's context",
-    )  # fmt: skip
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    add(
+        "--max_new_tokens",
+        type=int,
+        help="maximum tokens of an answer; default: 200, or the rest of the model's context if that is less",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 (default): greedy decoding")
     return parser
 
 
@@ -409,11 +404,11 @@ def plan(argv: Sequence[str], console: Console) -> int:
 
 
 def _run_without_model(argv: Sequence[str], console: Console) -> int:
-    """Print the plans of the largest models that fit, of many sizes."""
+    """Run `isotype plan` without a model: print the plans of the largest models that fit; return the exit status."""
     from isotype.planning.shelf import plans
     from isotype.planning.text import render_models
 
-    if "--json" in argv or any(each.split("=")[0] == "--html" for each in argv):
+    if "--json" in argv or any(token.split("=")[0] == "--html" for token in argv):
         fix = "isotype plan MODEL --json"
         raise UsageError.of("no model", "--json or --html without a model", "a model", fix)
     with interrupts_kept():

@@ -65,11 +65,15 @@ isotype COMMAND --help lists the arguments of a command. --debug shows traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP."""
+    """Run one command and return its exit status.
+
+    The status is 0 after success, 1 after a failure, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129
+    after SIGHUP.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # What follows `run` is another script's: its --debug is its own.
+    # All arguments after `run` belong to the user's script, also --debug.
     arguments, debug = (arguments, False) if arguments[:1] == ["run"] else take_debug_flag(arguments)
-    if arguments[:1] != ["run"]:  # another script's output, and its warnings, are its own
+    if arguments[:1] != ["run"]:  # isotype does not change the output and the warnings of the user's script
         print_the_nearest()
         outlive_output(raises=arguments[:1] not in _LASTING)
         show_warnings_of_libraries()
@@ -79,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in set(stop_signals()) - {signal.SIGINT, *([HANGUP] if command == "run" else [])}:
             signal.signal(number, terminate)
     if argv is None and command in ("check", "plan"):
-        # This process ends with the report: looking for garbage among what it has loaded takes a tenth of its time,
-        # and as much again when it ends.
+        # The process ends with the report. Collecting garbage takes a tenth of its time, and as much again at its end.
         gc.disable()
         atexit.register(gc.freeze)
     if command in (*METHODS, "demo", "chat", "merge", "check", "plan", "inspect", "quality"):
@@ -89,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         handler = _handler(command)
         if command not in ("explain", "run"):
             check_surroundings()
-        if command == "run":  # another script's
+        if command == "run":  # the user's script may import and log anything
             return handler(rest, console)
         with code_refused(), importable(), libraries_shown():
             return handler(rest, console)
@@ -102,10 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             sys.stderr.write(shown(traceback.format_exc()))
         if argv is None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: what is left to do is to end
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending already
         console_of_failure().print("interrupted")
         return exit_status(signal_of(interrupt))
-    except Exception as error:  # noqa: BLE001 - the last frame: any crash ends in one message and a status
+    except Exception as error:  # noqa: BLE001 - the last frame: any crash ends with one message and an exit status
         if debug:
             sys.stderr.write(shown(traceback.format_exc()))
         if isinstance(error, OSError) and lost_output():
@@ -113,10 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return CRASHED
         if isinstance(error, OSError) and error.filename is not None and command != "run":
             what, expected = f"{error.filename}: {error.strerror}", "a file or folder that can be used"
-            failed = UsageError.of("a file cannot be used", what, expected, "give another, or free this one")
+            failed = UsageError.of(
+                "a file cannot be used", what, expected, "name another file, or make this file usable"
+            )
             print_error(console_of_failure(), str(failed))
             return failed.exit_code
-        # A script that `run` runs has libraries of its own.
+        # A script of `isotype run` may import libraries that isotype does not use.
         if isinstance(error, ModuleNotFoundError) and command != "run":
             lacking = missing_libraries(command, error)
             if lacking is not None:
@@ -130,7 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Remove isotype's `--debug`; `--debug underflow_overflow` is transformers' argument and stays."""
+    """Return the arguments without isotype's `--debug`, and whether that flag was among them.
+
+    `--debug underflow_overflow` and `--debug tpu_metrics_debug` are arguments of transformers and stay.
+    """
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"
@@ -171,13 +179,13 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 
 def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
-    """Return the error that names the libraries a command lacks; None if all of the training extra is installed."""
+    """Return the error that names the libraries a command lacks, or None if all libraries of isotype[train] are installed."""
     from isotype.checkpoint.opened import EMBEDDED
     from isotype.precision.versions import installed, is_installed, missing
 
     try:
         absent = missing(installed())
-    except PrecisionError:  # a source tree that is not installed has no list of requirements
+    except PrecisionError:  # isotype itself is not installed, so its list of requirements is unknown
         return None
     if not absent:
         return None

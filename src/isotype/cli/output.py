@@ -21,15 +21,15 @@ from isotype.report.text import wrapped
 
 def console_on(stderr: bool) -> Console:
     """Return the console of standard output or standard error."""
-    # Under a launcher every rank runs this; one of them speaks.
+    # Every rank of a launcher has this console; only rank 0 prints to standard output.
     console = TerminalConsole(stderr=stderr, quiet=not stderr and os.environ.get("RANK", "0") != "0")
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 110  # a log file has no width of its own, and 80 wraps every table
+        console.width = 110  # a log file has no width, and in rich's 80 columns every table wraps
     return console
 
 
 def console_of_failure() -> Console:
-    """Return standard error's console for a fatal error: only the first failing process prints."""
+    """Return the console of standard error for a fatal error; it prints only in the first process that fails."""
     console = console_on(stderr=True)
     console.quiet = not first_to_fail()
     return console
@@ -42,27 +42,27 @@ def print_error(console: Console, text: str) -> None:
 
 
 def speak_up() -> None:
-    """Show what isotype restored and where, and the libraries' warnings (`-v`)."""
+    """Print isotype's log messages, as `-v` does: which dtypes it restored, and in which modules."""
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("isotype").setLevel(logging.INFO)
 
 
 def quiet_libraries() -> None:
-    """Hide the logs of libraries; PYTHONWARNINGS shows their warnings."""
+    """Hide logs and warnings of libraries; if PYTHONWARNINGS is set, Python prints their warnings as it says."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of several processes each warns in C++
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each of several processes would warn in C++
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", category=UserWarning, module=r"isotype\b")
-        # A line for each layer and forward: "MatMul8bitLt: inputs will be cast …".
+        # bitsandbytes logs "MatMul8bitLt: inputs will be cast …" in each layer and forward.
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def show_warnings_of_libraries() -> None:
-    """Show warnings of libraries; PYTHONWARNINGS=error is weakened, since exceptions would break the libraries."""
+    """Print warnings even under PYTHONWARNINGS=error, which would turn them into exceptions inside of libraries."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")
 
@@ -97,9 +97,10 @@ def _problems() -> Iterator[Problem]:
 
 
 def first_to_fail() -> bool:
-    """Return whether this rank is the first to report a failure; the others soon fail too.
+    """Return True if this rank is the first to report a failure; the other ranks fail soon after it.
 
-    Uses the store of torchrun and accelerate, which outlives their processes; True without one.
+    The ranks agree in the store of torchrun or accelerate, which outlives their processes. Without a store every rank
+    is the first.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
@@ -117,5 +118,5 @@ def first_to_fail() -> bool:
         )
         key = f"isotype/failed/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return bool(store.add(key, 1) == 1)
-    except (KeyError, ValueError, RuntimeError):  # the launcher has gone: better twice than not at all
-        return True
+    except (KeyError, ValueError, RuntimeError):
+        return True  # the launcher has ended: two error messages are better than none

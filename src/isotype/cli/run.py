@@ -39,7 +39,7 @@ def run(argv: Sequence[str], console: Console) -> int:
     """Run `isotype run` and return (or raise as SystemExit) the script's exit status."""
     options = parse(argv)
     if signal.getsignal(signal.SIGTERM) is terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it ends the script as it would without isotype
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM ends the script as it would without isotype
     session = Session(options)
     session.watch()
     try:
@@ -57,7 +57,7 @@ def _watched(options: Options, session: Session) -> int:
     except KeyboardInterrupt as interrupt:
         show(session.failed(interrupt))
         return exit_status(signal_of(interrupt))
-    except BaseException as error:  # noqa: BLE001 - the last frame of the script: what python itself would print
+    except BaseException as error:  # noqa: BLE001 - the last frame of the script: its traceback is printed as by python
         show(session.failed(error))
         session.crashed(error)
         return CRASHED
@@ -67,45 +67,45 @@ def _watched(options: Options, session: Session) -> int:
 
 def parse(argv: Sequence[str]) -> Options:
     """Parse isotype's options up to the script or `-m MODULE`; the rest belongs to the script."""
-    own, rest = _split(list(argv))
+    flags, rest = _split(list(argv))
     parser = Parser(
         prog="isotype run",
         usage="isotype run [OPTION …] (SCRIPT | -m MODULE) [ARGUMENT …]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps to watch (1)")
-    parser.add_argument("--device", help="a profile (t4, h100) to judge for; by default the device in use")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--steps", type=int, default=1, metavar="N", help="number of optimizer steps to watch (default: 1)")
+    add("--device", help="the device profile (t4, h100) to judge for; default: the device in use")
+    add(
         "--preflight-seconds",
         type=float,
         default=PREFLIGHT_SECONDS,
         metavar="S",
-        help=f"time for tracing the first step on fake tensors before it runs ({PREFLIGHT_SECONDS:g}; 0: do not)",
+        help="maximum time for tracing the first step on fake tensors before it runs "
+        f"(default: {PREFLIGHT_SECONDS:g}; 0: no trace)",
     )
-    parser.add_argument(
-        "--no-preflight", action="store_true", help="do not trace the first step before it runs"
-    )
-    parser.add_argument(
+    add("--no-preflight", action="store_true", help="do not trace the first step before it runs")
+    add(
         "--watch",
         action="store_true",
         help="watch the whole training: stop before an update whose loss or gradient is not finite, and name the operator",
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
-    options = parser.parse_args(own)
+    add("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
+    options = parser.parse_args(flags)
     target = options.module or (_script(rest.pop(0)) if rest else None)
     problems = []
     if target is None:
-        problems.append(
-            Problem("no script", "the path of a script, or -m MODULE", "isotype run train.py --epochs 1")
-        )
+        expected = "the path of a script, or -m MODULE"
+        problems.append(Problem("no script", expected, "isotype run train.py --epochs 1"))
     elif options.module is None and not Path(target).exists():
         problems.append(Problem(target, "a script that exists", "check the path"))
     if options.steps < 1:
-        problems.append(Problem(f"--steps {options.steps}", "1 or more", "leave it out to watch one step"))
+        fix = "leave --steps out to watch one step"
+        problems.append(Problem(f"--steps {options.steps}", "1 or more", fix))
     if not options.preflight_seconds >= 0:
         what = f"--preflight-seconds {options.preflight_seconds:g}"
-        problems.append(Problem(what, "0 or more", "0 leaves the trace out"))
+        problems.append(Problem(what, "0 or more", "0 if the first step shall not be traced"))
     if problems or target is None:
         raise UsageError("nothing to run", problems)
     seconds = 0.0 if options.no_preflight else options.preflight_seconds
@@ -115,12 +115,13 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _script(target: str) -> str:
-    """Return the path of a script, or of an installed Python command (`torchrun`)."""
+    """Return the path of an installed Python command (`torchrun`); other targets are returned unchanged."""
     path = None if Path(target).exists() else shutil.which(target)
     return path if path is not None and is_python_script(Path(path)) else target
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return isotype's options, and the script with its arguments."""
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] != "-":
         if argv[position] == "--":
@@ -133,10 +134,10 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _execute(options: Options) -> None:
-    # What python itself puts there; the directory of the isotype command has no business in it.
-    directory = "" if options.module else str(Path(options.target).resolve().parent)
+    # Python puts the script's directory first, or the working directory for a module.
+    directory = Path.cwd() if options.module else Path(options.target).resolve().parent
     arguments, first = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [options.target, *options.arguments], directory or str(Path.cwd())
+    sys.argv, sys.path[0] = [options.target, *options.arguments], str(directory)
     try:
         if options.module:
             runpy.run_module(options.target, {"__builtins__": builtins}, "__main__", alter_sys=True)

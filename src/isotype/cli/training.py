@@ -45,7 +45,7 @@ PICTURES = shlex.split(
 def train(command: str, argv: Sequence[str], console: Console) -> int:
     """Run one training command and return its exit status."""
     rest = list(argv)
-    if any(each in ("-h", "--help") for each in rest):
+    if {"-h", "--help"} & set(rest):
         from isotype.train.command.arguments import short_help
 
         text = wrapped(short_help(command), console)
@@ -65,22 +65,22 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         return 0
     let_segments_expand(rest)
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
-    with interrupts_kept():  # libraries that are imported may catch everything, too
+    with interrupts_kept():  # imported libraries may swallow the exception of Ctrl-C
         from isotype.train.command.parse import parse_command
 
-        asked = parse_command(command, rest)[0]
+        parsed = parse_command(command, rest)[0]
         from isotype.train.command.settings import settings_of
         from isotype.train.training import run
 
-        asked = _planned(asked, console)
-        settings = settings_of(asked)
+        parsed = _planned(parsed, console)
+        settings = settings_of(parsed)
     try:
         outcome = run(settings, console)
     except (MemoryError, RuntimeError) as error:
         from isotype.planning.nearest import advice, ran_out
 
         if ran_out(error):
-            say(console_of_failure(), advice(asked))
+            say(console_of_failure(), advice(parsed))
         raise
     show_outcome(console, outcome, settings)
     if outcome.record.status == "failed":
@@ -91,7 +91,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
 
 
 def _planned(command: Command, console: Console) -> Command:
-    """Return the command with the plan's values for this machine in place of `auto`."""
+    """Return the command with each `auto` replaced by a value that `isotype plan` chooses for this machine."""
     if not command.planned:
         return command
     from isotype.planning.from_request import resolve_auto, words_of
@@ -103,8 +103,8 @@ def _planned(command: Command, console: Console) -> Command:
 
 
 def demo(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype demo`; with `--pictures`, first make its model and train on pictures."""
-    rest = [each for each in argv if each != "--pictures"]
+    """Run `isotype demo` and return its exit status; with `--pictures`, build a small vision-language model first."""
+    rest = [argument for argument in argv if argument != "--pictures"]
     pictures = len(rest) < len(argv)
     arguments = [*(PICTURES if pictures else DEMO), *rest]
     command = printed_command(["isotype", "sft", *arguments], indent=4)
@@ -115,13 +115,13 @@ def demo(argv: Sequence[str], console: Console) -> int:
             from isotype.data.drawn import shapes_folder
             from isotype.train.shapes_model import make_shapes_model
 
-            shapes_folder()  # without pillow nothing is made
+            shapes_folder()  # raises without pillow, before a model is built
             make_shapes_model(Path(SHAPES_MODEL), partial(console.print, highlight=False, markup=False))
     return train("sft", arguments, console)
 
 
 def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:
-    """Print losses, sample answers, paths of the results and the next commands."""
+    """Print losses, warnings, sample answers, the paths of the results and the commands to run next."""
     from isotype.report.run.record import loss_sentences, reward_warnings
 
     record = outcome.record
@@ -153,10 +153,10 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
     if record.status == "interrupted":
         from isotype.train.output.resume import resume_command
 
-        whole = outcome.checkpoint
-        if whole is not None:
-            command = resume_command(settings.command, record.output_dir, whole)
-            say(console, f"\nstopped; {whole} is complete. Resume with:\n    {command}")
+        checkpoint = outcome.checkpoint
+        if checkpoint is not None:
+            command = resume_command(settings.command, record.output_dir, checkpoint)
+            say(console, f"\nstopped; the checkpoint {checkpoint} is complete. Resume with:\n    {command}")
         else:
             put("\nstopped before the first checkpoint: there is nothing to resume")
     elif outcome.adapter is not None:
@@ -164,6 +164,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
 
 
 def _uses(trained: Path, settings: Settings, pictures: bool) -> dict[str, tuple[str, ...]]:
+    """Return the commands that use a trained model or adapter, by their descriptions."""
     chat = chat_commands(trained, pictures=pictures) if settings.method.answers else {}
     if not settings.model.use_peft:
         return chat
