@@ -1,4 +1,4 @@
-"""Which line asked: torch's own frames are passed over, those of packages beside it are not."""
+"""Reported source lines: frames of torch itself are passed over, frames of packages beside torch are not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.core.source import line_of, tensors_at_hand
 from tests.small import BF16
 
 CODE = """
@@ -56,3 +57,19 @@ def test_what_torch_fx_writes_is_passed_over() -> None:
     ).errors
     assert finding.source.rpartition("/")[2].startswith("test_source.py:")
     assert not any("<" in a.target for fix in finding.fixes for a in fix.actions)
+
+
+def test_an_error_is_at_the_line_that_raised_not_at_the_end_of_its_finally() -> None:
+    x, closed = torch.ones(2), []
+
+    def forward() -> None:
+        try:
+            x.view(3)
+        finally:
+            closed.append(x)
+
+    with pytest.raises(RuntimeError) as caught:
+        forward()
+    file, _, line = line_of(caught.value).rpartition(":")
+    assert Path(file).read_text().splitlines()[int(line) - 1].strip() == "x.view(3)"
+    assert dict(tensors_at_hand(caught.value)) == {"x": x}

@@ -37,7 +37,7 @@ from isotype.core.operators import (
     schema_of,
     tensors_in,
 )
-from isotype.core.source import condition_at, raising_frame, shown, tensors_at_hand
+from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
 from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.fake.arguments import (
     as_measured,
@@ -407,8 +407,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def failure(self, error: Exception) -> Failure:
         """Return the failure that ended the step, with its place."""
         frame = self._raised_in or (self._frames[-1] if self._frames else None)
-        raised = raising_frame(error)
-        source = f"{raised.f_code.co_filename}:{raised.f_lineno}" if raised is not None else ""
+        source = raising_line(error)
         text = f"{type(error).__name__}: {first_line(error)}"
         with without_functions():
             operands = tuple(
