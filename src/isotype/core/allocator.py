@@ -17,16 +17,13 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
-    """Turn on expandable segments, so that batches of changing length leave no gaps; return the value set,
-    None if none.
+    """Turn on expandable segments, so that batches of changing length leave no gaps in GPU memory.
 
-    Call it before importing torch. Changes nothing if the user has set one of `VARIABLES`, if torch was built
-    for ROCm or Windows (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or with `--use_vllm`
-    among `arguments`: vLLM's memory pool rejects them.
+    Call this function before torch is imported. It returns the value that it set, or None if it set nothing: the user
+    has set one of `VARIABLES`; torch was built for ROCm or Windows (`expandable_segments()` in
+    c10/cuda/CUDAAllocatorConfig.h); `arguments` contain `--use_vllm`, whose memory pool rejects expandable segments.
     """
-    if any(name in os.environ for name in VARIABLES) or sys.platform == "win32" or _uses_vllm(arguments):
-        return None
-    if built_for("cuda") is None:
+    if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None
     os.environ[VARIABLES[0]] = EXPANDABLE
     return EXPANDABLE
@@ -38,7 +35,10 @@ def allocator_setting() -> str | None:
 
 
 def built_for(toolkit: str) -> str | None:
-    """Return the version of a toolkit (`cuda`, `hip`) that torch was built for, without importing torch."""
+    """Return the version of the toolkit (`cuda`, `hip`) that torch was built with, without importing torch.
+
+    None if torch is not installed or was built without this toolkit.
+    """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -52,7 +52,7 @@ def built_for(toolkit: str) -> str | None:
 
 def _uses_vllm(arguments: Sequence[str]) -> bool:
     for token, value in pairwise([*arguments, "True"]):
-        name, equals, own = token.replace("-", "_").partition("=")
+        name, equals, inline_value = token.replace("-", "_").partition("=")
         if name == "__use_vllm":
-            return (own if equals else value).lower() not in ("false", "0", "no")
+            return (inline_value if equals else value).lower() not in ("false", "0", "no")
     return False

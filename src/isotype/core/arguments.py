@@ -1,4 +1,4 @@
-"""Command-line parser that reports all problems at once and suggests the argument that was meant."""
+"""Command-line parser that reports all invalid arguments in one error and suggests similar valid ones."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ _OTHER_NAMES: Mapping[str, str] = {
     )
     for other in others.split()
 }
-"""Short names, and names of other libraries -> isotype's names."""
+"""Short names, and names in other libraries, -> names of isotype's arguments."""
 _KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "string_to_bool": "True or False",
-    "Path": "a path",
-    "image_size": "a size in pixels",
+    "int": ("a whole number", "8"),
+    "float": ("a number", "0.1"),
+    "string_to_bool": ("True or False", "True"),
+    "Path": ("a path", "VALUE"),
+    "image_size": ("a size in pixels", "1024x768"),
 }
+"""Name of an argument's type -> expected value in words, and an example."""
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
 class Parser(ValueParser):
-    """argparse that collects invalid values in `problems` and goes on. Names cannot be abbreviated.
+    """An argparse parser that collects invalid values in `problems` instead of stopping at the first.
 
-    `parse_args` raises all problems and unknown names as one error; callers of `parse_known_args` handle
-    `problems`.
+    `parse_args` raises one error for all problems and unknown names; callers of `parse_known_args` raise it themselves.
+    Names of arguments cannot be abbreviated.
     """
 
     problems: list[Problem]
-    _own: tuple[str, ...] = ()
-    """The whole command line, if no other parser reads a part of it."""
+    _command_line: tuple[str, ...] = ()
+    """All tokens passed to `parse_args`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # argparse's abbreviations turn a typo into another argument: --learning_rat 3 trained at a rate of 3.
+        # With argparse's abbreviations a typo sets another argument: --learning_rat 3 set the learning rate to 3.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -70,7 +71,7 @@ class Parser(ValueParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raise one UsageError that lists every argument that is unknown, lacks its value or has an invalid one."""
-        self._own = tuple(sys.argv[1:] if args is None else args)
+        self._command_line = tuple(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])
         return parsed
@@ -82,9 +83,9 @@ class Parser(ValueParser):
             raise UsageError("invalid arguments", problems, hint)
 
     def error(self, message: str) -> NoReturn:
-        """Report an error that argparse cannot continue after: a missing value or argument."""
+        """Raise UsageError for a missing value or argument, after which argparse cannot continue."""
         known = {name for action in actions_of(self) for name in action.option_strings}
-        flags = (token for token in self._own if token.startswith("--"))
+        flags = (token for token in self._command_line if token.startswith("--"))
         unknown = [token for token in flags if token.partition("=")[0] not in known]
         problem = Problem(message, "all that the command needs", f"see {self.prog} --help")
         if about := _OF_ARGUMENT.match(message):
@@ -96,7 +97,7 @@ class Parser(ValueParser):
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
         """Return the problems of unparsed tokens: unknown names with the nearest known ones, and stray values."""
         flags = [token for token in tokens if re.match(r"--?[A-Za-z]", token)]
-        # The words after an unknown name are most likely its values.
+        # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
         problems = [self._unknown_name(token.split("=")[0]) for token in flags]
         fix = "leave it out, or write the name of its argument before it"
@@ -112,22 +113,20 @@ class Parser(ValueParser):
         return [next((name for name in names if name.startswith("--")), names[0]) for names in named]
 
     def _unknown_name(self, name: str) -> Problem:
-        former = renamed(name, [action.dest for action in actions_of(self)])
-        if former is not None:
+        if (former := renamed(name, self.dests())) is not None:
             return former
         meant = closest(name, self.known_names())
         listed = f"a known name: {', '.join(meant)}" if meant else "a known name"
         fix = f"did you mean {meant[0]}?" if meant else f"{self.prog} --help lists all"
         return Problem(name, listed, fix)
 
-    # argparse: the hooks that judge one value. They raise, and one error would hide the others.
+    # argparse calls these hooks to check one value. Its own hooks raise, so that one error would hide the others.
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
         try:
             return super().value_of(action, text)
         except argparse.ArgumentError:
-            kind = _KINDS.get(getattr(action.type, "__name__", ""), "another value")
-            self.problems.append(_wrong_value(action, text, kind))
+            self.problems.append(_wrong_value(action, text))
             return _Wrong()
 
     def require_choice(self, action: argparse.Action, value: Any) -> None:
@@ -135,47 +134,40 @@ class Parser(ValueParser):
             super().require_choice(action, value)
         except argparse.ArgumentError:
             if not isinstance(value, _Wrong):
-                self.problems.append(_wrong_value(action, value, ""))
+                self.problems.append(_wrong_value(action, value))
 
 
 class _Wrong:
     """Placeholder for a value that could not be read."""
 
 
-def _wrong_value(action: argparse.Action, value: Any, kind: str) -> Problem:
+def _wrong_value(action: argparse.Action, value: Any) -> Problem:
     name = action.option_strings[0] if action.option_strings else action.dest
     argument = f"{name} {value}"
     if action.choices:
         return wrong_choice(argument, str(value), map(str, action.choices))
-    return Problem(argument, kind, f"{name} {_EXAMPLES.get(kind, 'VALUE')}")
-
-
-_EXAMPLES = {
-    "a whole number": "8",
-    "a number": "0.1",
-    "True or False": "True",
-    "a size in pixels": "1024x768",
-}
+    expected, example = _KINDS.get(getattr(action.type, "__name__", ""), ("another value", "VALUE"))
+    return Problem(argument, expected, f"{name} {example}")
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
-    """Return the problem of a value that is none of the choices, with the nearest choices."""
+    """Return the problem of a value that is none of the choices, with the most similar choices."""
     known = list(choices)
-    lower = {each.lower(): each for each in known}
-    meant = [lower[each] for each in difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)]
+    lower = {choice.lower(): choice for choice in known}
+    meant = [lower[name] for name in difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)]
     fix = f"did you mean {' or '.join(meant)}?" if meant else "give one of these"
     return Problem(what, f"one of {', '.join(known)}", fix)
 
 
 def closest(name: str, known: Sequence[str]) -> list[str]:
-    """Return the known names that `name` may mean, best first: aliases, completions, similar names."""
-    bare = {each.lstrip("-").replace("-", "_"): each for each in known}
+    """Return up to three known names that `name` may mean: its alias, then names that begin with it, then similar ones."""
+    bare = {known_name.lstrip("-").replace("-", "_"): known_name for known_name in known}
     wanted = name.lstrip("-").replace("-", "_").lower()
     meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ("",))[0]
     near = difflib.get_close_matches(wanted, bare, n=3)
     first = [meant] if meant in bare else []
-    longer = sorted((each for each in bare if wanted and each.startswith(wanted)), key=len)
-    return [bare[each] for each in dict.fromkeys([*first, *longer, *near]) if each is not None][:3]
+    longer = sorted((candidate for candidate in bare if wanted and candidate.startswith(wanted)), key=len)
+    return [bare[candidate] for candidate in dict.fromkeys([*first, *longer, *near])][:3]
 
 
 RENAMED: Mapping[str, tuple[str, str]] = {
@@ -218,7 +210,7 @@ RENAMED: Mapping[str, tuple[str, str]] = {
     "vllm_guided_decoding_regex": ("vllm_structured_outputs_regex", ""),
     "wandb_log_unique_prompts": ("log_unique_prompts", "True"),
 }
-"""Former name -> (current name, equivalent value; "" for the same value)."""
+"""Former name -> (current name, equivalent value). The value is "" if the former value stays valid."""
 
 REMOVED: Mapping[str, str] = {
     "overwrite_output_dir": "leave it out: a run that overwrites a finished one prints a note",
@@ -250,11 +242,11 @@ REMOVED: Mapping[str, str] = {
     "rpo_alpha": "--loss_type sigmoid sft --loss_weights 1.0 ALPHA",
     "vllm_device": "leave it out, or --vllm_mode colocate",
 }
-"""Former name -> the replacement to type."""
+"""Name of a removed argument -> what to write instead."""
 
 
 def renamed(flag: str, names: Collection[str]) -> Problem | None:
-    """Return the problem of a renamed or removed argument (`--no-cuda`); None for any other."""
+    """Return the problem of an argument that transformers or TRL renamed or removed (`--no-cuda`), else None."""
     old = flag.lstrip("-").replace("-", "_").lower()
     new, value = RENAMED.get(old, ("", ""))
     if new in names and old not in names:

@@ -1,4 +1,4 @@
-"""The cache folder for files that can be rebuilt, and the temporary folder used if it is not writable."""
+"""Cache folders of isotype and of Hugging Face's libraries, and the temporary folder that replaces an unwritable one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ LIBRARIES = "libraries"
 def default_cache_dir() -> Path:
     """Return the cache folder: `$ISOTYPE_CACHE`, `$XDG_CACHE_HOME/isotype` or `~/.cache/isotype`.
 
-    If it is not writable, a warning is logged and a temporary folder of this process and its children is
-    returned.
+    If that folder is not writable, log a warning and return a temporary folder for this process and its children.
     """
     folder, why = _folder("ISOTYPE_CACHE", "isotype")
     if not why:
@@ -37,10 +36,10 @@ def default_cache_dir() -> Path:
 
 
 def prepare_library_caches() -> None:
-    """Point Hugging Face's libraries to a writable folder; call it before they are imported.
+    """Point Hugging Face's libraries to a temporary folder if their cache is not writable.
 
-    Otherwise they fail in the middle of a command. A folder that is readable but not writable is still read:
-    models are found in it, and only data sets are stored elsewhere.
+    Call this function before the libraries are imported; otherwise they fail in the middle of a command. Models are
+    still read from a cache that is readable but not writable; only data sets and modules are stored elsewhere.
     """
     folder, why = _folder("HF_HOME", "huggingface")
     if not why:
@@ -48,7 +47,9 @@ def prepare_library_caches() -> None:
     instead = _temporary() / "huggingface"
     if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
         names = {"HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules"}
-        moved = {name: str(instead / each) for name, each in names.items() if name not in os.environ}
+        moved = {
+            name: str(instead / subfolder) for name, subfolder in names.items() if name not in os.environ
+        }
         what = "data sets are kept"
     else:
         moved, what = {"HF_HOME": str(instead)}, "what Hugging Face's libraries download is kept"
@@ -61,17 +62,17 @@ def prepare_library_caches() -> None:
 
 
 def why_unusable(folder: Path) -> str:
-    """Return why a folder (or its first existing parent) is not writable, as a clause; "" if it is."""
+    """Return why a folder (or its first existing parent) is not writable, as a clause; "" if it is writable."""
     try:
-        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        with tempfile.TemporaryDirectory(prefix=".isotype-", dir=there):
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".isotype-", dir=existing):
             return ""
     except OSError as error:
         return error.strerror or str(error)
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return (folder that the variable names, else `name` in the user's cache; reason if unusable, else "")."""
+    """Return the folder that `variable` names, or `name` in the user's cache, and why it is unusable ("" if usable)."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:
@@ -82,15 +83,15 @@ def _folder(variable: str, name: str) -> tuple[Path, str]:
 
 
 def _keep_libraries(folder: Path) -> None:
-    """Link compiled libraries to a temporary folder shared by all processes of this user: compiling takes 18 s."""
+    """Link the folder of compiled libraries to one that all processes of this user share: compiling takes 18 s."""
     if not hasattr(os, "geteuid"):
         return
-    kept = folder.with_name(f"isotype-libraries-{os.geteuid()}")
+    shared = folder.with_name(f"isotype-libraries-{os.geteuid()}")
     with suppress(FileExistsError):
-        kept.mkdir(mode=0o700)
-    about = kept.lstat()  # of the link itself: its owner can change its target
-    if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
-        (folder / LIBRARIES).symlink_to(kept)
+        shared.mkdir(mode=0o700)
+    status = shared.lstat()  # not stat: the owner of a link could change its target later
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+        (folder / LIBRARIES).symlink_to(shared)
 
 
 @cache
@@ -99,7 +100,7 @@ def _temporary() -> Path:
     _keep_libraries(folder)
 
     def remove() -> None:
-        if os.getpid() == process:  # not in a copy of this process
+        if os.getpid() == process:  # a forked child leaves the folder to its parent
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)

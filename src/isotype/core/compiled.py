@@ -1,11 +1,10 @@
 """Compilation of isotype's C++ sources, once per machine that has a compiler.
 
-Optional: without a compiler, and with `ISOTYPE_COMPILE=0`, torch's operators compute the same.
+Without a compiler, or with `ISOTYPE_COMPILE=0`, torch's operators compute the same results.
 
-A library is code that this process runs, so only libraries compiled by this user are loaded: the folder and
-the file belong to the user and are not writable by others. The file name holds a checksum of its bytes, which
-is compared before the loader maps the file: reading past the end of a truncated mapped file ends the process
-by SIGBUS.
+A library is code that this process runs. So only libraries that this user compiled are loaded: the folder and the file
+belong to this user and are not writable by others. The name of the file contains a checksum of its bytes, which is
+compared before the file is mapped: reading past the end of a truncated mapped file kills the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -19,22 +18,20 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
 
 from isotype.core.cache import LIBRARIES, default_cache_dir
 from isotype.core.files import bring_to_disk, wait_for_turn
 
 SWITCH = "ISOTYPE_COMPILE"
-"""Environment variable; 0 disables compiling and loading of libraries."""
+"""Environment variable that disables compiling and loading of libraries if it is 0."""
 
 logger = logging.getLogger("isotype")
 
 LOCK = "turn.lock"
-"""Lock file in that folder, held while compiling; it is not removed."""
+"""Lock file in the folder of libraries, locked while a compiler runs; the file is not removed."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -44,15 +41,13 @@ _OPTIONS = (
     "-O3",
     "-fPIC",
     "-shared",
-    # OpenMP threads are shared with torch if both link the same library.
-    "-fopenmp",
+    "-fopenmp",  # torch links the same OpenMP library, so both use the same threads
     "-ffp-contract=fast",
     "-fno-math-errno",
-    # Values are copied as bytes and read as vector lanes.
-    "-fno-strict-aliasing",
+    "-fno-strict-aliasing",  # values are copied as bytes and read as vector lanes
 )
 _LIMIT = 300.0
-"""Timeout of a compiler in seconds; it takes about five."""
+"""Timeout of a compiler in seconds; compiling takes about five."""
 
 
 class NotCompiledError(Exception):
@@ -66,12 +61,12 @@ class RefusedError(NotCompiledError):
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
     """Load the library of a C++ source from the cache folder; compile it first if it is not there.
 
-    The compiler is `$CXX`, or the first of c++, g++ and clang++ on the path that succeeds. `headers` are
-    isotype's own.
+    The compiler is `$CXX`, or the first of c++, g++ and clang++ on the path that succeeds. `headers` are the headers of
+    isotype that the source includes.
 
     Raises:
-        NotCompiledError: no compiler, or all failed; the cache folder is not writable or not this user's;
-            or compiling is disabled.
+        NotCompiledError: there is no compiler, or all compilers failed; the cache folder is not writable or belongs to
+            another user; or compiling is disabled.
     """
     reasons = []
     for compiler in find_compilers():
@@ -87,7 +82,7 @@ def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] 
 
 
 def find_compilers() -> list[list[str]]:
-    """Return the commands of this machine's compilers, at least one; raises NotCompiledError if there is none."""
+    """Return the commands of this machine's compilers; raise NotCompiledError if there is none."""
     switch = os.environ.get(SWITCH, "").strip()
     if switch not in ("", "0", "1"):
         raise NotCompiledError(f"${SWITCH} is {switch!r}: 0 switches compiling off, 1 is the default")
@@ -116,25 +111,28 @@ def _loaded(compiler: list[str], sources: Sequence[Path], options: Sequence[str]
     folder, name = default_cache_dir() / LIBRARIES, _name(compiler, sources, options)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_others(folder)
-    library = _kept(folder, name)
+    library = _cached(folder, name)
     if library is None:
-        with _turn(folder):
-            library = _kept(folder, name) or _compile(compiler, sources, options, folder / name)
+        with wait_for_turn(folder / LOCK) as locked:
+            if locked:  # no compiler is running: remove what killed processes left
+                for unfinished in folder.glob(".making-*"):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+            library = _cached(folder, name) or _compile(compiler, sources, options, folder / name)
     return ctypes.CDLL(str(library))
 
 
 def _name(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) -> str:
     program = Path(compiler[0]).resolve()
-    about = program.stat()
-    key = hashlib.sha256(b"".join(each.read_bytes() for each in sources))
+    status = program.stat()
+    key = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
     key.update(
-        repr((compiler, str(program), about.st_size, about.st_mtime_ns, _OPTIONS, tuple(options))).encode()
+        repr((compiler, str(program), status.st_size, status.st_mtime_ns, _OPTIONS, tuple(options))).encode()
     )
     return f"{sources[0].stem}-{key.hexdigest()[:16]}"
 
 
-def _kept(folder: Path, name: str) -> Path | None:
-    """Return the cached library whose bytes match its checksum; delete others of that name."""
+def _cached(folder: Path, name: str) -> Path | None:
+    """Return the cached library whose bytes match the checksum in its name; delete damaged ones."""
     for file in sorted(folder.glob(f"{name}-*.so")):
         _refuse_others(file)
         if file.stem == f"{name}-{_checksum(file)}":
@@ -150,15 +148,14 @@ def _checksum(file: Path) -> str:
 def _refuse_others(path: Path) -> None:
     """Raise `RefusedError` if another user could have written this file or folder."""
     if not hasattr(os, "geteuid"):
-        return  # Windows: user folders are private by inheritance, and modes carry no information
-    about, user = path.stat(), os.geteuid()  # of a link's target, which is what the loader opens
-    if about.st_uid != user:
-        _refuse(f"{path} belongs to user {about.st_uid}, and this is user {user}")
-    if about.st_mode & _OTHERS_WRITE:
-        _refuse(f"{path} may be written by other users (mode {stat.S_IMODE(about.st_mode):o})")
-
-
-def _refuse(why: str) -> NoReturn:
+        return  # on Windows the folders of a user are private, and file modes say nothing
+    status, user = path.stat(), os.geteuid()  # stat follows links, as the loader does
+    if status.st_uid != user:
+        why = f"{path} belongs to user {status.st_uid}, and this is user {user}"
+    elif status.st_mode & _OTHERS_WRITE:
+        why = f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return
     _warn(f"{why}: no compiled library is loaded; remove it, or set ISOTYPE_CACHE to a folder of your own")
     raise RefusedError(why)
 
@@ -169,28 +166,18 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
-@contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Lock a folder for compiling, and remove what killed processes left in it."""
-    with wait_for_turn(folder / LOCK) as alone:
-        if alone:
-            for left in folder.glob(".making-*"):
-                shutil.rmtree(left, ignore_errors=True)
-        yield
-
-
 def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], target: Path) -> Path:
-    """Compile a source and move the library into place; return its path, `target` with its checksum."""
+    """Compile a source; return the path of the library, which is `target` with a checksum behind the name."""
     source, *headers = sources
     includes = sorted({f"-I{header.parent}" for header in headers})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:
         built = Path(folder) / "library.so"
         command = [*compiler, *_OPTIONS, *options, *includes, str(source), "-o", str(built)]
-        # The compiler's temporary files go there too: a killed compiler leaves them behind.
-        surroundings = {**os.environ, "TMPDIR": folder}
+        # A killed compiler leaves its temporary files behind, so they are written to this folder as well.
+        environment = {**os.environ, "TMPDIR": folder}
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=_LIMIT, env=surroundings
+                command, capture_output=True, text=True, check=False, timeout=_LIMIT, env=environment
             )
         except subprocess.TimeoutExpired as late:
             raise NotCompiledError(f"{compiler[0]} took more than {_LIMIT:.0f} s") from late
@@ -199,7 +186,7 @@ def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200]
             )
             raise NotCompiledError(f"{compiler[0]} failed: {said}")
-        built.chmod(0o700)  # independent of the umask: only this user writes what this user loads
+        built.chmod(0o700)  # not by the umask, which may let other users write the file
         bring_to_disk(built)
         library = target.with_name(f"{target.name}-{_checksum(built)}.so")
         built.replace(library)

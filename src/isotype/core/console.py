@@ -1,4 +1,4 @@
-"""Terminal output: text is printed literally, control characters in file contents are escaped."""
+"""Consoles that print text without markup and escape control characters, and a progress bar."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class TerminalConsole(Console):
-    """A console without markup and emoji, which shows control characters as `\\x1b`."""
+    """A rich console without markup and emoji codes that prints control characters escaped, as `\\x1b`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render with control characters in text escaped."""
+        """Yield rich's segments with control characters in text escaped."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else shown(text), style, control)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Render a string with control characters escaped; rich measures table cells with it."""
+        """Return a string as rich text with control characters escaped; rich measures table cells by this text."""
         return super().render_str(shown(text), **options)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
-        """Show a status whose text is not parsed as markup."""
+        """Return rich's status line with a text that is not parsed as markup."""
         return super().status(Text(status) if isinstance(status, str) else status, **options)
 
 
@@ -47,7 +47,7 @@ class _Record(logging.LogRecord):
 
 @contextmanager
 def libraries_shown() -> Iterator[None]:
-    """Context manager that escapes control characters in logs and warnings of libraries."""
+    """Escape control characters in log messages and warnings of libraries inside of the context."""
     record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = lambda *args, **options: shown(format_warning(*args, **options))
@@ -59,11 +59,11 @@ def libraries_shown() -> Iterator[None]:
 
 
 _AFTER = 3.0
-"""Seconds before the bar appears."""
+"""Seconds before a progress bar appears."""
 
 
 class Bar:
-    """Progress bar of `total` steps on standard error, shown after three seconds if that is a terminal."""
+    """Progress bar of `total` items that appears on standard error after three seconds, only in a terminal."""
 
     def __init__(self, text: str, shown: bool = True) -> None:
         self._console = TerminalConsole(stderr=True)

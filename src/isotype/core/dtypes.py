@@ -20,7 +20,7 @@ COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.
 """Dtypes in which the matmuls of a training step may run."""
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""GGUF block types of 32 codes and a float16 scale (`_1`: and a float16 minimum) that the `gguf` library writes."""
+"""GGUF block types that the `gguf` library writes: 32 codes with a float16 scale; in types `_1` also a float16 minimum."""
 
 LLAMA_CPP_TYPES: tuple[str, ...] = (
     "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
@@ -33,7 +33,7 @@ GGUF_TYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     **dict.fromkeys((*GGUF_BLOCKS, *LLAMA_CPP_TYPES), torch.float32),
 }
-"""GGUF types of exported models -> dtype to which weights are rounded first; blocks are rounded from float32."""
+"""GGUF types of exported models -> dtype of the weights before the export; block types are made from float32."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -42,10 +42,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return autocast's current dtype on a device type; None if it is off, and for the meta device."""
-    if device == "meta":  # torch raises for the meta device
-        return None
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    """Return autocast's current dtype on a device type; None if autocast is off, and for the meta device."""
+    # torch raises if it is asked about the meta device.
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else None
 
 
 class NoAutocast:
@@ -66,11 +66,10 @@ class NoAutocast:
 
 
 def parse_dtype(value: str | torch.dtype) -> torch.dtype:
-    """Return a torch dtype by its name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`); a dtype is returned as
-    it is.
+    """Return the torch dtype of a name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`); return a dtype unchanged.
 
     Raises:
-        PrecisionError: the name is not that of a float dtype.
+        PrecisionError: no float dtype has this name.
     """
     if isinstance(value, torch.dtype):
         return value
@@ -82,11 +81,11 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
 
 
 def from_safetensors_name(name: str) -> torch.dtype | None:
-    """Return `torch.bfloat16` for `"BF16"`; None for a format without a torch dtype."""
-    known = STORED.get(name)
-    return None if known is None else getattr(torch, known)
+    """Return `torch.bfloat16` for `"BF16"`; None if torch has no dtype for the stored format."""
+    torch_name = STORED.get(name)
+    return None if torch_name is None else getattr(torch, torch_name)
 
 
 def to_safetensors_name(dtype: torch.dtype) -> str:
-    """Return `"BF16"` for `torch.bfloat16`; the torch name of a dtype unknown to safetensors."""
+    """Return `"BF16"` for `torch.bfloat16`; a dtype that safetensors lacks keeps its torch name."""
     return _WORDS.get(dtype_name(dtype), dtype_name(dtype))

@@ -1,6 +1,6 @@
-"""Errors that isotype raises on purpose: what was given, what was expected, how to fix it.
+"""Errors that isotype raises on purpose: each problem has the given value, the expected value and a fix.
 
-An error lists all problems at once, so that a setup is not fixed one message at a time.
+One error lists all problems, so that the user can fix them in one go.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: the value in the user's terms (flag, path, column, dtype), the expected one, and the fix."""
+    """A problem: the given value in the user's terms (flag, path, column, dtype), the expected value, and the fix."""
 
     given: str
     expected: str
@@ -23,12 +23,12 @@ class Problem:
 
 
 class IsotypeError(Exception):
-    """Base of all errors raised on purpose; the command line shows them without a traceback.
+    """Base class of all errors that isotype raises on purpose; commands print them without a traceback.
 
     Attributes:
         headline: one line that states the fact.
-        problems: all problems found.
-        hint: an alternative that works, or None.
+        problems: all problems, in the order in which they are printed.
+        hint: a last line that names an alternative or the next command, or None.
     """
 
     exit_code = 2
@@ -41,7 +41,7 @@ class IsotypeError(Exception):
 
     @classmethod
     def of(cls, headline: str, given: str, expected: str, fix: str, *, hint: str | None = None) -> Self:
-        """Return the error of a single problem, see `Problem`."""
+        """Return an error with one `Problem`."""
         return cls(headline, [Problem(given, expected, fix)], hint)
 
     def __str__(self) -> str:
@@ -53,23 +53,23 @@ class IsotypeError(Exception):
 
 
 class PrecisionError(IsotypeError):
-    """Dtypes that are incompatible with one another, the device or the libraries."""
+    """Dtypes are incompatible with one another, with the device or with the installed libraries."""
 
 
 class CheckpointError(IsotypeError):
-    """A checkpoint that is missing, incomplete, of the wrong shape or not a checkpoint."""
+    """A checkpoint is missing, incomplete or of the wrong shape, or a path is no checkpoint."""
 
 
 class DataError(IsotypeError):
-    """A data set that is missing, empty or malformed, or that lacks a column."""
+    """A data set is missing, empty or malformed, or lacks a column."""
 
 
 class UsageError(IsotypeError):
-    """Incompatible arguments."""
+    """Arguments are invalid or exclude one another."""
 
 
 class TrainingError(IsotypeError):
-    """Training failed: its loss or weights are not finite, or a reward function raised."""
+    """Training failed: the loss or the weights are not finite, or a reward function raised an error."""
 
     exit_code = 1
 
@@ -81,10 +81,10 @@ class SaveError(IsotypeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; its class name if it has no message."""
+    """Return the first line of an error's message, or the error's class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line; its class name if it has no message."""
+    """Return an error's message on one line, or the error's class name if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__

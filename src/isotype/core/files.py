@@ -1,12 +1,13 @@
-"""Atomic writes, also across power cuts: files are built aside, synced to disk, renamed into place.
+"""Atomic writes of files and directories, and locks on them.
 
-`write_whole` writes one text. For a directory, an interrupt between any two steps leaves the new files or the
-old ones; `recover` finishes or undoes the rest. Names in a directory in between:
+Files are built beside their place, synced to disk and renamed, so that they survive an interrupt or a power cut.
+`write_whole` writes one text. If the publishing of a directory is interrupted, the directory has the old or the new
+files, and `recover` finishes or undoes the rest. Until then it contains some of these:
 
-- `.isotype-saving/`: files being built; discarded unless published.
-- `.NAME.isotype-old/`: the complete former NAME while the new one takes its place.
-- `.NAME.isotype-deleted/`: being deleted.
-- `.isotype-publishing/`: complete files being moved into the directory.
+- `.isotype-saving/`: files that are being built; they are deleted unless they are published.
+- `.NAME.isotype-old/`: the complete former NAME while the new NAME takes its place.
+- `.NAME.isotype-deleted/`: a directory that is being deleted.
+- `.isotype-publishing/`: complete files that are being moved into the directory.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
+from traceback import walk_tb
 
 from isotype.core.errors import SaveError, UsageError
 from isotype.core.terminal import as_typed
@@ -31,7 +33,7 @@ STAGING = ".isotype-saving"
 """Subfolder of the output directory in which files are built before they are renamed."""
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""errno of a full disk and of an exhausted quota."""
+"""Values of errno for a full disk and for an exhausted quota."""
 
 _PARTLY = re.compile(r"\d+ requested and \d+ written")
 _PUBLISHING = ".isotype-publishing"
@@ -40,7 +42,7 @@ _DELETED = ".isotype-deleted"
 
 
 def fsync_tree(directory: Path) -> None:
-    """Sync every file and every name below `directory` to disk."""
+    """Sync all files and names below `directory` to disk."""
     for root, _, files in os.walk(directory):
         for name in files:
             bring_to_disk(Path(root) / name)
@@ -48,9 +50,9 @@ def fsync_tree(directory: Path) -> None:
 
 
 def publish_directory(built: Path, final: Path) -> None:
-    """Rename `built` to `final`, replacing an older `final`.
+    """Rename the directory `built` to `final`, and delete a former `final`.
 
-    If syncing fails, the rename is undone. If it is interrupted, the complete new directory stays.
+    If syncing to disk fails, the rename is undone. If syncing is interrupted, the complete new directory stays.
     """
     old = final.with_name(f".{final.name}{_OLD}")
     published = False
@@ -73,7 +75,7 @@ def publish_directory(built: Path, final: Path) -> None:
 
 
 def publish_file(built: Path, final: Path) -> None:
-    """Rename the file `built` to `final`, which does not exist; undo it if syncing fails."""
+    """Rename the file `built` to `final`, which does not exist; undo the rename if syncing to disk fails."""
     built.rename(final)
     try:
         bring_to_disk(final.parent)
@@ -85,7 +87,7 @@ def publish_file(built: Path, final: Path) -> None:
 def publish_files(built: Path, final: Path) -> None:
     """Move every file below `built` to the same name below the directory `final`.
 
-    Files cannot be renamed all at once; after an interrupt `recover(final)` moves the rest.
+    Several files cannot be renamed atomically; after an interrupt `recover(final)` moves the remaining files.
     """
     ready = final / _PUBLISHING
     if ready.exists():
@@ -100,12 +102,12 @@ def publish_files(built: Path, final: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory under its name atomically, even if the process is killed meanwhile."""
+    """Delete a directory such that its name disappears atomically, even if the process is killed meanwhile."""
     deleted = directory.with_name(f".{directory.name.removeprefix('.')}{_DELETED}")
     if deleted.exists():
         shutil.rmtree(deleted)
     directory.rename(deleted)
-    # A file that is still open may stay (NFS); `recover` deletes it later.
+    # On NFS a file that is still open may stay; `recover` deletes it later.
     shutil.rmtree(deleted, ignore_errors=True)
 
 
@@ -128,23 +130,23 @@ def recover(directory: Path) -> None:
 
 
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
-    """Return (errno or None, the system's message) if `error` says that a file below `directory` was not
-    written; else None.
+    """Return (errno, the system's message) if `error` means that a file below `directory` was not written, else None.
 
-    `error` was raised by Python, safetensors or `torch.save`; `directory` is as full as at that time.
+    The errno is None if it is unknown. `error` was raised by Python, safetensors or `torch.save`, and `directory` is
+    still as full as at that time.
     """
-    for each in _chain(error):
-        number = getattr(each, "errno", None) if isinstance(each, OSError) else None
-        # safetensors and tokenizers carry Rust's text of the error; tokenizers raises a bare Exception.
-        said = re.search(r"\(os error (\d+)\)", str(each))
-        if said and type(each).__name__ in ("SafetensorError", "Exception"):
-            number = int(said[1])
+    for cause in _chain(error):
+        number = getattr(cause, "errno", None) if isinstance(cause, OSError) else None
+        # Errors of safetensors and tokenizers contain Rust's message; tokenizers raises a bare Exception.
+        rust_message = re.search(r"\(os error (\d+)\)", str(cause))
+        if rust_message and type(cause).__name__ in ("SafetensorError", "Exception"):
+            number = int(rust_message[1])
         if number is not None:
             return number, os.strerror(number)
-    # `ndarray.tofile`: "4096 requested and 512 written".
-    by_numpy = (isinstance(e, OSError) and _PARTLY.fullmatch(str(e)) for e in _chain(error))
+    # `ndarray.tofile` raises OSError("4096 requested and 512 written").
+    by_numpy = (isinstance(cause, OSError) and _PARTLY.fullmatch(str(cause)) for cause in _chain(error))
     if any(by_numpy) or any(map(_raised_by_torch_save, _chain(error))):
-        # torch's C++ stream and C's buffered files lose errno: ask the file system.
+        # torch's C++ stream and C's buffered files lose errno, so writing is tried again.
         try:
             _probe(directory)
         except OSError as refused:
@@ -172,16 +174,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _raised_by_torch_save(error: BaseException) -> bool:
-    trace = error.__traceback__ if isinstance(error, RuntimeError) else None
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") == "torch.serialization":
-            return True
-        trace = trace.tb_next
-    return False
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    raised = (frame.f_globals.get("__name__") == "torch.serialization" for frame in frames)
+    return isinstance(error, RuntimeError) and any(raised)
 
 
 def _probe(directory: Path) -> None:
-    """Write and delete one MiB; raises the OSError if it fails."""
+    """Write and delete a file of one MiB; raise the OSError of a failure."""
     path = directory / ".probe"
     try:
         with path.open("wb") as file:
@@ -192,7 +191,7 @@ def _probe(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text to a temporary file and rename it, so that readers see the former file or the new one."""
+    """Write a text to a temporary file and rename that, so that readers get the former or the new text; return `path`."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -209,7 +208,7 @@ def write_whole(path: Path, text: str) -> Path:
 
 
 def bring_to_disk(path: Path) -> None:
-    """Sync a file, or the names in a directory, to disk."""
+    """Sync the content of a file, or the names in a directory, to disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot sync a directory
     descriptor = os.open(path, os.O_RDONLY)
@@ -220,53 +219,52 @@ def bring_to_disk(path: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """Return the path, or the first unused one of `NAME-2`, `NAME-3`, … if it exists."""
-    names = chain((path,), (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
-    return next(each for each in names if not each.exists())
+    """Return `path` if it does not exist, else the first of `NAME-2`, `NAME-3`, … that does not exist."""
+    paths = chain((path,), (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
+    return next(candidate for candidate in paths if not candidate.exists())
 
 
 LOCK_FILE = ".isotype-lock"
-"""Lock file in a folder that is being written; removed when the writer ends."""
+"""Lock file in a folder that a process writes to; the file is removed when the process ends."""
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 @contextmanager
 def only_writer(directory: Path, command: str) -> Iterator[str | None]:
-    """Lock `directory` for writing by this process.
+    """Lock `directory`, so that only this process writes there.
 
-    The lock is `flock`: the kernel releases it when the process ends, also by SIGKILL. On NFS it holds
-    between hosts. Yields None, or a sentence saying why locks are not supported. `command` describes this
-    process to others.
+    Yields None, or a sentence that says why locks are not supported. The lock is a `flock`: the kernel releases it when
+    the process ends, also by SIGKILL, and on NFS it excludes processes of other hosts. `command` describes this process
+    in the error that another process gets.
 
     Raises:
-        UsageError: another process writes there; it is named.
+        UsageError: another process has locked the directory; the error names that process.
         SaveError: the directory is not writable.
     """
     path = directory / LOCK_FILE
     descriptor = _locked_file(path)
     if isinstance(descriptor, str):
-        yield f"{directory} cannot be locked ({descriptor}): see to it that no other run writes there"
+        yield f"{directory} cannot be locked ({descriptor}): make sure that no other run writes there"
         return
     try:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": now, "command": command}
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now, "command": command}
         with _refusals(path):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(who).encode(), 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         yield None
     finally:
-        path.unlink(
-            missing_ok=True
-        )  # before releasing the lock: a process that waits for it then opens a new file
+        # The file is removed before its lock is released, so that a waiting process opens a new file.
+        path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 @contextmanager
 def wait_for_turn(path: Path) -> Iterator[bool]:
-    """Wait for an exclusive lock on the file `path` (created if missing), and hold it.
+    """Wait for an exclusive lock on the file `path`, which is created if it is missing, and hold the lock.
 
-    Yields False if locks are not supported: other processes may run at the same time.
+    Yields False if locks are not supported, so that other processes may run the same code at the same time.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -277,7 +275,7 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Hold a directory that is being built, so that `remove_abandoned` skips it."""
+    """Lock a directory while it is built, so that `remove_abandoned` does not remove it."""
     descriptor = _hold(directory)
     try:
         yield
@@ -287,16 +285,16 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def remove_abandoned(directories: Iterable[Path]) -> None:
-    """Remove the directories that no living process has `held`; none if locks are not supported."""
-    for each in directories:
-        descriptor = _hold(each)
+    """Remove the directories that no running process has `held`; without support for locks, remove none."""
+    for directory in directories:
+        descriptor = _hold(directory)
         if descriptor is not None:
-            shutil.rmtree(each, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
             os.close(descriptor)
 
 
 def _hold(directory: Path) -> int | None:
-    """Return the descriptor of the locked directory; None if another process holds it, or without locks."""
+    """Lock a directory and return its descriptor; None if another process holds the lock or locks are not supported."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -312,7 +310,7 @@ def _hold(directory: Path) -> int | None:
 
 
 def _locked_file(path: Path) -> int | str:
-    """Return the locked file's descriptor, or why there are no locks."""
+    """Lock the file `path` and return its descriptor, or return why locks are not supported."""
     while True:
         with _refusals(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -330,13 +328,13 @@ def _locked_file(path: Path) -> int | str:
         if why is not None:
             path.unlink(missing_ok=True)
             return why
-        # Its holder ended and removed the file between the two calls.
+        # The holder removed this file between the two calls: lock the file that is there now.
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> str | None:
-    """Lock an open file or directory; return why locks are not supported, None if it is locked.
+    """Lock an open file or directory; return None, or why locks are not supported.
 
-    Raises BlockingIOError if another process holds it and `wait` is false.
+    If another process holds the lock, wait for it or, without `wait`, raise BlockingIOError.
     """
     if sys.platform == "win32":
         return "Windows has no flock"
@@ -357,8 +355,8 @@ def _refusals(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{path}: {error.strerror}"
-        expected = "a folder that can be written, with room for what comes out"
-        fix = "free some room, make it writable, or give another one"
+        expected = "a folder that can be written, with room for the results"
+        fix = "free some room, make the folder writable, or name another folder"
         raise SaveError.of("nothing can be written to the output directory", what, expected, fix) from error
 
 
@@ -370,12 +368,12 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def _taken(path: Path, holder: bytes) -> UsageError:
-    who, stop = "another process", "wait until it has ended"
+    who, stop = "another process", "wait until that process has ended"
     try:
-        said = json.loads(holder)
-        who = f"process {said['pid']} on {said['host']} since {said['since']}: {said['command']}"
-        stop = f"wait for it, or stop it (kill {said['pid']} on {said['host']}; it saves a checkpoint)"
+        about = json.loads(holder)
+        who = f"process {about['pid']} on {about['host']} since {about['since']}: {about['command']}"
+        stop = f"wait for that process, or stop it (kill {about['pid']} on {about['host']}; it saves a checkpoint)"
     except (ValueError, KeyError, TypeError):
-        pass  # it holds the lock but has not yet written its name
-    what, fix = f"{path.parent} is written by {who}", f"{stop}, or give another one"
+        pass  # the other process has locked the file and not yet described itself
+    what, fix = f"{path.parent} is written by {who}", f"{stop}, or name another folder"
     return UsageError.of("another run writes into the output directory", what, "one run in a folder", fix)

@@ -1,6 +1,6 @@
-"""Quantization formats of frozen weights, and the methods of stored ones that can be read.
+"""Quantization formats of frozen weights, and the quantization methods whose checkpoints isotype can read.
 
-bitsandbytes has the code books of all formats but mxfp4.
+bitsandbytes has the code books of all formats except mxfp4.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Format:
     """A quantization format.
 
     Attributes:
-        name: as in `--quantization` and in a policy's layers.
-        code: bitsandbytes' name of its code book (`quant_type`), also used in files.
-        bits: per weight, without constants.
-        block: weights that share a constant; 0 if the weights of a row do.
-        whole: whether a whole model can be stored in it; else only layers of a mixed base.
-        fitted: whether its constants are fitted to the layer's inputs (`isotype.model.fitted`).
-        measured: whether `isotype quality` measures layers in it.
+        name: name in `--quantization` and in a policy's layers.
+        code: bitsandbytes' name of the code book (`quant_type`), which is also used in files.
+        bits: bits per weight, without the quantization constants.
+        block: number of weights that share a constant; 0 if all weights of a row share one.
+        whole: True if a whole model can be stored in the format; False if only layers of a mixed base can.
+        fitted: True if the constants are fitted to the layer's inputs (`isotype.model.fitted`).
+        measured: True if `isotype quality` measures layers in the format.
     """
 
     name: str
@@ -35,8 +35,8 @@ class Format:
     measured: bool = True
 
 
-# transformers' `BitsAndBytesConfig` has no block sizes and no constants: those formats are for layers of a
-# mixed base.
+# transformers' `BitsAndBytesConfig` has no block size and no constants. So formats with another block size or with
+# fitted constants are only for layers of a mixed base.
 _RECORDS = (
     Format("nf4", "nf4", 4, block=64),
     Format("nf4-32", "nf4", 4, block=32, whole=False, measured=False),
@@ -46,36 +46,36 @@ _RECORDS = (
     Format("int8", "int8", 8),
     Format("mxfp4", "mxfp4", 4, block=32, whole=False, measured=False),
 )
-FORMATS: Mapping[str, Format] = {each.name: each for each in _RECORDS}
+FORMATS: Mapping[str, Format] = {form.name: form for form in _RECORDS}
 """All formats by name."""
 
-QUANTIZATIONS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole)
-"""Formats of a whole model: values of `--quantization`, besides `mixed`."""
+QUANTIZATIONS: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.whole)
+"""Formats in which bitsandbytes can store a whole model."""
 
-FOUR_BITS: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.whole and each.bits == 4)
-"""Formats in blocks of 4-bit codes, which support double quantization and a `quant_storage` dtype."""
+FOUR_BITS: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.whole and form.bits == 4)
+"""Formats of 4-bit codes that support double quantization and a `quant_storage` dtype."""
 
-FITTED: tuple[str, ...] = tuple(each.name for each in _RECORDS if each.fitted)
+FITTED: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
 
 MXFP4 = "mxfp4"
-"""Format of gpt-oss' experts: OCP blocks of 32 E2M1 codes with a power-of-two exponent."""
+"""Format of gpt-oss's experts: OCP blocks of 32 E2M1 codes that share a power-of-two scale."""
 
 MIXED = "mixed"
-"""Quantization of a base with one format per layer, chosen by the damage to the model's output."""
+"""Quantization of a base model with one format per layer, chosen by the measured change of the model's output."""
 
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
-"""Formats in which a base can be stored, besides `mixed`."""
+"""Values of `--quantization` except `mixed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A library or scheme of quantized checkpoints whose weights can be read.
+    """A quantization method (a library or scheme) whose checkpoints isotype can read.
 
     Attributes:
         name: `quant_method` in config.json.
-        dequantized: whether loading dequantizes its weights; else they stay as they are stored.
-        in_memory: whether a model in memory counts as dequantized, too.
+        dequantized: True if loading dequantizes the weights; False if the weights stay as they are stored.
+        in_memory: True if a model in memory counts as dequantized, too.
     """
 
     name: str
@@ -91,15 +91,15 @@ _METHODS = (
     Method("modelopt"),
     Method("awq"),
 )
-METHODS: Mapping[str, Method] = {each.name: each for each in _METHODS}
-"""Methods that can be read, by name."""
+METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}
+"""Readable methods by name."""
 
-DEQUANTIZED: tuple[str, ...] = tuple(each.name for each in _METHODS if each.dequantized)
-"""Methods whose weights loading dequantizes."""
+DEQUANTIZED: tuple[str, ...] = tuple(method.name for method in _METHODS if method.dequantized)
+"""Names of the methods whose weights are dequantized when they are loaded."""
 
 
 def why_dense(shape: Iterable[int], storage: str) -> str | None:
-    """Return why a stacked weight `[experts, d1, d2]` is not quantized; None if it is."""
+    """Return why a stacked expert weight [experts, d1, d2] cannot be quantized to `storage`, or None if it can."""
     _, *matrix = shape
     block, values = FORMATS[storage].block, math.prod(matrix)
     if block and values % block:
@@ -108,7 +108,10 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
 
 
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
-    """Return why 3-D weights of a quantized model are in a float dtype; `storage` may name several formats."""
+    """Return why the 3-D `weights` (name, shape) of a model quantized to `storage` stay in a float dtype.
+
+    `storage` may name several formats.
+    """
     form = storage if storage in FORMATS else "int8"
     reasons = {why_dense(shape, form) if EXPERT.search(name) else _OTHER for name, shape in weights}
     (reason,) = reasons if len(reasons) == 1 else (None,)
@@ -138,9 +141,9 @@ STORED: Mapping[str, str] = {
     "U64": "uint64",
     "BOOL": "bool",
 }
-"""Dtype name in safetensors and GGUF headers -> name of torch's dtype."""
+"""Dtype name in safetensors and GGUF headers -> name of the torch dtype."""
 
 
 def is_float(stored: str) -> bool:
-    """Return whether a stored name is that of a float dtype of torch."""
+    """Return True if a dtype name in a header stands for a float dtype of torch."""
     return "float" in STORED.get(stored, "")

@@ -14,31 +14,32 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from isotype.core import VERSION
 
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
-"""A share of a whole. Type annotations are JSON Schema keywords; an `int` without them has minimum 0."""
+"""A share of a whole, 0 to 1. The annotations are keywords of the JSON Schema."""
 Signed = Annotated[int, ("type", "integer")]
+"""An integer that may be negative: a plain `int` has minimum 0 in the JSON Schema."""
 
 Names = Mapping[type, str]
-"""Per record type, the keys of its object: `name` or `key=attribute`. A dot in a key nests objects."""
+"""Record type -> keys of its JSON object, separated by spaces: `name` or `key=attribute`. A dot in a key nests objects."""
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 NONFINITE = tuple(_NUMBERS)
-"""Strings written for floats that JSON cannot represent."""
+"""Strings that stand for the floats that JSON cannot represent."""
 
 Record = TypeVar("Record")
 
 
 class FormatVersionError(ValueError):
-    """A file has a format version that this isotype does not read."""
+    """A file has a format version that this version of isotype does not read."""
 
 
 def require_version(written: object, version: int) -> None:
-    """Raises FormatVersionError unless a file's version is the one that is read."""
+    """Raise FormatVersionError if the version `written` in a file is not `version`."""
     if written != version:
         raise FormatVersionError(f"format version {written}; isotype {VERSION} reads version {version}")
 
 
 def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
-    """Return key -> attribute of a record's object, in the order in which they are written."""
+    """Return JSON key -> attribute of a record type, in the order of the JSON object."""
     if kind not in names:
         return {field.name: field.name for field in fields(kind)}
     pairs = (name.partition("=") for name in names[kind].split())
@@ -58,15 +59,17 @@ def encoded(value: Any, names: Names) -> Any:
         for key, attribute in keys_of(type(value), names).items():
             *outer, inner = key.split(".")
             place = content
-            for each in outer:
-                place = place.setdefault(each, {})
+            for name in outer:
+                place = place.setdefault(name, {})
             place[inner] = encoded(attrgetter(attribute)(value), names)
         return content
     if isinstance(value, Mapping):
-        return {encoded(key, names): encoded(each, names) for key, each in value.items()}
+        return {encoded(key, names): encoded(item, names) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [encoded(item, names) for item in value]
-    if type(value).__module__ == "torch":  # a dtype; records without one are written without importing torch
+    if (
+        type(value).__module__ == "torch"
+    ):  # a dtype; records without dtypes are written without importing torch
         return str(value).removeprefix("torch.")
     if isinstance(value, float) and not math.isfinite(value):
         return next(word for word, number in _NUMBERS.items() if str(number) == str(value))
@@ -79,11 +82,11 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def record_of(text: str, kind: type[Record], version: int) -> Record:
-    """Return the record that `text_of` wrote.
+    """Return the record of type `kind` from the JSON text that `text_of` wrote.
 
     Raises:
-        FormatVersionError: it has another version.
-        ValueError: it is not JSON, or another kind of record.
+        FormatVersionError: the text has another format version.
+        ValueError: the text is not JSON, or contains another type of record.
     """
     try:
         content = json.loads(text)
@@ -99,15 +102,18 @@ def record_of(text: str, kind: type[Record], version: int) -> Record:
 
 
 def decoded(value: Any, kind: Any) -> Any:
-    """Convert a value of parsed JSON to an annotated type; raises KeyError, TypeError or AttributeError."""
+    """Return a value of parsed JSON as an instance of the annotated type `kind`.
+
+    A value of another type raises KeyError, TypeError or AttributeError.
+    """
     arguments = get_args(kind)
     if is_dataclass(kind):
         hints = _hints(kind)  # type: ignore[arg-type]
-        return kind(**{name: decoded(each, hints[name]) for name, each in value.items()})  # type: ignore[operator]
+        return kind(**{name: decoded(item, hints[name]) for name, item in value.items()})  # type: ignore[operator]
     if get_origin(kind) in (Union, types.UnionType):
-        (some,) = (each for each in arguments if each is not types.NoneType)
-        return None if value is None else decoded(value, some)
+        (wrapped,) = (argument for argument in arguments if argument is not types.NoneType)
+        return None if value is None else decoded(value, wrapped)
     if get_origin(kind) is tuple:
-        each = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
-        return tuple(decoded(item, of) for item, of in zip(value, each, strict=True))
+        kinds = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
+        return tuple(decoded(item, item_kind) for item, item_kind in zip(value, kinds, strict=True))
     return _NUMBERS.get(value, value) if kind is float else value

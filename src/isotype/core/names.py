@@ -1,4 +1,4 @@
-"""Names of modules, places and counts in messages and reports."""
+"""Names of modules and parameters, counts and amounts of memory in messages and reports."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def starred(name: str) -> str:
 
 
 def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct names after replacing layer numbers by `*`."""
+    """Return the distinct names after layer numbers are replaced by `*`."""
     return tuple(dict.fromkeys(map(starred, names)))
 
 
 def listed(names: Iterable[str], shown: int = 3) -> str:
     """Return names as `a, b, c and 4 more`; a module without a name is `the model`."""
-    named_ones = [named(name) for name in names]
-    rest = len(named_ones) - shown
-    return ", ".join(named_ones[:shown]) + (f" and {rest:,} more" if rest > 0 else "")
+    modules = [named(name) for name in names]
+    rest = len(modules) - shown
+    return ", ".join(modules[:shown]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def alternatives(names: Iterable[str]) -> str:
-    """Return names as `a, b or c`; at least one."""
+    """Return one or more names as `a, b or c`."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -43,14 +43,14 @@ _COPIES = re.compile(r"\.(token_adapter|modules_to_save\.default|default)(?=\.|$
 
 
 def plain_name(name: str) -> str:
-    """Return the module name in the model's source, without the parts that wrappers add."""
+    """Return a module's name in the model's source, without the parts that wrappers (PEFT, DDP) add."""
     while f"{name}.".startswith(("base_model.model.", "module.")):
         name = f"{name}.".removeprefix("base_model.model.").removeprefix("module.").removesuffix(".")
     return ".".join(part for part in unparametrized(name).split(".") if part not in BETWEEN)
 
 
 def unparametrized(name: str) -> str:
-    """Return the parameter's name without the parts that `torch.nn.utils.parametrize` adds."""
+    """Return a parameter's name without the parts that `torch.nn.utils.parametrize` adds."""
     return _PARAMETRIZED.sub(r"\1", name)
 
 
@@ -58,7 +58,7 @@ _PARAMETRIZED = re.compile(r"(?:^|(?<=\.))parametrizations\.(\w+)\.original(?=\.
 
 
 def base_name(name: str) -> str:
-    """Return the base model's name for a module or parameter of a PEFT model or adapter file."""
+    """Return the name that a module or parameter of a PEFT model or adapter file has in the base model."""
     return _COPIES.sub("", plain_name("" if name == "base_model" else name))
 
 
@@ -68,12 +68,12 @@ def named(module: str) -> str:
 
 
 def short(source: str) -> str:
-    """Return a source without its folder: `modeling_llama.py:64`."""
+    """Return a source line without its folder: `modeling_llama.py:64`."""
     return source.rpartition("/")[2]
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 error`, `2 errors`."""
+    """Return a count with a noun: `1 error`, `2 errors`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -81,12 +81,12 @@ EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
 
 
 def stacked(names: Iterable[str]) -> str:
-    """Return the noun for 3-D weights: those of a Conv1d or a projector are not experts."""
+    """Return a noun for 3-D weights by their names: weights of a Conv1d or a projector are not experts."""
     return "stacked expert weight" if all(map(EXPERT.search, names)) else "3-D weight"
 
 
 def agree(count: int, noun: str, verb: str) -> str:
-    """Return a count with noun and verb: `3 weights hold`, `1 weight holds`."""
+    """Return a count with a noun and a verb: `3 weights hold`, `1 weight holds`."""
     return f"{plural(count, noun)} {_SINGULAR.get(verb, f'{verb}s') if count == 1 else verb}"
 
 
@@ -108,16 +108,17 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.gate_up_proj",
 def pattern_problems(
     patterns: Mapping[str, Iterable[str]], names: Collection[str] = _NAMES
 ) -> Iterator[Problem]:
-    """Yield the problems of regular expressions (place -> expressions): invalid syntax, matching without end.
+    """Yield the problems of regular expressions (argument -> expressions): invalid syntax, or matching without end.
 
-    Beginnings of `names` and names with one more letter are matched too, since failing matches are slowest.
+    The expressions are matched against `names`, their beginnings, and both with one more letter, since a match that
+    fails takes longest.
     """
     slow: dict[str, str] = {}
-    for place, each in patterns.items():
-        for pattern in each:
+    for place, expressions in patterns.items():
+        for pattern in expressions:
             try:
                 re.compile(pattern)
-                if place.endswith("_pattern"):  # PEFT puts it between others
+                if place.endswith("_pattern"):  # PEFT embeds the expression in this one
                     re.compile(rf"(.*\.)?({pattern})$")
             except (re.error, RecursionError, OverflowError) as error:
                 yield Problem(f"{place} {pattern!r:.80}: {error}", "a regular expression", "correct it")
@@ -126,7 +127,7 @@ def pattern_problems(
                 slow[pattern] = place
     parts = {name[: dot.start()] for name in names for dot in re.finditer(r"\.|$", name)}
     tried = [text for part in sorted(parts)[:400] for text in (part, f"{part}!")]
-    command = [sys.executable, "-I", "-S", "-c", _TRY]  # only another process can be ended while it matches
+    command = [sys.executable, "-I", "-S", "-c", _TRY]  # a match can only be ended with its process
     try:
         if slow:
             subprocess.run(
@@ -158,20 +159,17 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 def format_bytes(amount: float) -> str:
     """Return an amount as `512 B`, `1.50 KiB`, `34.5 MiB` or `1.84 GiB`."""
-    value, unit = float(amount), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return (
-        f"{amount:,.0f} B"
-        if unit == "B"
-        else f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    )
+    if abs(amount) < 1024:
+        return f"{amount:,.0f} B"
+    value, unit = amount / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if abs(value) >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of `20GiB` and `20G` (both binary), `20GB`, `8e9`; None if it is no amount above 0."""
+    """Return the bytes of `20GiB` and `20G` (both binary), `20GB` or `8e9`; None if the text is no amount above 0."""
     parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if parts is None:
         return None
@@ -181,7 +179,7 @@ def parse_size(text: str) -> int | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a device; None if unknown."""
+    """Return the free bytes of a CUDA device or of the CPU; None for other devices, or if psutil is missing."""
     if device.type == "cuda":
         import torch
 

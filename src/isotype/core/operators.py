@@ -11,21 +11,27 @@ import torch
 
 from isotype.compat.torch import UNNAMED_VIEW, dispatch_depth, is_profiled, operator_schema
 
-# Experts: the meta and fake kernels of torch 2.13 take bfloat16 only (`_meta_grouped_mm_common` in
-# torch/_meta_registrations.py); CPU and CUDA kernels take float32 and float16 too.
-# tests/trace/test_recorder.py fails once this can go.
+# In torch 2.13 the meta and fake kernels of experts accept only bfloat16 (`_meta_grouped_mm_common` in
+# torch/_meta_registrations.py); CPU and CUDA kernels accept float32 and float16, too. A test in
+# tests/trace/test_recorder.py fails as soon as torch no longer needs this table.
 BFLOAT16_WITHOUT_MEMORY = frozenset({"aten._grouped_mm.default"})
 """Operators that take only bfloat16 on meta and fake tensors."""
 
 ATTENTION_KERNELS = (
     "scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn",
 )  # fmt: skip
-"""Substrings of the names of attention kernels of torch and flash-attn."""
+"""Substrings in the names of attention kernels of torch and flash-attn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Argument names of an operator, and the arguments it writes to."""
+    """Names of an operator's arguments, and of those that the operator writes to.
+
+    Attributes:
+        roles: names of all arguments, in order.
+        mutates: True if the operator writes to its first argument.
+        written: names of the arguments that the operator writes to.
+    """
 
     roles: tuple[str, ...]
     mutates: bool
@@ -34,7 +40,7 @@ class Schema:
 
 @cache
 def operator_name(func: Any) -> str:
-    """Return `aten.mm.default`, cached: torch builds the string on each call."""
+    """Return an operator's name, `aten.mm.default`. Names are cached, since torch builds the string on each call."""
     return str(func)
 
 
@@ -49,7 +55,7 @@ def schema_of(func: Any) -> Schema:
 
 
 def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return an operator's tensor arguments by schema name: `self`, `tensors[0]`."""
+    """Return (name, tensor) of an operator's tensor arguments, with names from its schema: `self`, `tensors[0]`."""
     tensors: list[tuple[str, torch.Tensor]] = []
     roles = schema_of(func).roles
     for position, value in enumerate(args):
@@ -60,7 +66,7 @@ def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tenso
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return an operator's Python float arguments by schema name: `(("eps", 1e-12),)`."""
+    """Return (name, value) of an operator's Python floats, with names from its schema: `(("eps", 1e-12),)`."""
     floats = [(position, value) for position, value in enumerate(args) if type(value) is float]
     if not floats and not kwargs:
         return ()
@@ -88,45 +94,45 @@ def leaves(result: Any) -> Iterator[Any]:
 
 
 def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors among a function's arguments, in nested lists too, numbered by position."""
+    """Return (`[position]`, tensor) of the tensors among a function's arguments, nested lists included."""
     arguments = enumerate(leaves((args, tuple(kwargs.values()))))
-    return [(f"[{i}]", leaf) for i, leaf in arguments if isinstance(leaf, torch.Tensor)]
+    return [(f"[{position}]", leaf) for position, leaf in arguments if isinstance(leaf, torch.Tensor)]
 
 
 @cache
 def is_view(func: Any) -> bool:
-    """Return whether an operator's result is a view of its operand."""
-    aliases = (each.alias_info for each in operator_schema(func).returns)
+    """Return True if an operator's result is a view of its operand."""
+    aliases = (result.alias_info for result in operator_schema(func).returns)
     return func is UNNAMED_VIEW or any(alias is not None and not alias.is_write for alias in aliases)
 
 
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 _LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def operator(
     schema: str, keys: Sequence[str] = ("CPU",), fake: Callable[..., Any] | None = None
-) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
-    """Register a function as operator `isotype::…` without derivatives; `fake` is its implementation for fake
-    tensors.
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """Register a function as the operator `isotype::…`, without a derivative.
 
-    Outside of dispatch modes the function is called directly: dispatch takes longer than some kernels.
+    `fake` is the operator's implementation for fake tensors. Outside of dispatch modes and of the profiler the function
+    is called directly, since dispatch takes longer than some kernels.
     """
 
-    def defined(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    def defined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema)
         for key in keys:
             _LIBRARY.impl(name, function, key)
         if fake is not None:
             torch.library.register_fake(f"isotype::{name}", fake, lib=_LIBRARY)
-        watched: Any = getattr(torch.ops.isotype, name).default
+        dispatched: Any = getattr(torch.ops.isotype, name).default
 
         @wraps(function)
-        def called(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-            seen = dispatch_depth() or is_profiled()
-            result: _Made = (watched if seen else function)(*args, **kwargs)
+        def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            observed = dispatch_depth() or is_profiled()
+            result: _Result = (dispatched if observed else function)(*args, **kwargs)
             return result
 
         return called

@@ -1,10 +1,11 @@
-"""Facts about optimizers by parts of their `--optim` names."""
+"""Packages, state dtypes and kernels of optimizers, by parts of the names that `--optim` takes."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from isotype.core.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class NamePart:
-    """A part of optimizer names, such as `galore` in `galore_adamw_8bit`.
+    """A part of optimizer names, such as `galore` in `galore_adamw_8bit`, with facts about optimizers of such names.
 
     Attributes:
-        text: the part.
+        text: the part of the name.
         package: import name of the package that has the optimizer; "" for torch and transformers.
-        state: dtype of its state, `{}` for the masters' dtype; "" if this part does not decide it.
+        state: dtype of the optimizer state, `{}` for the dtype of the master weights; "" if other parts decide it.
         why: description of the state.
-        own_kernels: whether its update kernels take every float dtype.
+        own_kernels: True if the optimizer's update kernels accept every float dtype.
     """
 
     text: str
@@ -59,52 +60,44 @@ NAME_PARTS: tuple[NamePart, ...] = (
     NamePart("stable_adamw", own_kernels=True),
     NamePart("sgd", state="none", why="no moments without momentum"),
 )
-"""The first matching part decides: `galore_adamw_8bit` is in galore's package and has 8-bit state."""
+"""For each fact the first matching part decides: `galore_adamw_8bit` is in galore's package and has 8-bit state."""
 
 
 def package_of(name: str) -> str | None:
-    """Return the import name of the package that has an optimizer; None for torch and transformers."""
+    """Return the import name of the package that has an optimizer, or None for torch and transformers."""
     return next((part.package for part in NAME_PARTS if part.package and part.text in name), None)
 
 
 def state_of(name: str) -> tuple[str, str] | None:
-    """Return (dtype of an optimizer's state or `{}` for the masters', description); None for Adam's."""
+    """Return the dtype and a description of an optimizer's state, or None if the state is Adam's.
+
+    The dtype is `{}` for the dtype of the master weights.
+    """
     return next(((part.state, part.why) for part in NAME_PARTS if part.state and part.text in name), None)
 
 
 def has_own_kernels(name: str) -> bool:
-    """Return whether an optimizer has update kernels that take every float dtype."""
+    """Return True if an optimizer has update kernels that accept every float dtype."""
     return any(part.own_kernels and part.text in name for part in NAME_PARTS)
 
 
-_Make = Callable[..., torch.optim.Optimizer]
-
-
-def _with(cls: Any, **options: Any) -> _Make:
-    def make(parameters: Sequence[torch.Tensor], **keywords: Any) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = cls(parameters, **{**options, **keywords})
-        return optimizer
-
-    return make
-
-
-OPTIMIZERS: dict[str, _Make] = {
-    "adamw": _with(torch.optim.AdamW),
-    "adamw_torch": _with(torch.optim.AdamW),
-    "adamw_foreach": _with(torch.optim.AdamW, foreach=True),
-    "adamw_fused": _with(torch.optim.AdamW, fused=True),
-    "adamw_torch_fused": _with(torch.optim.AdamW, fused=True),
-    "adam": _with(torch.optim.Adam),
-    "sgd": _with(torch.optim.SGD),
-    "adafactor": _with(torch.optim.Adafactor),
-    "adagrad": _with(torch.optim.Adagrad),
-    "rmsprop": _with(torch.optim.RMSprop),
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_torch": torch.optim.AdamW,
+    "adamw_foreach": partial(torch.optim.AdamW, foreach=True),
+    "adamw_fused": partial(torch.optim.AdamW, fused=True),
+    "adamw_torch_fused": partial(torch.optim.AdamW, fused=True),
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
 }
-"""Name -> function of parameters and `lr` that returns the optimizer."""
+"""Name -> function that builds the optimizer from parameters and `lr`."""
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
-    """Yield the problem of an unknown optimizer name; none for other values."""
+    """Yield the problem of an unknown optimizer name; callables and known names have no problem."""
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
         near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"
@@ -112,5 +105,5 @@ def unknown_optimizer(asked: Any) -> Iterator[Problem]:
 
 
 def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the largest learning rate of an optimizer's groups, before a schedule's warm-up."""
+    """Return the largest learning rate of an optimizer's parameter groups, before the scheduler changes it."""
     return max(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)

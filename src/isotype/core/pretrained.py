@@ -1,4 +1,4 @@
-"""The only calls of `from_pretrained`: code in a checkpoint is never run."""
+"""`from_pretrained` of transformers and PEFT, called such that no code of a checkpoint is run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TOKENIZER_FILES = (
 
 
 def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
-    """Call `kind.from_pretrained(source, …)`; if the files name custom code, use transformers' class instead.
+    """Return `kind.from_pretrained(source, …)`; if the files name custom code, transformers' class is used instead.
 
     Args:
         kind: a class of transformers or PEFT.
         source: a directory or hub id.
-        **arguments: of `from_pretrained`.
+        **arguments: keyword arguments of `from_pretrained`.
 
     Raises:
-        CheckpointError: only code of the checkpoint can read it; names the file and the key.
-        UsageError: `trust_remote_code` is requested.
-        OSError, ValueError: from `from_pretrained`.
+        CheckpointError: only code of the checkpoint could read its files; the error names the file and the key.
+        UsageError: `trust_remote_code` is True.
+        OSError, ValueError: errors of `from_pretrained`.
     """
     if arguments.pop("trust_remote_code", False):
         expected = "a model and a tokenizer whose classes transformers has"
@@ -46,8 +46,8 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
         named = code_named(source, arguments.get("revision"), files) if automatic and source else iter(())
         for file, key, reference in named:
             what = f"{file}: {key} names {reference}"
-            expected = "files that a class of transformers reads without it"
-            fix = "take a conversion of the checkpoint that needs no code of its own, or the tokenizer of the model that it was made from"
+            expected = "files that a class of transformers reads without that code"
+            fix = "use a converted checkpoint that needs no custom code, or the tokenizer of the model from which it was made"
             raise CheckpointError.of("code of a checkpoint is not run", what, expected, fix) from error
         raise
 
@@ -55,7 +55,7 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
 def code_named(
     source: Path | str, revision: str | None, files: tuple[str, ...] = TOKENIZER_FILES
 ) -> Iterator[tuple[Path, str, str]]:
-    """Yield (file, key, class) for each class that a checkpoint's files import from custom code."""
+    """Yield (file, key, class) of each class of custom code that a checkpoint's files name."""
     for name in files:
         path = _local(source, name, revision)
         if path is None:
@@ -63,7 +63,7 @@ def code_named(
         try:
             content = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            continue  # reported when the file is loaded
+            continue  # loading the file reports this error
         entries = content.get("auto_map") if isinstance(content, dict) else None
         if isinstance(entries, dict):
             keys = ("AutoConfig",) if name == "config.json" else tuple(entries)

@@ -1,4 +1,4 @@
-"""Saving and restoring the random states of Python, NumPy and torch."""
+"""Save and restore the random states of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """Random states at one moment, as calls that restore them; saving does not synchronize with a device."""
+    """Random states of one moment. Saving them does not synchronize with a device.
+
+    Attributes:
+        setters: calls that restore the states.
+    """
 
     setters: tuple[Callable[[], object], ...]
 
     @classmethod
     def taken(cls, *devices: torch.device) -> RandomStates:
-        """Return the current states of the loaded libraries and of `devices`."""
+        """Return the current states of Python, of NumPy and torch if they are imported, and of `devices`."""
         setters = [partial(random.setstate, random.getstate())]
         if "numpy" in sys.modules:
             import numpy
@@ -40,16 +44,17 @@ class RandomStates:
 
     def put_back(self) -> None:
         """Restore the states."""
-        for each in self.setters:
-            each()
+        for restore in self.setters:
+            restore()
 
 
 @contextmanager
 def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch (CPU and devices in use) on exit.
+    """Restore the random states of Python, NumPy and torch (CPU and devices in use) at the end of the context.
 
-    Imports draw random numbers as well. Unlike `torch.random.fork_rng()` this initializes no device, so no
-    context is created on a GPU that this process does not use; `device` is an accelerator about to be used.
+    Imports draw random numbers, too. Unlike `torch.random.fork_rng()` this function initializes no device, so that no
+    CUDA context is created on a GPU that this process does not use. `device` is an accelerator that the code inside
+    is going to use.
     """
     states = RandomStates.taken(*(_in_use(device) if "torch" in sys.modules else ()))
     try:
@@ -59,12 +64,11 @@ def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
 
 
 def _in_use(device: torch.device | None) -> list[torch.device]:
-    """Return accelerators whose state may have been set: `device`, and all of an initialized kind."""
+    """Return the accelerators that may have a random state: `device`, and all devices if torch has initialized them."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)
-    # Reading the state of an unused device would initialize it; states of initialized devices are in CPU
-    # memory.
+    # Reading the state of an unused device would initialize it.
     if kind is None or not getattr(_backend(kind), "is_initialized", lambda: True)():
         return [] if device is None else [device]
     return [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]

@@ -1,4 +1,4 @@
-"""Output for terminals and log files with limited encodings, and output that can be lost."""
+"""Output to terminals and log files: limited encodings, control characters, lost streams, commands to paste."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _NEAREST = {
     "×": "x", "…": "...", "→": "->", "←": "<-", "·": "*", "−": "-", "–": "-", "—": "-", "∞": "inf", "✓": "ok", "✕": "x",
     "≤": "<=", "≥": ">=", "≈": "~", "±": "+-", "’": "'", "“": '"', "”": '"', "│": "|", "↵": "\\n", "•": "*", "µ": "u", "─": "-", "▏": "|", "█": "#",
 }  # fmt: skip
-# C0 and C1 except tabs and newlines; line separators, and bidirectional marks and overrides.
+# Control codes C0 and C1 except tabs and newlines, line separators, bidirectional marks and overrides.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _HANDLER = "isotype.nearest"
 
 
 class _Lasting:
-    """Standard output or error that stops writing after a failure: a full disk, a closed pipe or terminal.
+    """Standard output or error that writes nothing more after a failure: a full disk, a closed pipe or terminal.
 
     Attributes:
-        raises: whether the first failure is raised, for commands whose result is their output.
-        lost: why writing stopped; None if it did not.
+        raises: True if the first failure is raised, for commands whose result is their output.
+        lost: why writing stopped, or None.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -33,22 +33,22 @@ class _Lasting:
         self.lost: str | None = None
 
     def write(self, text: str) -> int:
-        self._kept(self._stream.write, text)
+        self._guarded(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        self._kept(self._stream.flush)
+        self._guarded(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _kept(self, call: Callable[..., object], *arguments: str) -> None:
+    def _guarded(self, call: Callable[..., object], *arguments: str) -> None:
         try:
             call(*arguments)
         except BlockingIOError:
-            pass  # a busy terminal in non-blocking mode: this text is lost, the next may not be
+            pass  # a terminal in non-blocking mode is busy: only this text is lost
         except OSError as error:
-            # Other writers (children, C code) and the stream's buffer are redirected to nowhere too.
+            # The descriptor is redirected, so that child processes and C code do not fail on it, either.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -58,10 +58,9 @@ class _Lasting:
 
 
 def outlive_output(raises: bool) -> None:
-    """Keep the process running if standard output or error can no longer be written; `raises`: raise the
-    first failure.
+    """Keep the process running if standard output or standard error can no longer be written.
 
-    Streams that were replaced (by a notebook or a test) are unchanged.
+    With `raises` the first failure is still raised. Streams that a notebook or a test has replaced are not changed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -73,35 +72,34 @@ def outlive_output(raises: bool) -> None:
 
 
 def lost_output() -> tuple[str, ...]:
-    """Return a sentence for each of standard output and error that lost text."""
+    """Return a sentence for each of standard output and standard error that could not be written."""
     streams = {"standard output": sys.stdout, "standard error": sys.stderr}
     lost = {title: getattr(stream, "lost", None) for title, stream in streams.items()}
     return tuple(f"{title} could not be written: {why}" for title, why in lost.items() if why)
 
 
 def print_the_nearest() -> None:
-    """Print characters that the encoding lacks as the nearest ones available, else `?`.
+    """Print similar characters for those that the encoding of standard output or error lacks, or `?`.
 
-    UTF-8 lacks the bytes of non-UTF-8 file names. Standard input keeps undecodable bytes, which `as_typed`
-    decodes.
+    Bytes of standard input and of file names that are not UTF-8 are kept as surrogates, which `as_typed` decodes.
     """
     codecs.register_error(_HANDLER, _nearest)
     for stream, errors in ((sys.stdout, _HANDLER), (sys.stderr, _HANDLER), (sys.stdin, "surrogateescape")):
-        # A replaced stream (a notebook, a test) keeps its settings.
+        # A stream that a notebook or a test has put there may have no such method.
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors=errors)
 
 
 def shown(text: str) -> str:
-    """Escape control characters (`\\x1b`): in names from files they would control the terminal."""
+    """Return a text with control characters escaped (`\\x1b`): names from files could control the terminal."""
     if text.isprintable():
         return text
-    return _CONTROL.sub(lambda each: each[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def as_typed(text: str) -> str:
-    """Decode the undecoded bytes of an argument or a line of standard input as UTF-8."""
+    """Return an argument or a line of standard input with its undecoded bytes decoded as UTF-8."""
     if not _UNDECODED.search(text):
         return text
     return text.encode(sys.getfilesystemencoding(), "surrogateescape").decode("utf-8", "replace")
@@ -110,17 +108,16 @@ def as_typed(text: str) -> str:
 def _nearest(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking, end = error.object[error.start : error.end], error.end
-    text = "".join(
-        _NEAREST.get(each, "." if "\u2800" <= each <= "\u28ff" else "?") for each in lacking
-    )  # spinners
+    # Braille characters are frames of rich's spinner.
+    text = "".join(_NEAREST.get(char, "." if "\u2800" <= char <= "\u28ff" else "?") for char in lacking)
     text = text.encode(error.encoding, "replace").decode(error.encoding)
-    # In a table the longer text takes its room from the gap before the next column.
+    # In a table a longer text takes its room from the gap before the next column.
     gap = len(error.object) - end - len(error.object[end:].lstrip(" "))
     return text, end + max(0, min(len(text) - len(lacking), gap - 1))
 
 
 _INDENT = 4
-"""Columns by which continuation lines of a command are indented."""
+"""Number of spaces before the continuation lines of a command."""
 
 
 def printed_command(tokens: Sequence[str], width: int | None = None, indent: int = 0) -> str:
@@ -140,7 +137,7 @@ def printed_command(tokens: Sequence[str], width: int | None = None, indent: int
 
 
 def _parts(words: Sequence[str], room: int) -> Iterator[str]:
-    """Yield the arguments; a flag and its values stay together if they fit into `room`."""
+    """Yield the parts of a command that stay on one line: a flag with its values, or single words if it is too long."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not groups:
