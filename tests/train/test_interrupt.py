@@ -50,7 +50,10 @@ def test_one_signal_ends_the_step_and_saves(found: dict[str, Any], name: str):
     (checkpoint,) = run["whole"]
     assert int(checkpoint.removeprefix("checkpoint-")) >= 6
     path = f"{found['root']}/{name}/{checkpoint}"
-    assert f"\nstopped; the checkpoint {path} is complete. Resume with:\n    isotype sft --model" in run["printed"]
+    assert (
+        f"\nstopped; the checkpoint {path} is complete. Resume with:\n    isotype sft --model"
+        in run["printed"]
+    )
     assert run["printed"].endswith(f" --resume_from_checkpoint {path}\n")
     assert (run["hidden"], run["adapter"], run["report"]) == ([], False, True)
 
@@ -93,7 +96,10 @@ def test_two_signals_stop_at_once_and_the_last_checkpoint_is_whole(
     last = run["whole"][-1]
     assert max(run["before"], run["steps"] - every) <= int(last.removeprefix("checkpoint-")) <= run["steps"]
     assert 0 < run["steps"] < 400
-    assert f"\nstopped; the checkpoint {found['root']}/{name}/{last} is complete. Resume with:\n" in run["printed"]
+    assert (
+        f"\nstopped; the checkpoint {found['root']}/{name}/{last} is complete. Resume with:\n"
+        in run["printed"]
+    )
     assert (run["hidden"], run["adapter"], run["report"]) == ([], False, True)
 
 
