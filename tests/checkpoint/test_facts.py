@@ -166,7 +166,7 @@ def test_a_config_that_its_class_refuses() -> None:
         "the config does not fit its model class\n"
         "  - LlamaConfig: LlamaForCausalLM fails with KeyError: 'nope'\n"
         "    expected  a config that the class can be built from\n"
-        "    fix       take config.json and transformers as the checkpoint was published with"
+        "    fix       take the config.json and the transformers version that the checkpoint was published with"
     )
 
 

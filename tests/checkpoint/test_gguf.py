@@ -211,7 +211,7 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, tail: bytes) -> None:
         (b"GGUF\x01\0\0\0" + bytes(40), "GGUF version 1\n    expected  version 2 or 3\n"),
         (
             b"GGUF\x03\0\0\0" + b"\xff" * 16,
-            "the header goes on after the last byte, 24\n    expected  a complete",
+            "the header continues after the last byte, 24\n    expected  a complete",
         ),
     ],
 )

@@ -310,7 +310,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
 def test_shards_without_an_index(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")
     assert message(tmp_path) == (
-        "which safetensors files belong to the model cannot be told\n"
+        "it is unknown which safetensors files belong to the model\n"
         f"  - the directory {tmp_path} holds model-00001-of-00002.safetensors\n"
         "    expected  model.safetensors, or shards listed in model.safetensors.index.json\n"
         "    fix       copy the index along with the shards, or name a single file model.safetensors"

@@ -35,7 +35,7 @@ def with_entries(path: Path, **entries: object) -> None:
     [
         ({"num_attention_heads": 0}, "modulo by zero"),
         ({"architectures": [5]}, "architectures is [5]"),
-        ({"architectures": "LlamaForCausalLM"}, "expected  a list of names of classes"),
+        ({"architectures": "LlamaForCausalLM"}, "expected  a list of class names"),
         ({"load_in_4bit": "yes"}, "load_in_4bit is 'yes'\n    expected  true or false"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": "yes"}},
@@ -43,7 +43,7 @@ def with_entries(path: Path, **entries: object) -> None:
         ),
         ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000\n    expected  a number of at most 2000"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"num_hidden_layers": 1000}, "num_hidden_layers 1000\n    expected  layers of the 21 tensors beside it"),
+        ({"num_hidden_layers": 1000}, "num_hidden_layers 1000\n    expected  at most one layer for each of the 21 tensors beside it"),
         ({"attention_dropout": -5}, "attention_dropout is -5\n    expected  a number from 0 to 1"),
         ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
         ({"rope_theta": 0}, "rope_theta is 0"),
@@ -101,11 +101,11 @@ def test_a_config_of_more_modules_than_a_model_has(tmp_path):
         ("[1]", "generation_config.json: a JSON list"),
         ("{", "generation_config.json is not JSON"),
         ('{"max_new_tokens": -1}', "max_new_tokens"),
-        ('{"eos_token_id": "x"}', "eos_token_id is 'x'\n    expected  ids of tokens"),
+        ('{"eos_token_id": "x"}', "eos_token_id is 'x'\n    expected  token ids"),
         (f'{{"pad_token_id": {10**19}}}', "pad_token_id is 10000000000000000000"),
         ('{"output_hidden_states": []}', "output_hidden_states is []"),
         ('{"min_length": "0"}', "min_length is '0'\n    expected  a number"),
-        ('{"bad_words_ids": "x"}', "expected  lists of ids of tokens"),
+        ('{"bad_words_ids": "x"}', "expected  lists of token ids"),
     ],
 )
 def test_generation_config(model, text, words):
@@ -139,7 +139,7 @@ def test_weights_that_are_no_real_numbers(model, dtype):
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"].to(dtype)
     save_file(weights, model / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"stored as .*, which is no dtype of weights"):
+    with pytest.raises(CheckpointError, match=r"stored as .*, which is not a dtype of weights"):
         open_checkpoint(model)
 
 
@@ -167,7 +167,7 @@ def test_an_alignment_that_ggml_refuses(tmp_path, alignment):
 def test_an_array_that_ends_after_the_file(tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(gguf([struct.pack("<Q", 1) + b"x" + struct.pack("<IIQ", 9, 4, 1 << 60)]))
-    with pytest.raises(CheckpointError, match="the header goes on after the last byte"):
+    with pytest.raises(CheckpointError, match="the header continues after the last byte"):
         read_headers(path)
 
 

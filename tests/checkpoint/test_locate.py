@@ -77,7 +77,7 @@ def test_a_missing_path_names_its_neighbours(tmp_path: Path) -> None:
     ("tail", "fix"),
     [
         ("zzz", "nothing in {0} has a similar name: check the path"),
-        ("no/zzz", "{0}/no is not a directory that exists either: check the path"),
+        ("no/zzz", "{0}/no is not an existing directory either: check the path"),
     ],
 )
 def test_a_missing_path_without_neighbours(tmp_path: Path, tail: str, fix: str) -> None:

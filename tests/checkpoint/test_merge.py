@@ -579,7 +579,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(tmp_pa
 def test_an_output_that_is_taken(base: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert refused(UsageError, merge_adapter, tmp_path, tmp_path / "file") == (
-        "the output directory is taken\n"
+        "the output directory already exists\n"
         f"  - --output {tmp_path}/file: a file\n"
         "    expected  a directory that does not exist yet, or an empty one\n"
         "    fix       give another one, or remove it first"

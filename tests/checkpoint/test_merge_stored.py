@@ -215,14 +215,14 @@ def test_a_gguf_file_of_another_format_is_refused(
         merge_adapter(adapter, tmp_path / "model.gguf", **more)
     (problem,) = caught.value.problems
     assert problem.given.endswith(given)
-    assert problem.expected == "a type of GGUF for a GGUF file"
+    assert problem.expected == "a GGUF type for a GGUF file"
 
 
 def test_a_file_that_is_there_is_kept(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"mine")
     (tmp_path / "folder.gguf").mkdir()
     for name, kind in (("model.gguf", "a file"), ("folder.gguf", "a directory")):
-        with pytest.raises(UsageError, match="the output file is taken") as caught:
+        with pytest.raises(UsageError, match="the output file already exists") as caught:
             merge_adapter(adapter, tmp_path / name)
         assert caught.value.problems[0].given.endswith(f"{name}: {kind}")
         assert caught.value.problems[0].expected == "a file that does not exist yet"
@@ -239,7 +239,7 @@ def test_what_llama_cpp_alone_writes_is_said_with_what_to_type(
     with pytest.raises(UsageError, match=r"q4_k_m is written by llama\.cpp alone") as caught:
         merge_adapter(adapter, tmp_path / "my model.gguf", stored="q4_k_m")
     (problem,) = caught.value.problems
-    first, second = (shlex.split(each) for each in problem.fix.partition("where it is: ")[2].split("&&"))
+    first, second = (shlex.split(each) for each in problem.fix.partition("that has it: ")[2].split("&&"))
     dense, final = str(tmp_path / "my model-f32.gguf"), str(tmp_path / "my model.gguf")
     assert second == ["llama-quantize", dense, final, "Q4_K_M"]
     assert main(first[1:]) == 0  # what it says to type runs
@@ -260,7 +260,7 @@ def test_llama_quantize_writes_the_file_where_it_is_installed(
     monkeypatch.setenv("PATH", str(programs))
     program(programs, "shutil.copy(sys.argv[1], sys.argv[2]); assert sys.argv[3:] == ['Q4_K_M']")
     report = merge_adapter(adapter, tmp_path / "model.gguf", stored="q4_k_m")
-    assert report.notes[0] == "q4_k_m is a mixture of llama-quantize's: 12 in f32"
+    assert report.notes[0] == "llama-quantize has mixed types for q4_k_m: 12 in f32"
     assert report.median_error < 1e-4  # that of what the program wrote: float32
     program(programs, "print('no such type'); sys.exit(3)")
     with pytest.raises(SaveError, match="llama-quantize has failed") as caught:

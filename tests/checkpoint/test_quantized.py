@@ -377,7 +377,7 @@ def test_awq_that_is_not_read_is_refused_without_weights(
 ) -> None:
     path = checkpoint(tmp_path, in_awq(32, {}), AWQ | said)
     version = said.get("version", said.get("backend", "gemm")).lower()
-    text = f"quantized by awq of {said.get('bits', 4)} bits in version {version}: 4 bits in version gemm are read"
+    text = f"quantized by awq of {said.get('bits', 4)} bits in version {version}: isotype reads 4 bits in version gemm"
     refused_with_and_without_weights(path, text, capsys)
 
 
@@ -426,7 +426,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "two scales": (fp8(("weight_scale", ONE), ("weight_scale_inv", ONE)), BLOCKS, "weight_scale, weight_scale_inv: one scale is expected"),
     "another shape": (fp8(("weight_scale", ROWS)), BLOCKS, "weight_scale of shape [3, 1] for a weight of shape [64, 96]; config.json says one by block 128x128 or row or tensor"),
     "blocks of no config": (fp8(("weight_scale_inv", torch.ones(4, 4))), None, "weight_scale_inv of shape [4, 4] for a weight of shape [64, 96]; config.json says one by row or tensor"),
-    "a scale of int8": (fp8(("weight_scale", torch.ones(1, dtype=torch.int8))), BLOCKS, "weight_scale of I8, which numbers are not scaled by"),
+    "a scale of int8": (fp8(("weight_scale", torch.ones(1, dtype=torch.int8))), BLOCKS, "weight_scale of I8, which is not a dtype of scales for numbers"),
     "zero points of FP8": (fp8(("weight_scale", ONE), ("weight_zero_point", ONE)), COMPRESSED, "weight_zero_point of shape [1] F32 for scales [1]"),
     "an order of columns": (fp8(("weight_scale", ONE), ("weight_g_idx", ONE)), COMPRESSED, "weight_g_idx, which is not used to read numbers"),
     "a global scale": (fp8(("weight_scale", ONE), ("weight_global_scale", ONE)), COMPRESSED, "weight_global_scale, which is not used to read numbers"),
@@ -435,7 +435,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "int8 without a scale": (fp8(dtype=torch.int8), None, "int8 codes without a scale"),
     "int8 without a config": (fp8(("weight_scale", ONE), dtype=torch.int8), None, "stored in I8, where config.json says numbers of 8 bits"),
     "no group": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:.*"]}, "no group covers it in the config_groups Linear"),
-    "no regular expression": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:("]}, "target re:( is no regular expression"),
+    "no regular expression": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:("]}, "target re:( is not a regular expression"),
     "order of activations": (fp8(("weight_scale", ONE)), group(num_bits=8, type="float", actorder="group", format="float-quantized"), "columns in the order of activations (actorder: group)"),
     "another type": (fp8(("weight_scale", ONE)), group(num_bits=8, type="int", format="int-quantized"), "stored in F8_E4M3, where config.json says integers of 8 bits"),
     "another format": (fp8(("weight_scale", ONE)), COMPRESSED | {"format": "pack-quantized"}, "stored in F8_E4M3, where config.json says nothing of 8 bits"),
@@ -451,7 +451,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "bitsandbytes without a config": (fp8(("SCB", ONE), dtype=torch.int8), None, "int8 with SCB, while config.json does not name bitsandbytes"),
     "bitsandbytes of another kind": (fp8(("weight.absmax", ONE), ("weight.quant_map", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True}, "where config.json says fp4"),
     "bitsandbytes, not complete": (fp8(("weight.absmax", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4 without quant_map"),
-    "awq of 3 bits": (in_awq(32, {}), AWQ | {"bits": 3}, "quantized by awq of 3 bits in version gemm: 4 bits in version gemm are read"),
+    "awq of 3 bits": (in_awq(32, {}), AWQ | {"bits": 3}, "quantized by awq of 3 bits in version gemm: isotype reads 4 bits in version gemm"),
     **{
         f"awq, {version}": (in_awq(32, {}), AWQ | {"version": version}, f"quantized by awq of 4 bits in version {version}: 4 bits")
         for version in ("gemv", "gemv_fast", "marlin")

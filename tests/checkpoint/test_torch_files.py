@@ -175,7 +175,7 @@ def test_a_file_that_torch_did_not_write(tmp_path):
 def test_torch_files_without_their_index(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
     assert refused(tmp_path) == (
-        "which files belong to the model cannot be told\n"
+        "it is unknown which files belong to the model\n"
         f"  - pytorch_model-00001-of-00002.bin in {tmp_path}\n"
         "    expected  model.safetensors, pytorch_model.bin, or the index of shards of either\n"
         "    fix       copy the index along with the shards, or give one file itself"

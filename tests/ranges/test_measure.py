@@ -207,7 +207,7 @@ def test_what_a_checkpoint_may_lack_is_said(tmp_path: Path, monkeypatch: pytest.
     with quiet():
         ranges = isotype.measure_ranges(path)
     assert ranges.notes == (
-        "loaded whole, not block by block: it has no score.weight, which transformers draws",
+        "loaded whole, not block by block: it has no score.weight, which transformers draws at random",
     )
     assert ranges.by_module["model.layers.1"].gradient > 0
 

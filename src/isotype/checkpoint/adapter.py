@@ -247,7 +247,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:
         what = "is neither in the base nor in the adapter"
-        expected = "every weight of the model: without this one its outputs differ at each load"
+        expected = "every weight of the model: a missing weight is drawn at random at each load"
         raise _incompatible(adapter, model, [Problem(f"{name} {what}", expected, _LOST) for name in lost])
     config = copy.deepcopy(adapter.config)
     method = getattr(config, "init_lora_weights", None)
@@ -406,7 +406,7 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
         if isinstance(value, str) and not (
             value.isprintable() and all(len(part.encode()) < 256 for part in value.split("/"))
         ):
-            expected = "the name of a model or a revision, in letters that can be printed"
+            expected = "the name of a model or a revision, in printable characters"
             yield Problem(f"{path}: {name} is {value!r:.80}", expected, _AGAIN)
 
 

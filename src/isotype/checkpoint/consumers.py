@@ -68,8 +68,8 @@ CONSUMERS: Mapping[str, Consumer] = {
     "vllm": Consumer(
         {
             "use_dora": "vLLM has no DoRA",
-            "modules_to_save": "vLLM loads no copies of whole modules",
-            "trainable_token_indices": "vLLM loads no trained tokens",
+            "modules_to_save": "vLLM does not load modules that were trained whole",
+            "trainable_token_indices": "vLLM does not load trained tokens",
         },
         unplaced="ignored",
         stacked=("unknown", "vLLM loads stacked adapters only of the models that it lists"),
@@ -124,8 +124,10 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
     adapter, rules = read_adapter(directory), CONSUMERS[consumer]
     source = adapter.base if model is None else model
     if source is None:
-        expected, fix = "a model to place its tensors in", f"--for {consumer} MODEL"
-        raise UsageError.of("no base model", f"the adapter {directory}, which names none", expected, fix)
+        expected, fix = "the model that the program loads", f"--for {consumer} MODEL"
+        raise UsageError.of(
+            "no base model", f"the adapter {directory}, whose config names no base model", expected, fix
+        )
     checkpoint = open_checkpoint(source, adapter.revision if model is None else None)
     base = skeleton(config_of(checkpoint), torch.float32)
     judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _zeros(adapter))

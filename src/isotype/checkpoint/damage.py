@@ -74,7 +74,7 @@ class Sums:
 
     rows: int = 0
     columns: int = 0
-    damage: dict[str, float] = field(default_factory=dict)
+    damage: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MEASURED, 0.0))
     error: dict[str, float] = field(default_factory=dict)
     squares: torch.Tensor | None = None
     tokens: int = 0
@@ -144,18 +144,14 @@ class Layers:
         sums.squares = gradients @ squares + (0 if sums.squares is None else sums.squares)
         sums.tokens += int((gradients > 0).sum())  # a padded token has none
         moments = read_moments(sums.moments)
-        damage = dict.fromkeys(MEASURED, 0.0)
-        error = dict.fromkeys(MEASURED, 0.0)
+        sums.error = dict.fromkeys(MEASURED, 0.0)
         for rows in pieces(*weight.shape):
             part = weight[rows]
             fisher = above[:, rows].T @ squares
             for form in MEASURED:
                 off = rounded(part, form, moments, exact=False).sub_(part).square_()
-                error[form] += float(off.sum())
-                damage[form] += 0.5 * float(torch.dot(off.view(-1), fisher.view(-1)))
-        for form in MEASURED:
-            sums.damage[form] = sums.damage.get(form, 0.0) + damage[form]
-        sums.error = error
+                sums.error[form] += float(off.sum())
+                sums.damage[form] += 0.5 * float(torch.dot(off.view(-1), fisher.view(-1)))
 
     @contextmanager
     def rounding(self, form: str) -> Iterator[None]:
@@ -381,9 +377,9 @@ def _of_signs(
     """Return a gradient u of the logits such that E[u uᵀ] is the Fisher information of each next-token distribution.
 
     For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1, E[u uᵀ] = (diag r - p rᵀ)(diag r
-    - r pᵀ) = diag p - p pᵀ, as for the gradient (one-hot of y) - p of ln p(y) with y sampled from p. If a model is
-    certain, as trained models are, the latter is mostly near 0 and rarely large; signs vary less. Curvature from random
-    signs through one backward: Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
+    - r pᵀ) = diag p - p pᵀ, as for the gradient (one-hot of y) - p of ln p(y) with y sampled from p. The gradient of
+    ln p(y) is mostly near 0 and rarely large if a model is certain, as trained models are; signs vary less. Curvature
+    from random signs through one backward: Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.

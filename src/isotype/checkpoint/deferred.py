@@ -113,7 +113,7 @@ class DeferredBlocks:
         }
 
     def as_stored(self, name: str) -> torch.Tensor:
-        """Return the tensor `name`, one of `stored_otherwise`, with the values and dtype of the file."""
+        """Return a tensor of `stored_otherwise` with the values and the dtype that it has in the files."""
         source, files = self._plain[name], MappedFiles()
         values = {tensor.name: files.tensor(tensor.weight) for tensor, _ in source.tensors}
         return converted(self._model, source, values)[name]

@@ -96,7 +96,7 @@ def check_exportable(config: Any) -> Architecture:
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None and getattr(config, "vision_config", None) is not None:
-        expected = "a model of text alone: llama.cpp reads towers and projectors from a second file (mmproj), which is not written here"
+        expected = "a text-only model: llama.cpp reads towers and projectors from a second file (mmproj), which isotype does not write"
         raise _refused(f"a model of the type {config.model_type}, which takes pictures", expected)
     if architecture is None:
         raise _refused(f"a model of the type {config.model_type}", f"one of {', '.join(ARCHITECTURES)}")
@@ -109,7 +109,7 @@ def check_exportable(config: Any) -> Architecture:
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
         raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
     if not getattr(text, "norm_topk_prob", True):
-        expected = "true: llama.cpp lets the scores of a token's experts sum to 1"
+        expected = "true: llama.cpp always scales the scores of a token's experts to the sum 1"
         raise _refused("norm_topk_prob false", expected)
     return architecture
 
@@ -310,8 +310,8 @@ def require_program(kind: str, adapter: Path, output: Path) -> None:
     )
     what = f"--gguf {kind}, and no {PROGRAM} on the PATH"
     expected = f"{PROGRAM} of https://github.com/ggml-org/llama.cpp, or a type that is written without it (--gguf q8_0, q4_0)"
-    fix = f"put it on the PATH; or, where it is: {' && '.join(map(shlex.join, commands))}"
-    raise UsageError.of(f"{kind} is written by llama.cpp alone", what, expected, fix)
+    fix = f"put it on the PATH; or on a machine that has it: {' && '.join(map(shlex.join, commands))}"
+    raise UsageError.of(f"only llama.cpp writes {kind}", what, expected, fix)
 
 
 def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
@@ -325,7 +325,7 @@ def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
         raise SaveError.of(f"{PROGRAM} has failed", failure, "exit status 0", fix)
     counts = Counter(tensor.dtype_name.lower() for tensor in read_headers(output).tensors)
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-    return [f"{kind} is a mixture of {PROGRAM}'s: {types}"]
+    return [f"{PROGRAM} has mixed types for {kind}: {types}"]
 
 
 # llama.cpp's names of pre-tokenizers by their regular expression (llama-vocab.cpp).

@@ -56,8 +56,8 @@ def load(
     Quantized, pinned and plain weights have the policy's dtypes; a checkpoint saved quantized keeps its quantization
     states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base, and at the
-    commit, that its adapter_config.json names. Trained values are not rounded, and can be trained further; `enforce`,
+    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model and
+    commit that its adapter_config.json names. Trained values are not rounded, and can be trained further; `enforce`,
     `fuse` and PEFT's methods work as after `add_lora`. All models are in evaluation mode.
 
     Args:

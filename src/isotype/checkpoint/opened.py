@@ -64,10 +64,6 @@ class Checkpoint:
     revision: str | None = None
 
     @property
-    def on_hub(self) -> bool:
-        return isinstance(self.source, str)
-
-    @property
     def gguf(self) -> bool:
         """True if the checkpoint is a GGUF file, whose config is in its metadata."""
         return self.files is not None and self.files.suffix == ".gguf"
@@ -125,7 +121,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > len(headers.tensors):  # building so many layers may take hours
         what = f"{source / 'config.json'}: num_hidden_layers {layers}"
-        expected = f"layers of the {len(headers.tensors)} tensors beside it"
+        expected = f"at most one layer for each of the {len(headers.tensors)} tensors beside it"
         fix = "take config.json and the weights from the same save of the model"
         raise CheckpointError.of(f"{source}: config.json contradicts the weights", what, expected, fix)
     facts = facts_of_config(str(source), config, headers)
@@ -154,7 +150,7 @@ def downloaded(checkpoint: Checkpoint) -> Checkpoint:
 
 def require_weights(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a local checkpoint has no weights; a model on the hub is assumed to have weights."""
-    if checkpoint.files is None and not checkpoint.on_hub:
+    if checkpoint.files is None and not isinstance(checkpoint.source, str):
         raise _without_weights(checkpoint)
 
 
@@ -211,7 +207,7 @@ def require_readable(directory: Path) -> None:
             except CheckpointError as error:
                 wrong.append((path, error.problems[0].given if error.problems else error.headline))
         elif path.suffix in _ARCHIVES and not zipfile.is_zipfile(path):
-            wrong.append((path, "it does not end as torch.save ends a file"))
+            wrong.append((path, "its end is not that of a torch.save file"))
     if wrong:
         expected, fix = "the file as it was written", "check the disk, or give another one"
         problems = [Problem(f"{path}: {why}", expected, fix) for path, why in wrong]
@@ -332,7 +328,7 @@ def _missing(text: str) -> Problem:
         return Problem("model ''", expected, "give a model")
     parent = _local(str(Path(text).parent))
     if parent is None or not parent.is_dir():
-        fix = f"{Path(text).parent} is not a directory that exists either: check the path"
+        fix = f"{Path(text).parent} is not an existing directory either: check the path"
     elif near := difflib.get_close_matches(Path(text).name, {path.name for path in parent.iterdir()}, n=3):
         fix = f"did you mean {' or '.join(str(parent / name) for name in near)}?"
     else:

@@ -138,7 +138,7 @@ def with_storage_reason(policy: PrecisionPolicy, reason: str) -> PrecisionPolicy
 def _cached_or_measured(
     kind: type[Measurement], checkpoint: Checkpoint, measure: Callable[[], Measurement] | None
 ) -> Measurement | None:
-    """Return a checkpoint's cached measurement, or a new one; None if its weights are not local, or `measure` is None."""
+    """Return a checkpoint's cached measurement, else the result of `measure`; None if the weights are not local."""
     if checkpoint.fingerprint is None:
         return None
     cached = read_measurement(kind, checkpoint.fingerprint)
@@ -180,13 +180,13 @@ def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
 def save_measurement(measurement: Ranges | Damages) -> Path:
     """Cache a measurement under its `key`; raise ValueError for a model in memory, SaveError if the write fails."""
     if not measurement.key:
-        raise ValueError(f"a model in memory has no key to keep its {measurement.subject} under")
+        raise ValueError(f"a model in memory has no key to cache its {measurement.subject} under")
     path = _path(type(measurement), measurement.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return measurement.save(path)
     except OSError as error:
-        headline, what = f"the measurement of {measurement.subject} cannot be kept", f"{path}: {error}"
+        headline, what = f"the measurement of {measurement.subject} cannot be cached", f"{path}: {error}"
         expected = "a folder that can be written"
         raise SaveError.of(headline, what, expected, f"set ISOTYPE_CACHE to {expected}") from error
 
@@ -196,7 +196,7 @@ def saved_or_noted(measurement: Measurement) -> Measurement:
     try:
         save_measurement(measurement)
     except SaveError as error:
-        note = f"it was not kept: {error.problems[0].given}"
+        note = f"it was not cached: {error.problems[0].given}"
         return replace(measurement, notes=(*measurement.notes, note))
     return measurement
 

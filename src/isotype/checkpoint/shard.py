@@ -83,7 +83,7 @@ def load_sharded(
     config = copy.deepcopy(config_of(checkpoint))
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.source}, saved in {saved}, over {mesh.size()} processes"
-        expected = "float weights: every process can read its rows of them"
+        expected = "float weights: each process reads only its rows"
         fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
         raise PrecisionError.of("a quantized checkpoint cannot be loaded sharded", what, expected, fix)
     forget_quantization(config)  # the weights are dequantized while they are read

@@ -44,9 +44,9 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
     if tensor.weight.dtype is None and tensor.problem is None:
         return unpack_blocks(tensor.weight, read(tensor.weight))
     if scheme is None:
-        what = f"{tensor.weight.name} ({tensor.form}), which stays quantized, in a layer that is not"
+        what = f"{tensor.weight.name} ({tensor.form}), which stays quantized, in a dense layer"
         problem = tensor.problem or Problem(what, *EXPECTED)
-        raise CheckpointError("a weight whose values are not read", [problem])
+        raise CheckpointError("a weight that isotype cannot dequantize", [problem])
     codes, scales = read(tensor.weight), read(scheme.scale)
     if scheme.kind == "blocks":
         return mxfp4.unpack(codes, scales, dtype, True)

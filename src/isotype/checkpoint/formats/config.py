@@ -84,16 +84,16 @@ _ENTRIES = (
     Entry(r".*(dropout|dropout_prob|pdrop)", low=0, high=1),
     Entry(r"max_position_embeddings|n_positions", low=1, high=2**31),
     Entry(r"rope_theta", low=1e-6),
-    Entry(r"architectures", list[str] | None, "a list of names of classes"),
+    Entry(r"architectures", list[str] | None, "a list of class names"),
     Entry(_FLAGS, bool),
     _OUTPUTS,
     Entry(r"return_dict", Literal[True], "true"),
 )
 _GENERATION = (
     _OUTPUTS,
-    Entry(r".*_token_id", int | list[int] | None, "ids of tokens", low=-(2**31), high=2**31),
-    Entry(r".*suppress_tokens", list[int] | None, "ids of tokens"),
-    Entry(r"bad_words_ids", list[list[int]] | None, "lists of ids of tokens"),
+    Entry(r".*_token_id", int | list[int] | None, "token ids", low=-(2**31), high=2**31),
+    Entry(r".*suppress_tokens", list[int] | None, "token ids"),
+    Entry(r"bad_words_ids", list[list[int]] | None, "lists of token ids"),
     Entry(r"(min_|max_|top_|temp).*", float | bool | None, "a number"),
 )
 
@@ -191,7 +191,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
             "the config does not fit its model class",
             f"{source}: {what}" if source else what,
             "a config that the class can be built from",
-            "take config.json and transformers as the checkpoint was published with",
+            "take the config.json and the transformers version that the checkpoint was published with",
         ) from error
     finally:
         counting.remove()
@@ -260,7 +260,7 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
             config = pretrained(AutoConfig, scratch, gguf_file=copy.name)
     except (*BUILD_ERRORS, StrictDataclassError) as error:
         what, expected = f"{path}: {error}", "an architecture that transformers reads from GGUF"
-        fix = "use the config.json of the model it was made from"
+        fix = "use the config.json of the model that the file was converted from"
         raise CheckpointError.of("transformers cannot read this GGUF file", what, expected, fix) from error
     config.name_or_path = str(path.parent)
     width = headers.metadata.get(f"{headers.architecture}.expert_feed_forward_length")

@@ -42,7 +42,7 @@ def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
         try:
             return _parse(data, path)
         except (struct.error, OverflowError) as error:  # OverflowError: an offset beyond any file's size
-            what = f"the header goes on after the last byte, {len(data)}"
+            what = f"the header continues after the last byte, {len(data)}"
             raise broken(path, what, "a complete file") from error
         except UnicodeDecodeError as error:
             raise broken(path, f"a name that is not UTF-8 ({error})", "UTF-8") from error
@@ -87,7 +87,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
 def _entries(
     data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, offset, offset after the value) of each metadata entry, and add its value to `metadata` if no array."""
+    """Yield (key, offset, offset after the value) of each metadata entry, and add values except arrays to `metadata`."""
     at = 24
     for _ in range(count):
         begin = at
@@ -97,7 +97,7 @@ def _entries(
             raise broken(path, f"metadata {key!r} twice", "each key once")
         at = _value(data, at + 4, kind, key, metadata, path)
         if at > len(data):  # arrays are skipped unread, but transformers reads them later
-            raise struct.error("an array goes on after the last byte")
+            raise struct.error("an array continues after the last byte")
         yield key, begin, at
 
 

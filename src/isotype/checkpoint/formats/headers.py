@@ -151,7 +151,7 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
         raise CheckpointError.of("more than one GGUF file", what, "one GGUF file", f"give one: {ggufs[0]}")
     stray = sorted(directory.glob("*.safetensors"))
     if stray:
-        headline = "which safetensors files belong to the model cannot be told"
+        headline = "it is unknown which safetensors files belong to the model"
         expected = "model.safetensors, or shards listed in model.safetensors.index.json"
         fix = "copy the index along with the shards, or name a single file model.safetensors"
         raise CheckpointError.of(headline, f"the directory {directory} holds {_listed(stray)}", expected, fix)
@@ -179,7 +179,7 @@ def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
     path, what = files[0], f"{_listed(files)} in {files[0].parent}"
     if path.name != "adapter_model.bin":
         return CheckpointError.of(
-            "which files belong to the model cannot be told",
+            "it is unknown which files belong to the model",
             what,
             "model.safetensors, pytorch_model.bin, or the index of shards of either",
             "copy the index along with the shards, or give one file itself",

@@ -183,7 +183,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
     saved = getattr(getattr(model, "config", None), "architectures", None) or ()
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and saved and type(model).__name__ not in saved and not name.startswith(f"{prefix}."):
-        return f"the checkpoint is a {saved[0]}: {type(model).__name__} starts this part from fresh values"
+        return f"the checkpoint is a {saved[0]}: {type(model).__name__} draws new values for this part"
     return ""
 
 
@@ -236,7 +236,7 @@ def _unread(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[t
             stored = STORED.get(tensor.weight.dtype_name, "float")
             what = f"{stored} codes without a scale"
             if stored == "bool":
-                what = "stored as bool, which is no dtype of weights"
+                what = "stored as bool, which is not a dtype of weights"
             if tensor.problem is not None:
                 yield tensor, tensor.problem
             elif real and "float" not in stored and not tensor.quantized:
@@ -293,7 +293,7 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
         first = by_name[names[0]]
         yield Problem(
             f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} has no place for",
-            "tensors of the model, or of another class of it: omitted ones change the model",
+            "only tensors that a class of this model uses: leaving out the others changes the model",
             f"{_SAME_PLACE}, or remove them from the file",
         )
 
@@ -308,7 +308,7 @@ def _missing_problems(match: Match) -> Iterator[Problem]:
             fix = f"{near.weight.file.name} has {near.weight.name} of this shape: {rename}, or {again}"
         else:
             fix = (
-                f"{again}; if it is meant to start from fresh values, load the model with transformers and "
+                f"{again}; if it should start from new random values, load the model with transformers and "
                 "save_pretrained() it"
             )
         noun = "a tensor" if len(names) == 1 else "tensors"

@@ -153,7 +153,7 @@ def _check_awq(quantization: Mapping[str, Any]) -> None:
     version = "llm-awq" if legacy else quantization.get("version") or quantization.get("format") or "gemm"
     version = _word(version)
     bits = quantization.get("bits", quantization.get("w_bit", 4))
-    said = f"quantized by awq of {bits!r} bits in version {version}: 4 bits in version gemm are read"
+    said = f"quantized by awq of {bits!r} bits in version {version}: isotype reads 4 bits in version gemm"
     _require(bits == 4 and version == "gemm", said)
 
 
@@ -216,7 +216,7 @@ def _require_plain(weight: TensorHeader, method: str) -> None:
         _require(plain, f"{STORED[weight.dtype_name]} codes without a scale")
     else:
         gguf = weight.file.suffix == ".gguf"
-        _require(gguf, f"stored as {weight.dtype_name}, which is no dtype of weights")
+        _require(gguf, f"stored as {weight.dtype_name}, which is not a dtype of weights")
         blocks = f"{weight.dtype_name} blocks, which the library gguf does not dequantize"
         _require(unpackable(weight.dtype_name), blocks)
 
@@ -245,7 +245,7 @@ def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
     scale, shape = constants[0], weight.shape
     fits = len(shape) > 2 and shape[-1] == 16 and scale.shape == shape[:-1] and len(constants) == 1
     what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"
-    _require(fits and weight.dtype_name == scale.dtype_name == "U8", f"{what}: mxfp4 has 16 bytes to a scale")
+    _require(fits and weight.dtype_name == scale.dtype_name == "U8", f"{what}: mxfp4 has 16 bytes per scale")
     return Scheme("blocks", (*shape[:-3], shape[-2] * 32, shape[-3]), scale)
 
 
@@ -316,7 +316,7 @@ def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, 
     allowed = _FLOATS | (_EXPONENTS if options.exponents else frozenset())
     if kind == "pairs":
         allowed = frozenset({"F8_E4M3"}) if second is not None else _EXPONENTS
-    what = f"{scale.name} of {scale.dtype_name}, which {kind} are not scaled by"
+    what = f"{scale.name} of {scale.dtype_name}, which is not a dtype of scales for {kind}"
     _require(scale.dtype_name in allowed, what)
     if second is not None:
         what = f"{second.name} of shape {list(second.shape)} {second.dtype_name}: one number is expected"
@@ -434,7 +434,7 @@ def _matches(target: str, module: str) -> bool:
     try:
         return re.match(target.removeprefix("re:"), module) is not None
     except re.error as error:
-        raise UnreadableError(f"target {target} is no regular expression ({error})") from error
+        raise UnreadableError(f"target {target} is not a regular expression ({error})") from error
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:

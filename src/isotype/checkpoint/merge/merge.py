@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shlex
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -223,7 +222,7 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
     stored = facts.trained_dtype if facts.trained_dtype in COMPUTE_DTYPES else None
     if adapter.policy is None:
         if stored is None:
-            return torch.float32, "neither the adapter nor the base says what it was trained in"
+            return torch.float32, "neither the adapter nor the base names the dtype of the training"
         return stored, "the base checkpoint's; the adapter has no precision_policy.json"
     compute = adapter.policy.compute
     if compute == torch.float16 and stored not in (None, torch.float16):
@@ -237,12 +236,12 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
     if is_file(output) and (stored in QUANTIZATIONS or (stored is None and dtype != "auto")):
         flags = f"--dtype {name}" if stored is None else f"--quantization {stored}"
         fix = "give --gguf f16, bf16, q8_0, …; or an --output without .gguf, for a directory"
-        problem = Problem(f"--output {output} and {flags}", "a type of GGUF for a GGUF file", fix)
+        problem = Problem(f"--output {output} and {flags}", "a GGUF type for a GGUF file", fix)
     elif stored is not None and stored not in FORMATS:
         problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")
     elif stored in GGUF_TYPES and dtype != "auto":
         flags = f"--dtype {name} and --gguf {stored}"
-        problem = Problem(flags, "one of the two: a type of GGUF is a dtype", "leave --dtype out")
+        problem = Problem(flags, "only one of the two: a GGUF type is a dtype", "leave --dtype out")
     if problem is not None:
         raise UsageError("no such way to store a merged model", [problem])
 
@@ -291,8 +290,7 @@ def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tu
         original = resolve_precision(str(adapter.base), "float32", device="cpu", revision=adapter.revision)
     forms = [Candidate(f"{base}--quantization nf4", "nf4", 4.5, original)]
     forms.append(Candidate("--quantization int8", "int8", 8, policy))
-    with suppress(UsageError):
-        check_exportable(config_of(checkpoint))
+    if is_exportable(config_of(checkpoint)):
         forms.append(Candidate("--gguf q8_0", "q8_0", 8.5, policy))
     wide = torch.bfloat16 if policy.plain == torch.float32 else policy.plain
     sixteen = dtype_name(target if target in (torch.bfloat16, torch.float16) else wide)
@@ -315,7 +313,7 @@ def _require_change(report: MergeReport, back: bool) -> None:
         raise CheckpointError.of(
             f"a merge into {report.stored} would lose what was learned",
             "; ".join(filter(None, (keeps, lost))),
-            f"a form that keeps {share(ENOUGH)}",
+            f"a format that keeps {share(ENOUGH)}",
             f"merge with {report.cheapest or '--dtype float32'}{original}; or keep the adapter separate from its base: "
             f"isotype chat {shlex.quote(str(report.adapter))}; nothing was written",
         )
@@ -343,7 +341,7 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
     if trained is not None and quantized_on.split(":")[0] != policy.device.split(":")[0]:
         cautions.append(
             f"the base was quantized on {trained.device} in training and on {policy.device} here: a weight halfway "
-            "between two codes may have taken the other one"
+            "between two codes may have the other code now"
         )
     if adapter.policy is None and own_base:
         as_stored = f"the base was taken as it is stored, in {policy.storage}"

@@ -49,7 +49,9 @@ def check_output(output: Path) -> None:
     file = is_file(output)
     if why := why_unusable(output.parent):
         what, fix = f"--output {output}: {why}", "give another one"
-        raise UsageError.of("cannot write to the output directory", what, "a directory that can be made", fix)
+        raise UsageError.of(
+            "cannot write to the output directory", what, "a directory that can be created", fix
+        )
     if output.is_dir() and not file and not any(output.iterdir()):
         return
     if output.exists():
@@ -57,7 +59,7 @@ def check_output(output: Path) -> None:
         what = "file" if file else "directory"
         expected = f"a {what} that does not exist yet" + ("" if file else ", or an empty one")
         fix = "give another one, or remove it first"
-        raise UsageError.of(f"the output {what} is taken", f"--output {output}: {kind}", expected, fix)
+        raise UsageError.of(f"the output {what} already exists", f"--output {output}: {kind}", expected, fix)
 
 
 def is_file(output: Path) -> bool:
@@ -121,7 +123,7 @@ def write_merged(
         if not getattr(words, "is_fast", False):
             what = "no tokenizer that can be read as tokenizer.json"
             fix = "copy tokenizer.json into the adapter's directory"
-            raise UsageError.of("a GGUF file holds its tokenizer", what, "a fast tokenizer", fix)
+            raise UsageError.of("a GGUF file contains the model's tokenizer", what, "a fast tokenizer", fix)
         name = Path(str(name_of(config))).stem or "model"
         values = chain.from_iterable(part.items() for part in merging.parts())
         tensors = Tensors(config, shapes, values)
