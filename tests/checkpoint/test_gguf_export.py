@@ -17,7 +17,7 @@ from transformers import GgufConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import isotype
-from isotype.checkpoint.export import _LLAMA3, ARCHITECTURES, Tensors, write_tensors
+from isotype.checkpoint.export import _LLAMA3, ARCHITECTURES, write_tensors
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.opened import embedded_file
 from isotype.checkpoint.tokenizer import tokenizer_copy
@@ -110,7 +110,7 @@ def tiny(kind: str, **more: Any) -> Any:
 def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
     """`write_tensors` of a model in memory, on a CPU."""
     parameters = {each: value.data for each, value in model.named_parameters()}  # a shared weight once
-    return write_tensors(Tensors(model.config, parameters, parameters.items()), tokenizer, path, kind, name)
+    return write_tensors(model.config, parameters, parameters.items(), tokenizer, path, kind, name)
 
 
 def read_back(path: Path) -> Any:

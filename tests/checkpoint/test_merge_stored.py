@@ -236,7 +236,7 @@ def test_what_llama_cpp_alone_writes_is_said_with_what_to_type(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match=r"q4_k_m is written by llama\.cpp alone") as caught:
+    with pytest.raises(UsageError, match=r"only llama\.cpp writes q4_k_m") as caught:
         merge_adapter(adapter, tmp_path / "my model.gguf", stored="q4_k_m")
     (problem,) = caught.value.problems
     first, second = (shlex.split(each) for each in problem.fix.partition("that has it: ")[2].split("&&"))

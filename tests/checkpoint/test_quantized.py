@@ -453,7 +453,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "bitsandbytes, not complete": (fp8(("weight.absmax", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4 without quant_map"),
     "awq of 3 bits": (in_awq(32, {}), AWQ | {"bits": 3}, "quantized by awq of 3 bits in version gemm: isotype reads 4 bits in version gemm"),
     **{
-        f"awq, {version}": (in_awq(32, {}), AWQ | {"version": version}, f"quantized by awq of 4 bits in version {version}: 4 bits")
+        f"awq, {version}": (in_awq(32, {}), AWQ | {"version": version}, f"quantized by awq of 4 bits in version {version}: isotype reads 4 bits")
         for version in ("gemv", "gemv_fast", "marlin")
     },
     "awq of llm-awq": (in_awq(32, {}), AWQ | {"backend": "llm-awq"}, "quantized by awq of 4 bits in version llm-awq"),

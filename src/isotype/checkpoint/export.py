@@ -126,16 +126,15 @@ def _refused(what: str, expected: str, headline: str = "this model cannot be exp
     return UsageError.of(headline, what, expected, _FIX)
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """A dense model to write: `shapes` has all parameters by name, without values, in the order of `values`."""
-
-    config: Any
-    shapes: Mapping[str, torch.Tensor]
-    values: Iterable[tuple[str, torch.Tensor]]
-
-
-def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
+def write_tensors(
+    config: Any,
+    shapes: Mapping[str, torch.Tensor],
+    values: Iterable[tuple[str, torch.Tensor]],
+    tokenizer: Any,
+    path: Path,
+    kind: str,
+    name: str,
+) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time; return notes.
 
     Matrices are stored in `kind`; vectors (norms, biases) and routers in float32, like llama.cpp's converter;
@@ -143,6 +142,7 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     instead of blocks. A head that shares the embedding's weight is not written.
 
     Args:
+        shapes: all parameters by name, in the order of `values`; they may be on the meta device.
         kind: f32, f16, bf16 or one of `isotype.core.dtypes.GGUF_BLOCKS`.
         name: the model's name in the file's metadata.
 
@@ -152,22 +152,21 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
     """
     import gguf
 
-    config = tensors.config.get_text_config()
-    architecture = check_exportable(tensors.config)
-    names = _names(tensors.shapes, architecture, config)
-    shapes = dict(chain.from_iterable(_parts(value, names[key]) for key, value in tensors.shapes.items()))
-    factors = _llama3_factors(config)
+    architecture, config = check_exportable(config), config.get_text_config()
+    names = _names(shapes, architecture, config)
+    in_file = dict(chain.from_iterable(_parts(value, names[key]) for key, value in shapes.items()))
+    rows, factors = in_file["token_embd.weight"].shape[0], _llama3_factors(config)
     more = {} if factors is None else {"rope_freqs.weight": factors}
-    all_shapes = {**shapes, **more}
+    in_file |= more
     writer = gguf.GGUFWriter(path, architecture.name)
     writer.add_type("model")
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_numbers(writer, config, architecture)
-    add_tokenizer(writer, tokenizer, shapes["token_embd.weight"].shape[0])
-    kinds = {key: _kind(key, value, kind) for key, value in all_shapes.items()}
-    for key, value in all_shapes.items():
+    add_tokenizer(writer, tokenizer, rows)
+    kinds = {key: _kind(key, value, kind) for key, value in in_file.items()}
+    for key, value in in_file.items():
         stored = getattr(gguf.GGMLQuantizationType, kinds[key])
         block, size = gguf.GGML_QUANT_SIZES[stored]
         # With dtype uint8, the writer would compute another shape from the bytes.
@@ -177,7 +176,7 @@ def write_tensors(tensors: Tensors, tokenizer: Any, path: Path, kind: str, name:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for parameter, value in tensors.values:
+        for parameter, value in values:
             for key, part in _parts(value, names[parameter]):
                 writer.write_tensor_data(_stored(key, architecture.change(key, part, config), kinds[key]))
         for key, value in more.items():

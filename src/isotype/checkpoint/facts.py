@@ -158,18 +158,13 @@ def facts_of_config(
     )
 
 
-def dense_modules(model: Any) -> tuple[str, ...]:
-    """Return `ModelFacts.dense` for a transformers model without adapters."""
-    outside = tuple(Parts(model).outside_of_language())
-    if not outside:
-        return ()
-    from transformers.quantizers.base import HfQuantizer
-
-    return (*outside, *sorted(HfQuantizer.get_modules_to_not_convert(model)))
-
-
-def _of_modules(model: nn.Module) -> dict[str, Any]:
+def _of_modules(model: Any) -> dict[str, Any]:
     """Return the fields of `ModelFacts` that depend only on the model's modules."""
+    dense = tuple(Parts(model).outside_of_language())
+    if dense:
+        from transformers.quantizers.base import HfQuantizer
+
+        dense += tuple(sorted(HfQuantizer.get_modules_to_not_convert(model)))
 
     def gather(patterns: Callable[[Any], Any]) -> tuple[str, ...]:
         return tuple(sorted({name for module in model.modules() for name in patterns(module) or ()}))
@@ -178,7 +173,7 @@ def _of_modules(model: nn.Module) -> dict[str, Any]:
         "architecture": type(model).__name__,
         "pinned": gather(pinned),
         "pinned_strict": gather(pinned_strictly),
-        "dense": dense_modules(model),
+        "dense": dense,
         "routers": any(map(is_router, model.modules())),
     }
 

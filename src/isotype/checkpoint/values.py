@@ -250,19 +250,14 @@ def dequantize(
     for place in list(places(model)):
         if place.kind not in ("linear4bit", "linear8bit"):
             continue
-        linear = dense_on_cpu(place.module, dtype)
+        layer: Any = place.module
+        linear: Any = dense_layer(layer, dtype)
+        if layer.bias is not None:
+            linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
         if not later(place, linear):
-            linear.weight = nn.Parameter(held_weight(place.module, dtype), requires_grad=False)
+            linear.weight = nn.Parameter(held_weight(layer, dtype), requires_grad=False)
         model.set_submodule(place.name, linear)
     _forget_bnb(model)
-
-
-def dense_on_cpu(layer: Any, dtype: torch.dtype) -> Any:
-    """Return `isotype.model.quantized.dense_layer` of a quantized layer, with its bias on the CPU."""
-    linear: Any = dense_layer(layer, dtype)
-    if layer.bias is not None:
-        linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
-    return linear
 
 
 def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -274,7 +269,7 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return `dense_weight` in the layout of the files and of `dense_on_cpu`: transposed to `[in, out]` for Conv1D."""
+    """Return `dense_weight` in the layout of files and dense layers: transposed to `[in, out]` for Conv1D."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.export import Tensors, quantize_by_llama_cpp, write_tensors
+from isotype.checkpoint.export import quantize_by_llama_cpp, write_tensors
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
@@ -126,11 +126,10 @@ def write_merged(
             raise UsageError.of("a GGUF file contains the model's tokenizer", what, "a fast tokenizer", fix)
         name = Path(str(name_of(config))).stem or "model"
         values = chain.from_iterable(part.items() for part in merging.parts())
-        tensors = Tensors(config, shapes, values)
         if stored not in LLAMA_CPP_TYPES:
-            return write_tensors(tensors, words, path, str(stored), f"{name} merged")
+            return write_tensors(config, shapes, values, words, path, str(stored), f"{name} merged")
         whole = directory / "f32.gguf"
-        notes = write_tensors(tensors, words, whole, "f32", f"{name} merged")
+        notes = write_tensors(config, shapes, values, words, whole, "f32", f"{name} merged")
         notes += quantize_by_llama_cpp(whole, path, str(stored))
         whole.unlink()
         return notes
