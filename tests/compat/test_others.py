@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from bitsandbytes.nn import modules
+from transformers.integrations import moe
 from transformers.utils import import_utils
 
 from isotype.compat.accelerate import FORWARD_BEFORE, HOOK, is_prepared, mark_as_skipped, mixed_precision
@@ -24,6 +25,7 @@ from isotype.compat.standard import (
     source_of,
 )
 from isotype.compat.torch import FakeTensorMode
+from isotype.compat.transformers import fakes_taken_for_real
 
 
 def test_what_accelerate_leaves() -> None:
@@ -59,6 +61,24 @@ def test_transformers_still_takes_another_path_for_fake_tensors() -> None:
     """Where this fails, fake tensors are not taken for an export any more, and nothing need be replaced."""
     with FakeTensorMode():
         assert import_utils.is_tracing(torch.ones(1))
+
+
+def test_transformers_asks_for_addresses_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, experts no longer depend on addresses; with torch from 2.11 on, they do not now."""
+    monkeypatch.setattr(moe, "is_torch_less_or_equal", lambda version, **_: version == "2.10.0")
+    asked: list[int] = []
+
+    class Tensor(torch.Tensor):
+        def data_ptr(self) -> int:
+            asked.append(super().data_ptr())
+            return asked[-1]
+
+    tensor = torch.ones(1).as_subclass(Tensor)
+    assert moe._can_use_grouped_mm(tensor, tensor, tensor)
+    assert len(asked) == 2
+    with fakes_taken_for_real():
+        assert moe._can_use_grouped_mm(tensor, tensor, tensor)
+    assert len(asked) == 2
 
 
 def test_argparse_asks_its_two_steps_of_every_value() -> None:

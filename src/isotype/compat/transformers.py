@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.metadata import version
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -330,13 +330,26 @@ def incompatibilities(trainer: type) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ replaced for a time
 
 
-def fakes_taken_for_real() -> AbstractContextManager[None]:
-    """Prevent transformers from taking fake tensors for an export, which changes the code path.
+@contextmanager
+def fakes_taken_for_real() -> Iterator[None]:
+    """Make transformers run with fake tensors what it runs with real ones.
 
-    `is_tracing` in transformers/utils/import_utils.py (5.23): masks are never left out, keys and values are
-    repeated, attention uses another kernel. tests/compat/test_others.py fails once this can go.
+    Two questions of transformers 5.20 to 5.24 are answered for it. `is_tracing` in transformers/utils/import_utils.py takes fake
+    tensors for an export: masks are never left out, keys and values are repeated, attention uses another kernel.
+    `_can_use_grouped_mm` in transformers/integrations/moe.py asks, on the CPU before torch 2.11, whether memory is aligned to
+    16 bytes, which fake tensors lack; it is for what torch allocates. tests/compat/test_others.py fails once either can go.
     """
-    return replaced(sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor", lambda _: False)
+    experts = sys.modules.get("transformers.integrations.moe")
+    decide: Any = getattr(experts, "_can_use_grouped_mm", None)
+
+    def of_aligned(*tensors: torch.Tensor) -> Any:
+        return decide(*(SimpleNamespace(dtype=t.dtype, device=t.device, data_ptr=lambda: 0) for t in tensors))
+
+    with (
+        replaced(sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor", lambda _: False),
+        replaced(experts, "_can_use_grouped_mm", of_aligned),
+    ):
+        yield
 
 
 @contextmanager
