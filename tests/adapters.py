@@ -6,13 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
+from packaging.version import Version
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import quiet, tiny_model
+
+takes_add_adapter = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"model.add_adapter of this transformers needs PEFT {MIN_PEFT_VERSION}",
+)
 
 
 def loaded(

@@ -34,6 +34,7 @@ from isotype.checkpoint.opened import facts_of
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 from isotype.train.describe import weight_bytes
+from tests.adapters import takes_add_adapter
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -373,6 +374,7 @@ def test_a_peft_model_is_its_base_model(tmp_path: Path, base: str) -> None:
     assert facts_of(lora) == before
 
 
+@takes_add_adapter
 def test_an_adapter_added_by_transformers_is_left_out() -> None:
     from peft import LoraConfig
 

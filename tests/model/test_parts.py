@@ -71,6 +71,10 @@ def test_towers_stay_dense_unless_asked(tmp_path: Path, storage: str) -> None:
     assert quantized(isotype.load(tmp_path, everything)) == {"language", "vision"}
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.24."),
+    reason="its Llama 4 reads image_outputs of an output that has none: no forward runs",
+)
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float64])
 def test_pixel_values_are_cast_where_they_enter(given: torch.dtype, tmp_path: Path) -> None:
     with quiet():

@@ -146,7 +146,13 @@ MODELS: dict[str, VisionModel] = {
     ),
     "cohere2_vision": VisionModel(_square, 4, {"alignment_intermediate_size": 64}),
     "deepseek_vl": VisionModel(_square, 16),
-    "gemma3": VisionModel(_square, 4, {"mm_tokens_per_image": 4}, types="token_type_ids"),
+    "gemma3": VisionModel(
+        _square,
+        4,
+        # Gemma 3 has no pooling head, which transformers 5.20 makes by default.
+        {"mm_tokens_per_image": 4, "vision_config": {"vision_use_head": False}},
+        types="token_type_ids",
+    ),
     "gemma4": VisionModel(
         _placed_patches,
         4,

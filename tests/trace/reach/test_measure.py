@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isotype
 from isotype.records.reach import Reach
 from isotype.trace.reach.measure import measure_reach
+from tests.adapters import takes_add_adapter
 from tests.faults.wiring import FAULTS, WiringFault, findings_of, healthy, packed, without_labels
 from tests.zoo import ARCHITECTURES
 
@@ -265,6 +266,7 @@ def test_a_model_too_large_for_a_copy_is_judged_by_its_operators(uses: bool) -> 
     assert sorted(found) == ([] if uses else lost)
 
 
+@takes_add_adapter
 def test_adapters_that_transformers_has_added() -> None:
     model, batch = built("llama")
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))  # type: ignore[operator]

@@ -25,6 +25,7 @@ _REFUSED = re.compile(
     r"unsupported (?:global: )?global (\S+)|unsupported (?:class|operand) [^\n]*", re.IGNORECASE
 )
 _AGAIN = "download, copy or save it again"
+_WEIGHTS = "give the file with the weights: torch.save(model.state_dict(), …)"
 _DAMAGED = f"the file is damaged: {_AGAIN}"
 # Keys below which training scripts store the state dict.
 _NESTED = ("state_dict", "model")
@@ -74,13 +75,12 @@ def _weights(content: Any) -> Mapping[str, torch.Tensor] | Problem:
     if not isinstance(content, Mapping) or not content:
         what = f"a {type(content).__name__}"
         return Problem(what, "tensors by their names", "give the file with the weights")
-    fix = "give the file with the weights: torch.save(model.state_dict(), …)"
     for name, value in content.items():
         if not isinstance(name, str) or not printable(name):
-            return Problem(f"the name {name!r}", "text", fix)
+            return Problem(f"the name {name!r}", "text", _WEIGHTS)
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             kind = f"{value.layout} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-            return Problem(f"{name!r}: a {kind}", "a dense tensor by its name", fix)
+            return Problem(f"{name!r}: a {kind}", "a dense tensor by its name", _WEIGHTS)
     return content
 
 
@@ -115,5 +115,8 @@ def _what_failed(error: BaseException) -> Problem:
             "tensors only: unpickling anything else may run code",
             "take the checkpoint in safetensors; do not load this file unless you trust its author",
         )
+    if isinstance(error, NotImplementedError):
+        # torch from 2.14 on compares a sparse tensor's indices with its size, which a tensor without values lacks.
+        return Problem("a sparse tensor", "a dense tensor by its name", _WEIGHTS)
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return Problem(f"not readable by torch ({first[:200]})", "what torch.save writes", _DAMAGED)
