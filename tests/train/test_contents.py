@@ -101,6 +101,7 @@ def test_pictures_are_refused_by_a_model_of_text(tokenizer):
     )
 
 
+@pytest.mark.newest  # LLaVA's processor of transformers 5.20 refuses no row
 def test_a_row_that_the_processor_refuses_is_named():
     """A text with a picture's token, and no picture for it."""
     row = {"messages": [{"role": "user", "content": "w1 <image>"}, ANSWER], "images": []}
