@@ -193,6 +193,11 @@ https://docs.pytorch.org/docs/stable/notes/extending.func.html
 """
 
 
+def needs_operators() -> bool:
+    """Return whether `torch.compile` or a `torch.func` transform traces the caller: both see only torch's operators."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
 def is_transformed_tensor(value: Any) -> bool:
     """Return whether a tensor is one of `torch.func`'s wrappers."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
@@ -201,7 +206,7 @@ def is_transformed_tensor(value: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------- tensors
 
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensor types whose memory may be read directly; subclasses may interpret theirs."""
 
 

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers as data: the computation under the active adapters, and the layers that cannot be fused."""
+"""PEFT's LoRA layers as data: what a layer computes with the active adapters, and why a layer cannot be fused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
 
 
 def why_not(layer: Any) -> str | None:
-    """Return why a PEFT layer stays on PEFT's path under its active adapters, as a clause; None if it is fused."""
+    """Return why a PEFT layer cannot be fused with the active adapters, as a clause; None if it can."""
     base = layer.get_base_layer()
-    if layer.base_layer is not base:  # PEFT wraps a second method around the first
+    if layer.base_layer is not base:  # one PEFT method wraps another
         inner = type(layer.base_layer)
         return f"its base is itself an adapter's layer ({inner.__module__}.{inner.__name__})"
     kind = kind_of(base)
@@ -83,12 +83,12 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _caches(layer: Any) -> bool:
-    """Return whether PEFT caches norms of DoRA layers between calls, or has not yet cleared them: only its path does."""
-    if not layer.lora_magnitude_vector:  # checked in every call; most layers have no DoRA
+    """Return whether PEFT caches the norms of a DoRA layer between calls, or still has a cache that PEFT's forward clears."""
+    if not layer.lora_magnitude_vector:  # this check runs in every call; most layers have no DoRA
         return False
     dora = sys.modules.get("peft.tuners.lora.dora")
     enabled = not layer.training and getattr(dora, "ENABLE_DORA_CACHING", False)
-    return enabled or any(getattr(each, DORA_CACHE, None) for each in layer.lora_magnitude_vector.values())
+    return enabled or any(getattr(part, DORA_CACHE, None) for part in layer.lora_magnitude_vector.values())
 
 
 def _active(layer: Any) -> list[str]:
@@ -101,7 +101,7 @@ def _dropout(layer: Any, name: str) -> float:
 
 
 def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
-    """Return a PEFT layer as data, and its tensors in the order of `lora_linear`."""
+    """Return (a PEFT layer as data, the layer's tensors in the order of `lora_linear`)."""
     base, names = layer.get_base_layer(), _active(layer)
     biases = [(1.0, base.bias)] + [(layer.scaling[name], layer.lora_B[name].bias) for name in names]
     biases = [(scale, bias) for scale, bias in biases if bias is not None]
@@ -118,11 +118,11 @@ def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
 
 @dataclass(frozen=True)
 class Reading:
-    """A PEFT layer as data, cached because reading it for every product takes as long as some products.
+    """A PEFT layer as data, cached because reading the layer takes as long as some products.
 
     Attributes:
-        tensors: in the order of `lora_linear`.
-        device: of its base weight: hooks may move inputs from other devices.
+        tensors: the layer's tensors in the order of `lora_linear`.
+        device: device of the base weight; PEFT's path may have hooks that move inputs from another device.
     """
 
     layer: Layer
@@ -134,7 +134,7 @@ class Reading:
     _settings: tuple[Any, ...]
 
     def holds(self, layer: Any) -> bool:
-        """Return whether the layer has not changed since it was read."""
+        """Return whether `layer`, from which this was read, is unchanged."""
         parts = self._parts
         children, parameters = parts.children(), parts.parameters()
         return (
@@ -147,15 +147,16 @@ class Reading:
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """Return a PEFT layer as data, `former` if it is still valid; None if only PEFT's path works now.
+    """Return a PEFT layer as data, `former` if it is still valid; None if only PEFT's forward can compute the layer now.
 
-    PEFT's path calls the parts, which may have hooks, and gathers sharded weights, as between the steps of FSDP2.
+    Only PEFT's forward calls the hooks of inner modules, and gathers weights that are sharded, as between the steps
+    of FSDP2.
     """
     if former is not None and former.holds(layer):
         return former
     parts = _parts_of(layer)
     children, parameters = parts.children(), parts.parameters()
-    sharded = any(each is not None and is_sharded(each) for each in parameters)
+    sharded = any(parameter is not None and is_sharded(parameter) for parameter in parameters)
     if layer.merged or sharded or parts.hooked() or why_not(layer) is not None:
         return None
     data, tensors = _as_data(layer)
@@ -170,12 +171,12 @@ _SHAPE, _P = attrgetter("shape"), attrgetter("p")
 
 
 class _Parts(NamedTuple):
-    """The dictionaries of a layer's modules under its active adapters.
+    """The `__dict__`s of a PEFT layer's modules with the active adapters.
 
     Attributes:
-        all: of every module whose children belong to it, the layer first.
-        called: of the modules that PEFT's path calls: the base and the parts of active adapters.
-        dropouts: modules among these with active dropout.
+        all: those of all modules whose children are compared, the layer first.
+        called: those of the modules that PEFT's forward calls: the base and the parts of active adapters.
+        dropouts: the dropout modules that PEFT's forward calls.
     """
 
     all: tuple[dict[str, Any], ...]
@@ -189,25 +190,27 @@ class _Parts(NamedTuple):
         return [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.called)))]
 
     def offloaded(self) -> bool:
-        """Return whether accelerate's hooks fetch weights for each call."""
-        # Checked for every product; most have none.
+        """Return whether hooks of accelerate fetch weights in every call."""
+        # This check runs for every product; most layers have no hook.
         placed = any(map(contains, self.called, repeat(HOOK)))
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether a part has hooks other than a recorder's; the layer's own hooks run on any path."""
+        """Return whether an inner module has hooks other than a recorder's; the layer's own hooks always run."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 
 
 def _parts_of(layer: Any) -> _Parts:
     names = _active(layer)
-    held = [getattr(layer, name) for name in (*layer.adapter_layer_names, "lora_dropout")]
-    containers = [each for each in held if isinstance(each, nn.ModuleDict) and any(n in each for n in names)]
-    inner = [each[name] for each in containers for name in names if name in each]
-    called = [part for each in (layer.base_layer, *inner) for part in each.modules()]
+    parts = [getattr(layer, name) for name in (*layer.adapter_layer_names, "lora_dropout")]
+    dicts = [
+        part for part in parts if isinstance(part, nn.ModuleDict) and any(name in part for name in names)
+    ]
+    inner = [part[name] for part in dicts for name in names if name in part]
+    called = [part for module in (layer.base_layer, *inner) for part in module.modules()]
     return _Parts(
-        tuple(part.__dict__ for part in (layer, *containers, *called)),
+        tuple(part.__dict__ for part in (layer, *dicts, *called)),
         tuple(part.__dict__ for part in called),
         tuple(part for part in called if isinstance(part, nn.Dropout)),
     )
@@ -220,7 +223,7 @@ def _settings(
     children: Sequence[nn.Module | None],
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Any, ...]:
-    """Return the state that can change without a change of modules and parameters, such as boundaries."""
+    """Return the state on which the computation depends besides the modules and parameters."""
     active = layer.active_adapter
     return (
         layer.merged,

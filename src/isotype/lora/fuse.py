@@ -41,11 +41,11 @@ _TOKENS = 4
 def same_input(
     model: Any, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None
 ) -> tuple[list[tuple[str, ...]], str]:
-    """Group the names of `layers`: children of one module called consecutively with the same tensor.
+    """Return (groups of the names of `layers`, why the model could not be run or "").
 
-    Gradient checkpointing recomputes whole modules, so a group must be within one. The model is run once in evaluation,
-    without gradients, with `inputs` (None: a few tokens); its random states and modes stay. Returns the groups, each
-    layer in one of them, and why the model could not be run ("" if it could).
+    A group are children of one module that are called one after another with the same tensor: gradient checkpointing
+    recomputes whole modules, so a group must be within one. Every layer is in one group. The model is run once in
+    evaluation, without gradients, with `inputs` (None: a few tokens); its random states and modes stay.
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -75,9 +75,9 @@ def _noting(calls: list[tuple[str, Any]], name: str) -> Any:
 
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """Let a linear layer without weights return a tensor of the right shape: not all kernels take the meta device.
+    """Let a linear layer on the meta device return an empty tensor: not all kernels support that device.
 
-    Other layers wrapped by PEFT compute without their adapter, which would use autocast on the meta device.
+    For another layer wrapped by PEFT, the base layer is called, because PEFT would use autocast on the meta device.
     """
     base = layer.get_base_layer() if is_tuner_layer(layer) else layer
     if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # not a convolution
@@ -112,7 +112,7 @@ def _groups(names: list[str], calls: list[tuple[str, Any]]) -> list[tuple[str, .
     groups: list[tuple[str, ...]] = []
     placed: set[str] = set()
     for run in runs:
-        # A layer called twice with one tensor, or with different neighbours, stays alone.
+        # A layer that is called twice with one tensor, or with different neighbours, is a group of its own.
         others = [other for other in runs if other is not run and set(other) & set(run)]
         alone = len(set(run)) < len(run) or any(other != run for other in others)
         for group in [(name,) for name in run] if alone else [tuple(run)]:
@@ -127,22 +127,22 @@ _ATTENTION = "lora_attention"
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Result of `fuse` by module.
+    """The modules that `fuse` has fused or left, with reasons.
 
     Attributes:
         fused: names of the LoRA layers that compute in one function.
-        together: groups of them with the same input, which run as one.
-        gated: name of each gated MLP that does not save its product -> activation.
-        norms: names of the RMSNorms that compute in one function (on a CPU, or a GPU with a kernel).
-        attention: the model's attention.
-        left: name of each LoRA layer left on PEFT's path -> reason.
-        unseen: why layers with the same input could not be found; "" if they were.
+        together: groups of fused layers with the same input, whose outputs are computed together.
+        gated: name of a gated MLP that does not save its product -> activation.
+        norms: names of the RMSNorms that compute in one function, on a CPU or a GPU with a kernel.
+        attention: the kernels of the model's attention.
+        left: name of a LoRA layer that keeps PEFT's forward -> reason.
+        unseen: why layers with the same input could not be found; "" if the model could be run.
         copies: number of base weights with a dense copy in the compute dtype.
-        copied_bytes: bytes of those copies.
-        rotary: names of the attention layers that rotate queries and keys in one function (on a CPU with
-            a compiler, or a GPU with a kernel), except for partial rotations or several dtypes.
-        kernels: on a GPU, operation between the products -> its kernel, and why not another.
-        experts: names of the experts modules, with adapters, that compute in one function each.
+        copied_bytes: bytes of the dense copies.
+        rotary: names of the attention layers that rotate queries and keys in one function, on a CPU with a compiler or
+            a GPU with a kernel. Partial rotations and calls with several dtypes keep the model's function.
+        kernels: on a GPU, operation between the matrix products -> kernel, with the reasons against earlier candidates.
+        experts: names of the experts modules, with adapters, that compute in one function.
     """
 
     fused: tuple[str, ...]
@@ -160,7 +160,7 @@ class FusionReport:
 
     @property
     def summary(self) -> str:
-        """Single-line summary."""
+        """A summary in one line."""
         parts = [f"{len(self.fused)} of {plural(len(self.fused) + len(self.left), 'LoRA layer')}"]
         if self.together:
             parts.append(f"{plural(len(self.together), 'group')} on the same input")
@@ -182,7 +182,7 @@ class FusionReport:
 
     @property
     def fallbacks(self) -> list[str]:
-        """A line per operation without a kernel on this GPU, and for a failed run of the model."""
+        """A line for every operation without a fast kernel on this GPU, and a line if the model could not be run."""
         lines = []
         for name, kernel in self.kernels.items():
             if kernel.functions is None:
@@ -217,10 +217,9 @@ class FusionReport:
             size = format_bytes(self.copied_bytes)
             lines.append(f"kept: dense copies of {plural(self.copies, 'base weight')}, {size}")
         lines += self.fallbacks
-        names = {kernel.name for kernel in self.kernels.values() if kernel.functions is not None}
-        for each in sorted(names):
-            operations = ", ".join(name for name, kernel in self.kernels.items() if kernel.name == each)
-            lines.append(f"kernels: {operations} by {_KERNELS[each]}")
+        for kernel_name in sorted({kernel.name for kernel in self.kernels.values() if kernel.functions}):
+            operations = (name for name, kernel in self.kernels.items() if kernel.name == kernel_name)
+            lines.append(f"kernels: {', '.join(operations)} by {_KERNELS[kernel_name]}")
         lines.append(str(self.attention))
         if self.attention.sides:
             sides = " or ".join(sorted(self.attention.sides))
@@ -241,24 +240,24 @@ def fuse(
     """Let each LoRA layer of a PEFT model compute in one function, and layers with the same input together.
 
     Parameters, names, files, merging and switching of adapters stay PEFT's. A layer whose active adapter
-    cannot be fused (see `FusionReport.left`) keeps PEFT's path, as do merged, disabled or compiled layers and
+    cannot be fused (see `FusionReport.left`) keeps PEFT's forward, as do merged, disabled or compiled layers and
     layers with inner hooks. Gated MLPs recompute their product in the backward instead of saving it. On a
     CPU, RMSNorms and rotary positions compute in one function, and attention uses the fastest measured kernel
     (`isotype.lora.attention`). The model runs once, without gradients, to find layers with the same input.
-    4-bit weights keep their training layout (`isotype.model.quantized.keep_training_layout`), since
-    bitsandbytes would repack them in that run on some CPUs. A sharded model is fused after sharding, by all
-    processes together: layers read the weights that FSDP2 has gathered.
+    4-bit weights keep their training layout (`isotype.model.quantized.keep_training_layout`): on some CPUs
+    bitsandbytes would repack them in that run. A sharded model is fused after sharding, by all processes
+    together: fused layers read the weights that FSDP2 has gathered.
 
     Args:
         model: a PEFT model; changed in place. A fused model is fused again.
-        inputs: keyword arguments of the forward for the run; by default a few tokens, which reach the
-            language model but no vision tower.
-        budget: bytes for dense copies of quantized or cast base weights. By default a quarter of the free
-            memory on a CPU, where dequantizing a weight costs more than half of its product, and 0 on other
-            devices and for sharded (FSDP2) models. With a policy (`isotype.enforce`, `isotype.add_lora`)
-            copies are made here, else by the first step.
-        device: kind (`"cpu"`, `"cuda"`) or profile of the device for a model on the meta device; None:
-            the parameters' device.
+        inputs: keyword arguments of the forward for that run. By default a few tokens, which reach the language model
+            but no vision tower.
+        budget: bytes for dense copies of quantized or cast base weights. By default 0, but on a CPU a quarter of the
+            free memory, because dequantizing a weight costs more than half of the product; always 0 for sharded
+            (FSDP2) models. With a policy (`isotype.enforce`, `isotype.add_lora`) the copies are created now, otherwise
+            by the first step.
+        device: for a model on the meta device, the kind (`"cpu"`, `"cuda"`) or profile of the device; None: the
+            parameters' device.
 
     Returns:
         The fused and unfused modules, with reasons.
@@ -275,8 +274,7 @@ def fuse(
     for layer in fused.values():
         if kind_of(layer.get_base_layer()) == "linear4bit":
             keep_training_layout(layer.get_base_layer())
-    sharded = any(map(is_gathered, model.modules()))
-    if sharded:
+    if any(map(is_gathered, model.modules())):
         budget = 0
     groups, unseen = same_input(model, fused, inputs)
     devices = {parameter.device.type for parameter in model.parameters()}
@@ -295,8 +293,8 @@ def fuse(
     rotates = elementwise.compiled() if on_cpu else _has(kernels, "rotary positions")
     norms = on_cpu or _has(kernels, "RMSNorm")
     rotary = tuple(_put_in_all(model, FusedRotary, _rotary_state)) if rotates else ()
-    # It runs only the backbone: weights that FSDP2 gathered for the whole model are still there.
-    gpu = device_profile("cuda") if "cuda" in devices else None  # NVIDIA's or AMD's, the first of several
+    gpu = device_profile("cuda") if "cuda" in devices else None  # the first NVIDIA or AMD GPU
+    # The trials of attention run only the backbone, with the weights that FSDP2 gathered for the whole model.
     attention = use_fast_attention(model, kind, device if isinstance(device, DeviceProfile) else gpu)
     model.__dict__[_ATTENTION] = attention  # for `unfuse`
     free_gathered(model)
@@ -328,7 +326,7 @@ _KERNELS = {
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """Return the kernels between the products on a GPU, tried now so that none fails in a step."""
+    """Return operation -> kernel for the operations between products on a GPU, tried now so that no kernel fails in a step."""
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type not in DEVICES:
@@ -343,11 +341,11 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
     if dtype.itemsize == 2:
         operations[_GRADIENTS] = "float32_product", ""
     device = parameter.device
-    return {name: chosen(each, device, dtype, detail) for name, (each, detail) in operations.items()}
+    return {name: chosen(operation, device, dtype, gate) for name, (operation, gate) in operations.items()}
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Return (names of adapted experts that now compute in one function, wrapper of the others -> reason)."""
+    """Return (names of experts with adapters that now compute in one function, id of another experts' wrapper -> reason)."""
     fused: list[str] = []
     left: dict[int, str] = {}
     for name, outer in outermost(model):
@@ -367,12 +365,12 @@ def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
 def _put_in_all(
     model: nn.Module, kind: Any, state_of: Callable[[nn.Module], tuple[Any, ...] | None]
 ) -> dict[str, tuple[Any, ...]]:
-    """Make every module with a state a module of class `kind`; return the states by the modules' names."""
-    states = {name: (module, state_of(module)) for name, module in model.named_modules()}
-    fused = {name: (module, state) for name, (module, state) in states.items() if state is not None}
-    for module, state in fused.values():
-        put_in(module, kind, *state)
-    return {name: state for name, (_, state) in fused.items()}
+    """Fuse every module for which `state_of` returns a state, with class `kind`; return name -> state."""
+    modules = dict(model.named_modules())
+    states = {name: state for name, module in modules.items() if (state := state_of(module)) is not None}
+    for name, state in states.items():
+        put_in(modules[name], kind, *state)
+    return states
 
 
 def _gated_state(module: nn.Module) -> tuple[GatedParts] | None:
@@ -399,7 +397,7 @@ def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, An
 
 
 def unfuse(model: nn.Module) -> None:
-    """Remove the fused paths from a model: restore the modules' classes and drop copies of weights."""
+    """Undo `fuse`: restore the modules' classes and the model's attention, and drop the copies of weights."""
     attention: AttentionReport | None = model.__dict__.pop(_ATTENTION, None)
     if attention is not None:
         attention.undo()

@@ -28,8 +28,9 @@ class Gate:
 
     Attributes:
         name: `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2` or `sigmoid`.
-        activate: the activation.
-        through: (gradient of the result, input) -> gradient of the input; may overwrite the former.
+        activate: function of the activation.
+        through: function of (gradient of the result, input) that returns the gradient of the input, and may overwrite
+            the gradient of the result.
     """
 
     name: str
@@ -37,22 +38,20 @@ class Gate:
     through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def __reduce__(self) -> tuple[Callable[[str], Gate], tuple[str]]:
-        return _gate, (self.name,)  # torch's operators cannot be pickled
+        return _gate, (self.name,)  # pickle cannot store torch's operators
 
     def product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return `act(gate) * up`, in the operands' dtype."""
+        """Return `act(gate) * up` in the operands' dtype."""
         if self.name == "silu" and elementwise.usable(gate, up):
             return elementwise.silu_product(gate, up)
         kernel = self._kernel(gate, up)
         if kernel is not None:
             return cast("torch.Tensor", kernel.product(self.name, gate, up))
         active = self.activate(gate)
-        # Autograd saves the results of some activations.
+        # Autograd saves the results of some activations, which must not be overwritten.
         return active * up if torch.is_grad_enabled() else active.mul_(up)
 
-    def backward(
-        self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> _Three:
         """Return (the product, gradients of `gate` and `up`) from the product's gradient, which is overwritten."""
         if self.name == "silu" and elementwise.usable(grad, gate, up):
             return elementwise.silu_product_backward(grad, gate, up)
@@ -76,7 +75,7 @@ def _gate(name: str) -> Gate:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a backward operator that writes its result over the incoming gradient, an MLP's largest tensor."""
+    """Return a backward operator that writes the result over the incoming gradient, which is as large as an MLP's hidden state."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
@@ -94,20 +93,20 @@ _BACKWARD: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "sigmoid": lambda grad, x: _aten.sigmoid_backward(grad, torch.sigmoid(x)),
 }
 GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACKWARD.items()}
-"""The known activations, by name."""
+"""Name of an activation -> gate."""
 
 
 # --------------------------------------------------------------------------------------------------- detection
-# By a module's forward instead of its name: a module with three adapted layers is a gated MLP if its forward passes its
-# input to two of them, and the product of one result, through a known activation, and the other to the third, whose result
-# it returns.
+# A gated MLP is detected by running the module's forward, not by the module's name. The module has three layers with
+# adapters. The forward passes the input to two of them, multiplies one result, after a known activation, by the other
+# result, passes the product to the third layer, and returns the third layer's result.
 
 
 @dataclass(frozen=True)
 class GatedParts:
     """Names of the children of a gated MLP: `down(gate.product(first(x), second(x)))`.
 
-    `order`: `first` and `second` in the order of the module's calls.
+    `order` has the names `first` and `second` in the order in which the MLP calls the layers.
     """
 
     first: str
@@ -118,7 +117,7 @@ class GatedParts:
 
 
 class _Stub(nn.Module):
-    """Replacement of a layer that records its input and returns a given result."""
+    """Replacement of a layer that records the input and returns `result`."""
 
     def __init__(self, name: str, result: torch.Tensor, calls: list[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
@@ -145,11 +144,11 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     result = result_of(partial(type(module).forward, twin), x)
     if [inputs is x for _, inputs in calls] != [True, True, False]:
         return None
-    (one, _), (two, _), (down, product) = calls
-    if len({one, two, down}) != 3 or result is not results[down]:
+    (before, _), (after, _), (down, product) = calls
+    if len({before, after, down}) != 3 or result is not results[down]:
         return None
-    for first, second in ((one, two), (two, one)):
+    for first, second in ((before, after), (after, before)):
         for gate in GATES.values():
             if is_close(product, gate.product(results[first], results[second]), rtol=1e-6, atol=1e-8):
-                return GatedParts(first, second, down, gate, (one, two))
+                return GatedParts(first, second, down, gate, (before, after))
     return None

@@ -1,8 +1,8 @@
-"""Table of kernels per operation and device, and their trials on this machine.
+"""The GPU kernels of each operation between matrix products, chosen by trials on this machine.
 
-On a CPU the compiled loops are queried per call (`isotype.lora.loops.elementwise`). On a GPU each candidate
-is tried once per device and dtype, forward and backward, against float64: one that does not build, launch or
-match is not used, and the reason goes to `isotype.fuse` and the run report.
+Each candidate is tried once per device and dtype, forward and backward, against float64. A candidate that does not
+build, launch or match is not used, and the reports of `isotype.fuse` and of a run give the reason. On a CPU
+`isotype.lora.loops.elementwise` decides in every call whether compiled loops are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.lora.gpu import elementwise, products
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
-"""`rms_norm_promoted`: weight in another dtype or stored as 1 + weight. `float32_product`: of 16-bit matrices."""
+"""`rms_norm_promoted` has a weight in another dtype or stored as the difference from one. `float32_product` multiplies
+16-bit matrices and returns float32."""
 
 TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rms_norm": ("aten", "triton"),
@@ -32,25 +33,20 @@ TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rotary": ("triton",),
     "float32_product": ("addmm", "mm"),
 }
-"""Candidates on a GPU in order; without a working one torch's single operators."""
+"""Operation -> names of the candidates in order; if none works, torch's single operators compute the operation."""
 
 DEVICES = ("cuda", "xpu")
 """Device types that have candidate kernels; ROCm devices have the type cuda."""
 
-_MODULES: Mapping[str, Any] = {
-    "aten": products,
-    "triton": elementwise,
-    "addmm": products.ADDMM,
-    "mm": products.MM,
-}
-# The torch operator of a candidate, and its description if it is missing.
-_OPERATORS = {
-    "aten": ("aten::_fused_rms_norm", "fused RMSNorm"),
-    "addmm": ("aten::addmm.dtype_out", "product with a float32 result"),
-    "mm": ("aten::mm.dtype_out", "product with a float32 result"),
+# Name of a candidate -> (module, required torch operator, description of the operator).
+_CANDIDATES: Mapping[str, tuple[Any, str, str]] = {
+    "aten": (products, "aten::_fused_rms_norm", "fused RMSNorm"),
+    "triton": (elementwise, "", ""),
+    "addmm": (products.ADDMM, "aten::addmm.dtype_out", "product with a float32 result"),
+    "mm": (products.MM, "aten::mm.dtype_out", "product with a float32 result"),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Relative to the norm: one rounding to b bits has an error of at most 2^-b; the arithmetic is float32.
+# Errors relative to the norm: the arithmetic is float32, and a rounding to b bits has an error of at most 2^-b.
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -59,7 +55,7 @@ class Kernel:
     """The kernel of an operation on a device in a dtype: `aten`, `triton`, or `torch` for torch's single operators.
 
     Attributes:
-        functions: its module; None for torch's operators.
+        functions: module with the kernel's functions; None for torch's operators.
         reasons: why earlier candidates are not used, as clauses.
     """
 
@@ -71,7 +67,7 @@ class Kernel:
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
     """Return the module that computes an operation of these tensors on a GPU; None for torch's operators.
 
-    The first tensor's dtype decides; `detail` is the activation of a gated product.
+    The kernel is the one for the first tensor's dtype. `detail` is the activation of a gated product.
     """
     first = tensors[0]
     if first.device.type not in DEVICES or first.dtype not in _DTYPES or torch.compiler.is_compiling():
@@ -90,25 +86,25 @@ def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detai
     """Return the kernel of an operation on a device in a dtype; candidates are tried once per process."""
     reasons: list[str] = []
     for name in TABLE[operation]:
-        reason = _why_not(name, device.type) or _failure(operation, _MODULES[name], device, dtype, detail)
+        functions = _CANDIDATES[name][0]
+        reason = _why_not(name, device.type) or _failure(operation, functions, device, dtype, detail)
         if reason is None:
-            return Kernel(name, _MODULES[name], tuple(reasons))
+            return Kernel(name, functions, tuple(reasons))
         reasons.append(f"{name}: {reason}")
     return Kernel("torch", None, tuple(reasons))
 
 
 def foreseen(operation: Operation, kind: str) -> Kernel:
-    """Return the expected kernel of an operation on a device type that cannot be tried."""
-    reasons = {name: _why_not(name, kind) for name in TABLE[operation]}
-    name = next((name for name, reason in reasons.items() if reason is None), None)
-    return Kernel("torch", None) if name is None else Kernel(name, _MODULES[name])
+    """Return the expected kernel of an operation on a device type, without a trial."""
+    name = next((name for name in TABLE[operation] if _why_not(name, kind) is None), None)
+    return Kernel("torch", None) if name is None else Kernel(name, _CANDIDATES[name][0])
 
 
 def _why_not(name: str, kind: str) -> str | None:
-    if name in _OPERATORS:
-        operator, what = _OPERATORS[name]
-        return None if has_kernel(operator, kind) else f"this torch has no {what} on {kind}"
-    return None if find_spec("triton") else "Triton is not installed"
+    _, operator, description = _CANDIDATES[name]
+    if name == "triton":
+        return None if find_spec("triton") else "Triton is not installed"
+    return None if has_kernel(operator, kind) else f"this torch has no {description} on {kind}"
 
 
 def _failure(
@@ -132,7 +128,7 @@ def _numbers(count: int, device: torch.device, dtype: torch.dtype, *shape: int) 
 
 
 def _errors(results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
-    """Return the error of each result relative to the exact one's norm; infinite for NaN."""
+    """Return the error of each result relative to the norm of the exact result; infinity for NaN."""
     pairs = zip(results, exact, strict=True)
     errors = (float((x.cpu().double() - y).norm() / y.norm()) for x, y in pairs)
     return [error if error == error else inf for error in errors]
@@ -194,7 +190,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda x: torch.relu(x).square(),
     "sigmoid": torch.sigmoid,
 }
-"""Those of gated products, by torch's operators."""
+"""Name -> activation of a gated product, by torch's operators."""
 _TRIALS: Mapping[Operation, Callable[[Any, torch.device, torch.dtype, str], list[float]]] = {
     "rms_norm": _try_norm,
     "rms_norm_promoted": partial(_try_norm, offset=1.0),
@@ -209,7 +205,7 @@ _SWITCHES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_preci
 
 @contextmanager
 def float32_reductions() -> Iterator[None]:
-    """Forbid reduced-precision reductions in this process inside; restore the settings on exit."""
+    """Forbid reduced-precision reductions in cuBLAS for this process inside the `with` block."""
     matmul: Any = torch.backends.cuda.matmul
     before = {name: _allowed(matmul, name) for name in _SWITCHES}
     for name, allowed in before.items():
@@ -222,7 +218,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return (reduced precision allowed, split-k allowed); the first alone for torch 2.10 without the second."""
+    """Return (reduced precision allowed, split-k allowed); for torch 2.10, which has no second value, the first alone."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

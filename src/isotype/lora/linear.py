@@ -5,11 +5,11 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
     Y_l = X W_lᵀ + b_l + Σ_a s_a (drop_a(X) A_aᵀ) B_aᵀ                      LoRA, https://arxiv.org/abs/2106.09685
     Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
 
-All casts are here, with autocast off: X once, the adapters' masters once, gradients of masters to the
-masters' dtype. The backward computes one gradient of X for all layers and one product for all A. Base weights
-are frozen, so only X and the small X Aᵀ are saved; for a gated product X, its two factors. Tensors are saved
-before Y is computed: gradient checkpointing stops its recomputation there, so the last product of a block is
-not computed twice.
+Autocast is off in this module, which casts X and the adapters' master weights once each, and the gradients of the master
+weights back to their dtype. The backward computes one gradient of X for all layers, and all gradients of A in one
+product. Base weights are frozen, so only X and the small X Aᵀ are saved; if X is a gated product, its two factors are
+saved instead. Tensors are saved before Y is computed: gradient checkpointing stops its recomputation when the last
+tensor of a block is saved, so the last product of a block is not computed twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from isotype.core.dtypes import NoAutocast
 from isotype.lora import kernels
 from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.spec import Adapter, Layer, Spec
-from isotype.lora.weights import Pairs, rounded, shape_of
+from isotype.lora.weights import Pairs, rounded, shape_of, split
 from isotype.model.quantized import quantization_state
 
 _aten = torch.ops.aten
@@ -38,11 +38,14 @@ _aten = torch.ops.aten
 def drop(
     x: torch.Tensor, source: torch.Tensor, probability: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (X after dropout, scaled; the mask `[rows, in]`, None without dropout).
+    """Return (X after dropout and scaling, bool mask `[rows, in]` or None without dropout).
 
-    A CPU's random numbers are drawn in memory order of the input, even a transposed one, as in `nn.Dropout`.
-    `x`: X as a matrix `[rows, in]` in the dtype of the products; `source`: the tensor of any shape and strides that it
-    was flattened from.
+    On a CPU the mask is drawn in the memory order of `source`, even if it is transposed, as in `nn.Dropout`.
+
+    Args:
+        x: X as a matrix `[rows, in]` in the dtype of the products.
+        source: X before it was flattened and cast, in any layout.
+        probability: dropout probability.
     """
     if not probability:
         return x, None
@@ -55,10 +58,10 @@ def drop(
 
 
 def dropped(x: torch.Tensor, mask: torch.Tensor | None, probability: float) -> torch.Tensor:
-    """Return X, or its gradient, after applying a dropout mask, scaled."""
+    """Return X, or the gradient of X, multiplied by a dropout mask and by 1 / (1 - probability)."""
     if mask is None:
         return x
-    # With a probability of 1 there is nothing to scale.
+    # With a probability of 1 every value is dropped; the scale only has to be finite.
     scale = 1 / max(1 - probability, torch.finfo(x.dtype).tiny)
     if _has_kernel(x):
         result: torch.Tensor = _aten.native_dropout_backward(x, mask, scale if probability < 1 else 0.0)
@@ -76,9 +79,10 @@ def lora_linear(
     """Return the outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
 
     Args:
-        inputs: X `[…, in_features]` in any float dtype; with a gate, its two factors.
-        tensors: for each layer its biases `[out]`, for each adapter A `[r, in]` and B `[out, r]`, and
-            DoRA's magnitude `[out]`.
+        spec: the settings of the call.
+        inputs: X `[…, in_features]` in any float dtype; with a gate, the two factors of X.
+        tensors: the tensors of the first layer, then of the next: the biases `[out]`, A `[r, in]` and B `[out, r]` of
+            each adapter, and DoRA's magnitude `[out]`.
     """
     first, second = (*inputs, None)[:2]
     products: list[_Product] = []
@@ -89,18 +93,18 @@ def lora_linear(
 
 
 class _Product(NamedTuple):
-    """An output returned before its values are computed, `out`: X Wᵀ + b + s (X Aᵀ) Bᵀ of one layer."""
+    """The operands of one layer's output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ, whose values are computed after it is returned."""
 
-    own: _Own
+    layer: _LayerTensors
     x: torch.Tensor
     hidden: torch.Tensor
     bias: torch.Tensor | None
     out: torch.Tensor
 
     def written_to(self, out: torch.Tensor, weight: torch.Tensor) -> Sum:
-        # The adapters first: torch's operators would add them to an already rounded base.
-        up = self.own.scaled_up
-        small = () if up is None else ((_columns(self.hidden, self.own), up.t()),)
+        # The adapters' product first: torch's operators would add it to an already rounded base product.
+        up = self.layer.scaled_up
+        small = () if up is None else ((_columns(self.hidden, self.layer), up.t()),)
         return Sum(out, (*small, (self.x, weight.t())), self.bias)
 
 
@@ -117,18 +121,21 @@ class _LoraLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with NoAutocast(first.device.type):
             x = _product(spec, _factors(spec, first, second))
-            # A CPU rounds every A separately; one that is already rounded is not copied.
-            each, down = _rounded(spec, tensors, stacked=not (spec.drops and first.is_cpu))
-            hidden, masks = _hidden(spec, x, first, each, down)
-            done = [_output(spec, own, x, hidden, products) for own in each]
-        outputs, totals, norms = zip(*done, strict=True)
+            # With dropout, a CPU rounds every A separately, so that an A in the working dtype is not copied.
+            layers = _layers_of(spec, tensors)
+            pairs = [Pairs(layer.down, layer.up, layer.spec.scales) for layer in layers]
+            down, scaled = rounded(pairs, spec.working, stacked=not (spec.drops and first.is_cpu))
+            for layer, up in zip(layers, scaled, strict=True):
+                layer.scaled_up = up
+            hidden, masks = _hidden(spec, x, first, layers, down)
+            results = [_output(spec, layer, x, hidden, products) for layer in layers]
+        outputs, totals, norms = zip(*results, strict=True)
         ctx.spec, ctx.shape = spec, first.shape
         ctx.dtypes = first.dtype, None if second is None else second.dtype
         factors = (x, None) if spec.gate is None else (first, second)
-        scaled = [own.scaled_up for own in each]
         ctx.save_for_backward(*factors, hidden, down, *scaled, *totals, *norms, *tensors, *masks)
         leading = first.shape[:-1]
-        # Not views for autograd, which forbids writing into views returned by a function.
+        # Autograd must not see views: it forbids writing into views that a function returns.
         return tuple([UNNAMED_VIEW(rows, (*leading, rows.shape[-1])) for rows in outputs])
 
     @staticmethod
@@ -137,49 +144,51 @@ class _LoraLinear(torch.autograd.Function):
         spec: Spec = ctx.spec
         spec.weights.workspace.release_after_backward()
         first, second, hidden, down, *saved = ctx.saved_tensors
-        layers, adapters = len(grads), spec.adapters
-        scaled, totals, norms = saved[:layers], saved[layers : 2 * layers], saved[2 * layers : 3 * layers]
-        tensors, masks = saved[3 * layers : len(saved) - adapters], saved[len(saved) - adapters :]
-        found: list[torch.Tensor | None] = [None] * len(tensors)
-        arrived: list[tuple[_Own, torch.Tensor]] = []
+        count, adapters = len(grads), spec.adapters
+        scaled, totals, norms = saved[:count], saved[count : 2 * count], saved[2 * count : 3 * count]
+        tensors, masks = saved[3 * count : len(saved) - adapters], saved[len(saved) - adapters :]
+        gradients: list[torch.Tensor | None] = [None] * len(tensors)
+        arrived: list[tuple[_LayerTensors, torch.Tensor]] = []
         with NoAutocast(first.device.type):
             factors = _factors(spec, first, second)
-            each = _owned(spec, tensors)
-            for own, up in zip(each, scaled, strict=True):
-                own.scaled_up = up
-            for own, grad, total, norm in zip(each, grads, totals, norms, strict=True):
+            layers = _layers_of(spec, tensors)
+            for layer, up, grad, total, norm in zip(layers, scaled, grads, totals, norms, strict=True):
+                layer.scaled_up = up
                 if grad is not None:
                     rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
-                    arrived.append((own, _through_output(own, rows, total, norm, found)))
+                    arrived.append((layer, _through_output(layer, rows, total, norm, gradients)))
             d_hidden = torch.empty_like(hidden) if len(arrived) == len(grads) else torch.zeros_like(hidden)
-            _through_up(spec, arrived, hidden, d_hidden, found)
+            _through_up(spec, arrived, hidden, d_hidden, gradients)
             wanted = any(ctx.needs_input_grad[2:4]) and bool(arrived)
-            # The gated product is recomputed with its gradient.
+            # The gated product is recomputed together with the gradients of the two factors.
             x = None if wanted and spec.gate is not None else _product(spec, factors)
             whole = None if spec.drops else down
             d_x, d_down = _through_products(spec, arrived if wanted else (), whole, d_hidden, x)
-            if d_x is not None and spec.drops:  # adapters have dropout masks of their own
-                adapters_of = _adapters(each, down, d_hidden.dtype)
-                parts = _split(d_hidden, [adapter.rank for adapter, _ in adapters_of], 1)
-                for part, (adapter, a), mask in zip(parts, adapters_of, masks, strict=True):
+            if d_x is not None and spec.drops:  # each adapter has a dropout mask
+                with_downs = _adapters(layers, down, d_hidden.dtype)
+                parts = split(d_hidden, [adapter.rank for adapter, _ in with_downs], 1)
+                for part, (adapter, a), mask in zip(parts, with_downs, masks, strict=True):
                     d_x.add_(dropped(part @ a, mask, adapter.dropout))
             x, d_inputs = _through_input(ctx, d_x, factors, x)
-            del d_x, factors, arrived  # copies in the working dtype, not needed for the gradients of A
+            del d_x, factors, arrived  # copies in the working dtype, no longer needed
             if d_down is None:
                 _, d_down = _through_products(spec, (), whole, d_hidden, x)
-            _through_down(spec, each, x, masks, d_hidden, d_down, found)
-        return None, None, *d_inputs, *found
+            _through_down(spec, layers, x, masks, d_hidden, d_down, gradients)
+        return None, None, *d_inputs, *gradients
 
 
 @dataclass(slots=True)
-class _Own:
-    """The tensors of one layer, their positions, and its adapters' columns in X Aᵀ.
+class _LayerTensors:
+    """The tensors of one layer, and their positions.
 
-    `first_pair`: position of its first A among all tensors, followed by B. `scaled_up`: s B of all its
-    adapters side by side in the working dtype, `[out, rank]`; None without adapters.
+    Attributes:
+        start: position of the layer's first tensor among all tensors of the call.
+        first_pair: position of the layer's first A among all tensors of the call, followed by B.
+        first_column: first column of the layer's adapters in X Aᵀ.
+        scaled_up: s B of the layer's adapters side by side in the working dtype, `[out, rank]`; None without adapters.
     """
 
-    layer: Layer
+    spec: Layer
     start: int
     first_pair: int
     first_column: int
@@ -190,41 +199,29 @@ class _Own:
     scaled_up: torch.Tensor | None = None
 
 
-def _owned(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_Own]:
-    """Slice the flat tensor list per layer, without `scaled_up`."""
-    made, start, column = [], 0, 0
+def _layers_of(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_LayerTensors]:
+    """Return the layers with slices of the flat list of tensors, without `scaled_up`."""
+    layers, start, column = [], 0, 0
     for layer in spec.layers:
         pair, end = start + len(layer.biases), start + layer.tensors
         last = pair + 2 * len(layer.adapters)
         down, up = tensors[pair:last:2], tensors[pair + 1 : last : 2]
         magnitude = tensors[last] if last < end else None
-        made.append(_Own(layer, start, pair, column, tensors[start:pair], down, up, magnitude))
+        layers.append(_LayerTensors(layer, start, pair, column, tensors[start:pair], down, up, magnitude))
         start = end
         column += layer.rank
-    return made
+    return layers
 
 
-def _rounded(
-    spec: Spec, tensors: Sequence[torch.Tensor], *, stacked: bool
-) -> tuple[list[_Own], torch.Tensor | None]:
-    """Return (tensors per layer; all A stacked in the working dtype, if `stacked` and there are any)."""
-    each = _owned(spec, tensors)
-    pairs = [Pairs(own.down, own.up, own.layer.scales) for own in each]
-    down, scaled = rounded(pairs, spec.working, stacked=stacked)
-    for own, up in zip(each, scaled, strict=True):
-        own.scaled_up = up
-    return each, down
-
-
-def _columns(hidden: torch.Tensor, own: _Own) -> torch.Tensor:
-    """Return a layer's columns of X Aᵀ or of its gradient."""
-    rank = own.layer.rank
-    return hidden if rank == hidden.shape[1] else hidden.narrow(1, own.first_column, rank)
+def _columns(hidden: torch.Tensor, layer: _LayerTensors) -> torch.Tensor:
+    """Return a layer's columns of X Aᵀ or of the gradient of X Aᵀ."""
+    rank = layer.spec.rank
+    return hidden if rank == hidden.shape[1] else hidden.narrow(1, layer.first_column, rank)
 
 
 def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return X, or its two factors, as matrices in the working dtype."""
-    return [each.reshape(-1, each.shape[-1]).to(spec.working) for each in inputs if each is not None]
+    """Return X, or the two factors of X, as matrices in the working dtype."""
+    return [x.reshape(-1, x.shape[-1]).to(spec.working) for x in inputs if x is not None]
 
 
 def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -233,14 +230,17 @@ def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _adapters(
-    each: Sequence[_Own], down: torch.Tensor | None, dtype: torch.dtype
+    layers: Sequence[_LayerTensors], down: torch.Tensor | None, dtype: torch.dtype
 ) -> list[tuple[Adapter, torch.Tensor]]:
-    """Return every adapter with its A in a dtype, in the order of X Aᵀ's columns; `down`: all A if rounded."""
-    adapters = [adapter for own in each for adapter in own.layer.adapters]
+    """Return (adapter, A in `dtype`) in the order of the columns of X Aᵀ.
+
+    `down` are all A stacked in `dtype`, or None if they have not been rounded.
+    """
+    adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
     if down is None:
-        downs: Sequence[torch.Tensor] = [part.to(dtype) for own in each for part in own.down]
+        downs: Sequence[torch.Tensor] = [part.to(dtype) for layer in layers for part in layer.down]
     else:
-        downs = _split(down, [adapter.rank for adapter in adapters], 0)
+        downs = split(down, [adapter.rank for adapter in adapters], 0)
     return list(zip(adapters, downs, strict=True))
 
 
@@ -248,65 +248,70 @@ def _hidden(
     spec: Spec,
     x: torch.Tensor,
     first: torch.Tensor,
-    each: Sequence[_Own],
+    layers: Sequence[_LayerTensors],
     down: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return (X Aᵀ of all adapters side by side `[rows, rank]`, each adapter's dropout mask).
+    """Return (X Aᵀ of all adapters side by side `[rows, rank]`, dropout masks of the adapters).
 
-    `down`: all A; None if there are none or dropout gives adapters different X.
+    `down` are all A stacked, or None without adapters and if every A was left unrounded because of dropout.
     """
     if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
         write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
         return hidden, [None] * spec.adapters
     parts, masks = [], []
-    for adapter, own in _adapters(each, down, x.dtype):
-        kept, mask = drop(x, first, adapter.dropout)
-        parts.append(kept @ own.t())
+    for adapter, a in _adapters(layers, down, x.dtype):
+        dropped_x, mask = drop(x, first, adapter.dropout)
+        parts.append(dropped_x @ a.t())
         masks.append(mask)
     return torch.cat(parts, dim=1) if parts else x.new_empty(x.shape[0], 0), masks
 
 
 def _output(
-    spec: Spec, own: _Own, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
+    spec: Spec, layer: _LayerTensors, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (Y; for DoRA the sum before the magnitude, row norms of W + s B A). Only DoRA's Y has values yet."""
+    """Return (Y, for DoRA the sum before the magnitude, for DoRA the row norms of W + s B A).
+
+    Without DoRA, Y is uninitialized, and is added to `products`.
+    """
     bias = None
-    if own.biases:
-        biases = [bias * scale for bias, scale in zip(own.biases, own.layer.biases, strict=True)]
+    if layer.biases:
+        biases = [bias * scale for bias, scale in zip(layer.biases, layer.spec.biases, strict=True)]
         bias = sum(biases[1:], biases[0]).to(x.dtype)
-    columns = shape_of(own.layer.base)[0]
-    if own.magnitude is None:
+    columns = shape_of(layer.spec.base)[0]
+    if layer.magnitude is None:
         out = x.new_empty(x.shape[0], columns, dtype=spec.result)
-        products.append(_Product(own, x, hidden, bias, out))
+        products.append(_Product(layer, x, hidden, bias, out))
         return out, None, None
     y = x.new_empty(x.shape[0], columns)
     with ExitStack() as stack:
-        weight = spec.weights.matrix(own.layer.base, x.dtype, stack, keep=spec.keep)
-        norm = _row_norms(weight, own)
-        product = _Product(own, x, hidden, None, y)
+        weight = spec.weights.matrix(layer.spec.base, x.dtype, stack, keep=spec.keep)
+        norm = _row_norms(weight, layer)
+        product = _Product(layer, x, hidden, None, y)
         write_sums([product.written_to(y, weight)], compiled=spec.compiled)
-    scaled = y * (own.magnitude / norm)  # in float32, the magnitude's dtype
+    scaled = y * (layer.magnitude / norm)  # in float32, the magnitude's dtype
     return (scaled if bias is None else scaled + bias).to(spec.result), y, norm
 
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
-    """Compute the outputs returned without values, in one call of the compiled loops if none is cast after."""
+    """Compute the values of the outputs `products`, in one call of the compiled loops unless outputs are cast afterwards."""
     if not spec.keep:
-        whole = []
-        for each in products:
-            if spec.weights.in_4_bits(each.own.layer.base, each.x):
-                _write_few(each)
+        others = []
+        for product in products:
+            if spec.weights.in_4_bits(product.layer.spec.base, product.x):
+                _write_few(product)
             else:
-                whole.append(each)
-        products = whole
+                others.append(product)
+        products = others
     cast = spec.result not in (spec.working, torch.float32)
-    for group in [products] if spec.compiled and not cast else [[each] for each in products]:
-        outs = [torch.empty_like(each.out, dtype=spec.working) if cast else each.out for each in group]
+    for group in [products] if spec.compiled and not cast else [[product] for product in products]:
+        outs = [
+            torch.empty_like(product.out, dtype=spec.working) if cast else product.out for product in group
+        ]
         with ExitStack() as stack:
             sums = (
-                each.written_to(out, _weight(spec, each.own, stack, keep=spec.keep))
-                for each, out in zip(group, outs, strict=True)
+                product.written_to(out, _weight(spec, product.layer, stack, keep=spec.keep))
+                for product, out in zip(group, outs, strict=True)
             )
             write_sums(sums, compiled=spec.compiled)
         if cast:
@@ -314,26 +319,29 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
 
 
 def _write_few(product: _Product) -> None:
-    """Compute few rows without backward by a packed weight; rounds the base's sum before adding the adapters'."""
-    own = product.own
-    base: Any = own.layer.base
+    """Compute an output of few rows, without a backward, with the packed 4-bit weight.
+
+    The product with the base weight is rounded before the adapters' product is added.
+    """
+    layer = product.layer
+    base: Any = layer.spec.base
     y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)
-    if own.scaled_up is not None:
-        y = torch.addmm(y, _columns(product.hidden, own), own.scaled_up.t())
+    if layer.scaled_up is not None:
+        y = torch.addmm(y, _columns(product.hidden, layer), layer.scaled_up.t())
     product.out.copy_(y)
 
 
-def _weight(spec: Spec, own: _Own, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-    """Return a layer's base weight, in scratch until the stack is closed or torch's operators have used it."""
+def _weight(spec: Spec, layer: _LayerTensors, stack: ExitStack, *, keep: bool) -> torch.Tensor:
+    """Return a layer's base weight, valid until the stack is closed or, with torch's operators, until the next call."""
     if not spec.compiled:
-        stack.close()  # torch computes one product at a time, so one weight is in scratch
-    return spec.weights.matrix(own.layer.base, spec.working, stack, keep=keep)
+        stack.close()  # torch's operators compute one product at a time and need one weight in scratch memory
+    return spec.weights.matrix(layer.spec.base, spec.working, stack, keep=keep)
 
 
-def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
-    """Return ‖W + s B A‖ per row in float32 without the sum: ‖W‖² + 2 s (W Aᵀ)·B + s² (B A Aᵀ)·B is its square."""
-    scale = own.layer.adapters[0].scale
-    down, up = own.down[0].float(), own.up[0].float()
+def _row_norms(weight: torch.Tensor, layer: _LayerTensors) -> torch.Tensor:
+    """Return ‖W + s B A‖ per row in float32, the root of ‖W‖² + 2 s (W Aᵀ)·B + s² (B A Aᵀ)·B, without the sum."""
+    scale = layer.spec.adapters[0].scale
+    down, up = layer.down[0].float(), layer.up[0].float()
     across = (weight @ down.to(weight.dtype).t()).float()
     square = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
     inner = 2 * scale * across + scale * scale * (up @ (down @ down.t()))
@@ -342,76 +350,74 @@ def _row_norms(weight: torch.Tensor, own: _Own) -> torch.Tensor:
 
 
 def _through_output(
-    own: _Own,
+    layer: _LayerTensors,
     rows: torch.Tensor,
     total: torch.Tensor | None,
     norm: torch.Tensor | None,
-    found: list[torch.Tensor | None],
+    gradients: list[torch.Tensor | None],
 ) -> torch.Tensor:
-    """Return the gradient of X Wᵀ from Y's, and store those of this layer's biases and magnitude."""
-    for index, (bias, scale) in enumerate(zip(own.biases, own.layer.biases, strict=True)):
-        found[own.start + index] = (rows.sum(0, dtype=_summed(rows)) * scale).to(bias.dtype)
-    if own.magnitude is None or norm is None or total is None:
+    """Return the gradient of X Wᵀ from Y's gradient `rows`; store the gradients of the layer's biases and magnitude."""
+    for index, (bias, scale) in enumerate(zip(layer.biases, layer.spec.biases, strict=True)):
+        gradients[layer.start + index] = (rows.sum(0, dtype=_summed(rows)) * scale).to(bias.dtype)
+    if layer.magnitude is None or norm is None or total is None:
         return rows
     d_magnitude = torch.linalg.vecdot(rows.float(), total.float(), dim=0) / norm
-    found[own.start + own.layer.tensors - 1] = d_magnitude.to(own.magnitude.dtype)
-    return (rows * (own.magnitude / norm)).to(total.dtype)
+    gradients[layer.start + layer.spec.tensors - 1] = d_magnitude.to(layer.magnitude.dtype)
+    return (rows * (layer.magnitude / norm)).to(total.dtype)
 
 
 def _through_up(
     spec: Spec,
-    arrived: Sequence[tuple[_Own, torch.Tensor]],
+    arrived: Sequence[tuple[_LayerTensors, torch.Tensor]],
     hidden: torch.Tensor,
     d_hidden: torch.Tensor,
-    found: list[torch.Tensor | None],
+    gradients: list[torch.Tensor | None],
 ) -> None:
-    """Store the gradients of all B, and write X Aᵀ's into `d_hidden`, from those of the products with each weight."""
+    """Store the gradients of all B, and write the gradient of X Aᵀ into `d_hidden`.
+
+    `arrived` are the layers with the gradients of their products X Wᵀ.
+    """
     sums, places, summed = [], [], _summed(hidden)
-    for own, rows in arrived:
-        if own.scaled_up is None:
+    for layer, rows in arrived:
+        if layer.scaled_up is None:
             continue
-        sums.append(Sum(_columns(d_hidden, own), ((rows, own.scaled_up),)))
-        through, mine = rows.t(), _columns(hidden, own)
-        parts = _split(mine, own.layer.ranks, 1)
-        for index, (part, up, scale) in enumerate(zip(parts, own.up, own.layer.scales, strict=True)):
+        sums.append(Sum(_columns(d_hidden, layer), ((rows, layer.scaled_up),)))
+        transposed, parts = rows.t(), split(_columns(hidden, layer), layer.spec.ranks, 1)
+        for index, (part, up, scale) in enumerate(zip(parts, layer.up, layer.spec.scales, strict=True)):
             d_up = rows.new_empty(up.shape, dtype=summed)
-            sums.append(Sum(d_up, ((through, part),), None, scale))
-            places.append((own.first_pair + 2 * index + 1, d_up, up.dtype))
+            sums.append(Sum(d_up, ((transposed, part),), None, scale))
+            places.append((layer.first_pair + 2 * index + 1, d_up, up.dtype))
     write_sums(sums, compiled=spec.compiled)
     for place, d_up, dtype in places:
-        found[place] = d_up.to(dtype)
-
-
-def _split(x: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
-    return (x,) if len(sizes) == 1 else x.split_with_sizes(sizes, dim)
+        gradients[place] = d_up.to(dtype)
 
 
 def _summed(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which products of such matrices are summed."""
+    """Return the dtype in which products of matrices in `x`'s dtype are summed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _through_products(
     spec: Spec,
-    arrived: Sequence[tuple[_Own, torch.Tensor]],
+    arrived: Sequence[tuple[_LayerTensors, torch.Tensor]],
     down: torch.Tensor | None,
     d_hidden: torch.Tensor,
     x: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (gradient of X, gradient of all A); None for one that is not requested.
+    """Return (gradient of X, gradient of all A stacked), each None if it is not requested.
 
     Args:
-        arrived: the layers with the gradients of their products; empty if X needs no gradient.
-        down: all A; None without adapters, or if dropout gives them different X.
+        arrived: the layers with the gradients of their products X Wᵀ; empty if X needs no gradient.
+        down: all A stacked; None without adapters, or if each adapter has a dropout mask.
         d_hidden: the gradient of X Aᵀ.
-        x: None if the gradient of A is computed later.
+        x: X; None if the gradient of A is computed later.
     """
     sums, d_x, d_down = [], None, None
     with ExitStack() as stack:
         if arrived:
             rows = arrived[0][1]
             small = () if down is None else ((d_hidden, down),)
-            terms = ((grad, _weight(spec, own, stack, keep=True)) for own, grad in arrived)
+            terms = ((grad, _weight(spec, layer, stack, keep=True)) for layer, grad in arrived)
             d_x = rows.new_empty(rows.shape[0], shape_of(spec.layers[0].base)[1])
             sums.append(Sum(d_x, chain(small, terms)))
         if x is not None and down is not None:
@@ -423,34 +429,37 @@ def _through_products(
 
 def _through_down(
     spec: Spec,
-    each: Sequence[_Own],
+    layers: Sequence[_LayerTensors],
     x: torch.Tensor,
     masks: Sequence[torch.Tensor | None],
     d_hidden: torch.Tensor,
     d_down: torch.Tensor | None,
-    found: list[torch.Tensor | None],
+    gradients: list[torch.Tensor | None],
 ) -> None:
-    """Store the gradient of each A: rows of `d_down`, or with separate dropout masks from X Aᵀ's gradient."""
-    places = [own.first_pair + 2 * index for own in each for index in range(len(own.down))]
+    """Store the gradient of each A: rows of `d_down`, or products of X Aᵀ's gradient if each adapter has a dropout mask."""
+    places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
     if not places:
         return
-    adapters = [adapter for own in each for adapter in own.layer.adapters]
-    downs = [down for own in each for down in own.down]
+    adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
+    downs = [down for layer in layers for down in layer.down]
     whole, dim = (d_hidden, 1) if d_down is None else (d_down, 0)
-    parts = _split(whole, [adapter.rank for adapter in adapters], dim)
+    parts = split(whole, [adapter.rank for adapter in adapters], dim)
     for place, part, down, adapter, mask in zip(places, parts, downs, adapters, masks, strict=True):
-        each_down = part
+        gradient = part
         if d_down is None:
-            each_down = x.new_empty(down.shape, dtype=_summed(x))
-            kept = dropped(x, mask, adapter.dropout)
-            write_sums([Sum(each_down, ((part.t(), kept),))], compiled=spec.compiled)
-        found[place] = each_down.to(down.dtype)
+            gradient = x.new_empty(down.shape, dtype=_summed(x))
+            dropped_x = dropped(x, mask, adapter.dropout)
+            write_sums([Sum(gradient, ((part.t(), dropped_x),))], compiled=spec.compiled)
+        gradients[place] = gradient.to(down.dtype)
 
 
 def _through_input(
     ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Return (X, the inputs' gradients in their dtypes and shapes); `x` None: recompute it over its gradient."""
+    """Return (X, gradients of the inputs in the inputs' dtypes and shapes).
+
+    If `x` is None, X is a gated product, and is recomputed in the memory of its gradient.
+    """
     spec, (dtype, other) = ctx.spec, ctx.dtypes
     if spec.gate is not None and d_x is not None:
         x, d_first, d_second = spec.gate.backward(d_x, *factors)

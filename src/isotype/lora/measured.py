@@ -1,4 +1,4 @@
-"""Times measured on this machine, kept in the cache folder for later processes."""
+"""Times measured on this machine, stored in the cache folder for later processes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,13 @@ Name = TypeVar("Name")
 Result = TypeVar("Result")
 
 
-def file_of(folder: str, *what: Any) -> Path:
-    """Return the file of measurements under given conditions on this CPU with this torch; it need not exist."""
-    return _file(folder, [*what, *_machine()])
+def file_of(folder: str, *conditions: Any, card: str = "") -> Path:
+    """Return the path of the measurements under some conditions with this torch; the file need not exist.
 
-
-def file_of_card(folder: str, card: str, *what: Any) -> Path:
-    """Return the file of measurements on a GPU of this name with this torch; it need not exist."""
-    return _file(folder, [*what, card, torch.__version__])
-
-
-def _file(folder: str, conditions: list[Any]) -> Path:
-    key = json.dumps(conditions)
+    The measurements are those of this CPU, or of GPUs with the name `card`.
+    """
+    machine = [card, torch.__version__] if card else _machine()
+    key = json.dumps([*conditions, *machine])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
@@ -52,22 +47,20 @@ def _machine() -> list[str]:
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """Return a file's content by name; empty if it is damaged or missing."""
-    if not file.is_file():
-        return {}
+    """Return name -> entry of a file; an empty dict if the file is damaged or missing."""
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        entries = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    whole = isinstance(held, dict) and all(isinstance(each, dict) for each in held.values())
-    return held if whole else {}
+    whole = isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
+    return entries if whole else {}
 
 
 class Kept(Generic[Result]):
-    """Cached results of one kind of measurement (frozen dataclass `kind`), measured once.
+    """Results of one kind of measurement, stored in files; a result is a frozen dataclass `kind`.
 
     Attributes:
-        known: (file, name) -> results of this process.
+        known: (file, name) -> result, as measured or read by this process.
     """
 
     def __init__(self, kind: Callable[..., Result]) -> None:
@@ -85,16 +78,16 @@ class Kept(Generic[Result]):
         for name, entry in read(file).items():
             with suppress(TypeError):
                 result: Any = self._kind(**entry)
-                numbers = [getattr(result, each.name) for each in fields(result) if each.type == "float"]
+                numbers = [getattr(result, field.name) for field in fields(result) if field.type == "float"]
                 if all(isinstance(number, (int, float)) for number in numbers):
                     results[name] = result
         return results
 
     def of(self, file: Path, name: str, measure: Callable[[], Result]) -> tuple[Result, str | None]:
-        """Return the cached or newly measured result, and why it could not be cached (None if it was)."""
+        """Return (stored or newly measured result, why the result could not be stored or None)."""
         with self._lock:
-            if (known := self.get(file, name)) is not None:
-                return known, None
+            if (stored := self.get(file, name)) is not None:
+                return stored, None
             result: Any = measure()
             self.known[file, name] = result
             try:
@@ -108,21 +101,21 @@ class Kept(Generic[Result]):
 def in_turns(
     prepare: Callable[[], Mapping[Name, Callable[[], object]]], turns: int, threads: int
 ) -> dict[Name, list[float]]:
-    """Return the milliseconds of several ways, run in turns after a warm-up turn.
+    """Return name -> milliseconds in each turn of the calls that `prepare` returns, after a warm-up turn.
 
-    `prepare` and its calls run in a separate thread, without the caller's autocast, saved-tensor hooks
-    (gradient checkpointing) or dispatch modes; their errors are raised here.
+    `prepare` and the calls run in a separate thread, without the caller's autocast, saved-tensor hooks
+    (gradient checkpointing) or dispatch modes. Errors of the thread are raised in the caller's thread.
     """
     times: dict[Name, list[float]] = {}
 
     def run() -> None:
         torch.set_num_threads(threads)  # OpenMP's thread count is per thread
-        ways = prepare()
-        times.update((name, []) for name in ways)
+        calls = prepare()
+        times.update((name, []) for name in calls)
         for turn in range(turns + 1):
-            for name, way in ways.items():
+            for name, call in calls.items():
                 began = time.perf_counter()
-                way()
+                call()
                 if turn:
                     times[name].append((time.perf_counter() - began) * 1e3)
 

@@ -1,6 +1,6 @@
-"""Fused modules: LoRA layers, gated MLPs, norms and attention with a swapped class.
+"""Fused modules: LoRA layers, gated MLPs, RMSNorms and attention layers whose class has been swapped.
 
-LoRA layers with the same input run as one (`Siblings`).
+LoRA layers with the same input compute their outputs together (`Siblings`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from isotype.compat.swapped import Swapped, swap, swapped_class
-from isotype.compat.torch import FakeTensor, forward_hooks, forward_pre_hooks, is_transformed, version_of
+from isotype.compat.torch import FakeTensor, forward_hooks, forward_pre_hooks, needs_operators, version_of
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.adapted import Reading, read
 from isotype.lora.gates import Gate, GatedParts
@@ -32,7 +32,7 @@ from isotype.precision.devices.simulated import simulates_cpu, working_dtype
 
 @dataclass(frozen=True)
 class GatedInput:
-    """Input of a gated MLP's last layer in place of `gate.product(first, second)`."""
+    """The argument of a gated MLP's last layer instead of `gate.product(first, second)`, which is not saved."""
 
     gate: Gate
     first: torch.Tensor
@@ -55,26 +55,26 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _by_loops(working: torch.dtype, x: torch.Tensor) -> bool:
-    """Return whether the compiled loops multiply, which hold the weights of all layers in scratch at a time.
+    """Return whether the compiled loops multiply; they need the weights of all layers in scratch memory at once.
 
-    For a simulated CPU this is unknown: the trace takes the path with more memory.
+    For a simulated CPU this is unknown, so a trace assumes the loops, which need more memory.
     """
     return simulates_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
 
 
 class Siblings:
-    """Layers of one module that are called consecutively with the same tensor, and so run as one.
+    """Layers of one module that are called one after another with the same tensor, and are computed together.
 
-    The first call computes the outputs of all, the other calls fetch theirs. A layer called with another
-    tensor, with a tensor modified since, or with one without a version counter (see `version_of`) computes
-    its own output.
+    The call of the first layer computes all outputs, the calls of the other layers return the ready outputs. If a
+    layer is called with another tensor, with a tensor that has been modified since, or with a tensor without a version
+    counter (see `version_of`), the call computes the output of that layer alone.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:
         self.__setstate__({"weights": weights, "layers": tuple(layers)})
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pending outputs belong to a running forward, readings to their layer.
+        # A copy has no ready outputs of a running forward, and no readings of the original layers.
         return {"weights": self.weights, "layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Siblings:
         self._readings: dict[nn.Module, Reading] = {}
 
     def output(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the output of one of the layers for X; None if it currently needs PEFT's path."""
+        """Return the output of one of the layers for X; None if only PEFT's forward can compute it now."""
         ready: _Ready | None = getattr(self._local, "ready", None)
         if ready is not None and ready.fits(x) and layer in ready.outputs:
             output = ready.outputs.pop(layer)
@@ -102,18 +102,18 @@ class Siblings:
         return output
 
     def gated_output(
-        self, layer: Any, gate_input: GatedInput, own_path: Callable[..., torch.Tensor]
+        self, layer: Any, gate_input: GatedInput, peft_forward: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Return the output of a layer for a gated product that is not saved; `own_path` is PEFT's forward."""
+        """Return the output of a layer for a gated product that is not saved."""
         reading = self._read(layer, gate_input.first)
         if reading is None:
-            return own_path(layer, gate_input.gate.product(gate_input.first, gate_input.second))
+            return peft_forward(layer, gate_input.gate.product(gate_input.first, gate_input.second))
         inputs, dtypes = (gate_input.first, gate_input.second), _dtypes(reading.layer.base, gate_input.first)
         (output,) = _run(self.weights, (reading,), inputs, dtypes, gate_input.gate)
         return output
 
     def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
-        """Return the outputs for X of the first layer and of the others with the same dtypes."""
+        """Return the outputs for X of the first layer and of the other layers with the same dtypes."""
         first, *others = [self._read(layer, x) for layer in layers]
         if first is None:
             return None
@@ -126,7 +126,7 @@ class Siblings:
         return dict(zip(usable, outputs, strict=True))
 
     def _read(self, layer: Any, x: torch.Tensor) -> Reading | None:
-        """Return the reading of a layer for X; None if it currently needs PEFT's path."""
+        """Return the reading of a layer for X; None if only PEFT's forward can compute the output now."""
         former = self._readings.get(layer)
         reading = read(layer, former)
         if reading is None:
@@ -138,7 +138,7 @@ class Siblings:
 
 @dataclass
 class _Ready:
-    """Outputs to be fetched for the tensor they were computed from."""
+    """Outputs computed from the tensor `x`, which the next calls of the layers return."""
 
     x: torch.Tensor
     version: int | None
@@ -150,8 +150,7 @@ class _Ready:
 
 
 def _modes(x: torch.Tensor) -> tuple[Any, ...]:
-    device = x.device.type
-    return torch.is_grad_enabled(), autocast_dtype(device)
+    return torch.is_grad_enabled(), autocast_dtype(x.device.type)
 
 
 def _run(
@@ -163,19 +162,18 @@ def _run(
 ) -> tuple[torch.Tensor, ...]:
     layers = tuple([reading.layer for reading in readings])
     compute, result = dtypes
-    working, tensors = working_dtype(compute, inputs[0]), [each for own in readings for each in own.tensors]
+    working = working_dtype(compute, inputs[0])
     compiled = _by_loops(working, inputs[0])
     spec = Spec(layers, weights, working, result, gate, torch.is_grad_enabled(), compiled)
-    return lora_linear(spec, inputs, tensors)
+    return lora_linear(spec, inputs, [tensor for reading in readings for tensor in reading.tensors])
 
 
 class Fused(Swapped):
-    """Marker of the created classes.
+    """Base class of the classes of fused modules.
 
     Attributes:
-        lora_state: names of additional attributes of a module of this class.
-        lora_original: the class that was swapped. A boundary set later is on top, with its own
-            `original`.
+        lora_state: names of the attributes that `put_in` adds to a module.
+        lora_original: class of the module before `put_in`. If a boundary is set later, `original` is the fused class.
     """
 
     lora_state: tuple[str, ...] = ()
@@ -183,7 +181,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A LoRA layer: `lora_weights` has the model's base weights, `lora_siblings` the layers that run with it."""
+    """A fused LoRA layer, with the model's base weights, and the layers that are computed together with this layer."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights
@@ -191,7 +189,7 @@ class FusedLora(Fused):
 
 
 class FusedMlp(Fused):
-    """A gated MLP that does not save its product; `lora_parts` are the names of its parts."""
+    """A gated MLP that does not save its product; `lora_parts` has the names of the MLP's layers."""
 
     lora_state = ("lora_parts",)
     lora_parts: GatedParts
@@ -208,22 +206,17 @@ class FusedRotary(Fused):
     """An attention layer that rotates queries and keys in one function."""
 
 
-def _is_left_to_torch() -> bool:
-    """Return whether a compiler or transform traces the code, which needs torch's operators."""
-    return torch.compiler.is_compiling() or is_transformed()
-
-
 def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, GatedInput):
         return self.lora_siblings.gated_output(self, x, self.lora_original.forward)
-    if not args and not kwargs and isinstance(x, torch.Tensor) and not _is_left_to_torch():
-        made = self.lora_siblings.output(self, x)
-        if made is not None:
-            return made
+    if not args and not kwargs and isinstance(x, torch.Tensor) and not needs_operators():
+        output = self.lora_siblings.output(self, x)
+        if output is not None:
+            return output
     return self.lora_original.forward(self, x, *args, **kwargs)
 
 
-# PEFT changes base weights by `.data`, which cannot be detected otherwise.
+# PEFT writes base weights through `.data`, which changes no version counter.
 def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
     self.lora_weights.forget(self.get_base_layer())
     return self.lora_original.merge(self, *args, **kwargs)
@@ -238,23 +231,21 @@ def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     parts: GatedParts = self.lora_parts
     down = self._modules[parts.down]
     hooked = must_be_called(forward_hooks(down)) or must_be_called(forward_pre_hooks(down))
-    if args or kwargs or hooked or _is_left_to_torch() or not isinstance(down, FusedLora):
+    if args or kwargs or hooked or needs_operators() or not isinstance(down, FusedLora):
         return self.lora_original.forward(self, x, *args, **kwargs)
     outputs = {name: self._modules[name](x) for name in parts.order}
     return down(GatedInput(parts.gate, outputs[parts.first], outputs[parts.second]))  # type: ignore[operator]
 
 
 def _forward_norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or _is_left_to_torch() or not x.is_floating_point():
+    if args or kwargs or needs_operators() or not x.is_floating_point():
         return self.lora_original.forward(self, x, *args, **kwargs)
     return rms_norm(x, self.weight, self.lora_norm)
 
 
 def _forward_rotary(self: Any, *args: Any, **kwargs: Any) -> Any:
     forward = self.lora_original.forward
-    if not _is_left_to_torch():
-        forward = with_loops(forward)
-    return forward(self, *args, **kwargs)
+    return (forward if needs_operators() else with_loops(forward))(self, *args, **kwargs)
 
 
 _MEMBERS: Mapping[type[Fused], Mapping[str, Any]] = {
@@ -271,17 +262,16 @@ def _fused_class(kind: Any, base: Any) -> Any:
 
 
 def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
-    """Make `module` a module of class `kind`, with the values of its `lora_state`."""
-    for name, value in zip(kind.lora_state, state, strict=True):
-        module.__dict__[name] = value
-    own: Any = type(module)
-    swap(module, _fused_class(kind, own))
+    """Swap the class of `module` for one derived from `kind`; `state` has the values of `kind.lora_state`."""
+    module.__dict__.update(zip(kind.lora_state, state, strict=True))
+    base: Any = type(module)
+    swap(module, _fused_class(kind, base))
 
 
 def take_out(module: nn.Module) -> None:
     if isinstance(module, Fused):
         settings = boundary_of(module)
-        set_boundary(module, None)  # a boundary set later is on top
+        set_boundary(module, None)  # a boundary that was set later has swapped the class again
         for name in module.lora_state:
             module.__dict__.pop(name, None)
         swap(module, module.original)

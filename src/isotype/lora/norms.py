@@ -2,8 +2,8 @@
 
     y = x / sqrt(mean(x²) + eps) ⊙ (offset + w)
 
-in float32 inside, rounded once. The backward needs x and one number per row; autograd saves four float32
-tensors as large as x for the plain formula.
+The norm is computed in float32 and rounded once. The backward needs x and one number per row; for the formula in
+torch's operators autograd saves four float32 tensors as large as x.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NormParts:
-    """Parameters of an RMSNorm: `offset` is 1 if its weight is stored as the difference from one (Gemma)."""
+    """Parameters of an RMSNorm; `offset` is 1 if the weight is stored as the difference from one (Gemma)."""
 
     eps: float
     offset: float
 
 
 def norm_parts(module: Any) -> NormParts | None:
-    """Return an RMSNorm's parameters, detected by running it on a few numbers; None for another module.
+    """Return an RMSNorm's parameters, detected by running the module on a few numbers; None for another module.
 
-    None also for one that returns float32 for 16-bit inputs: the replacement returns the promoted dtype of
-    input and weight.
+    Also None for an RMSNorm that returns float32 for 16-bit inputs, because the replacement returns the promoted dtype
+    of input and weight.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    lone = list(own_parameters(module)) == ["weight"] and not own_modules(module)
-    if not lone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
+    alone = list(own_parameters(module)) == ["weight"] and not own_modules(module)
+    if not alone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
     widens = weight.dtype in _HALVES and returns_float32(module, weight.dtype)
     if boundary_of(module) is not None or widens:
         return None
     generator = torch.Generator().manual_seed(0)
-    if weight.is_meta or is_sharded(weight):  # the formula is tested on other numbers
+    if weight.is_meta or is_sharded(weight):  # random numbers replace the weight
         module = copy.copy(module)
         weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
         vars(module)[PARAMETERS] = {"weight": nn.Parameter(weight, requires_grad=False)}
@@ -59,20 +59,20 @@ def norm_parts(module: Any) -> NormParts | None:
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for offset in (0.0, 1.0):
         wanted = normed * (offset + weight.detach().cpu().double())
-        # The weight may be rounded once more than here; no other formula is as close.
+        # The module may round the weight once more; no other formula is as close.
         if is_close(output, wanted, rtol=1e-4, atol=1e-6):
             return NormParts(eps, offset)
     return None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
-    """Return the norm of `x` `[…, n]` with `weight` `[n]`, in their promoted dtype."""
+    """Return the RMSNorm of `x` `[…, n]` with `weight` `[n]`, in the promoted dtype of both."""
     output: torch.Tensor = _RmsNorm.apply(x, weight, parts)  # type: ignore[no-untyped-call]
     return output
 
 
 class _RmsNorm(torch.autograd.Function):
-    # All products are of float32 tensors in place: torch multiplies mixed dtypes on a CPU by copies.
+    # Float32 tensors are multiplied in place: for mixed dtypes torch makes copies on a CPU.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
         ctx.parts = parts

@@ -2,8 +2,9 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-for the halves a, b of a head, in float32 inside, rounded once. transformers' models call a function of their
-module for it; a copy of an attention layer's forward calls another one here, and the module is unchanged.
+for the halves a and b of a head, computed in float32 and rounded once. The attention layers of transformers' models
+call a function of their Python module for the rotation. A fused layer runs a copy of the forward that calls another
+function; the Python module is unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAME = "apply_rotary_pos_emb"
 """transformers' name of the function."""
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
-"""For numbers up to about ten, with every product and sum rounded."""
+"""Tolerances for numbers up to about ten, if every product and sum is rounded."""
 
 
 _looked_at: dict[FunctionType, FunctionType] = {}
@@ -42,12 +43,12 @@ def rotates(forward: Any) -> bool:
 
 
 def with_loops(forward: Any) -> Any:
-    """Return `forward` with rotation by compiled loops; `forward` itself if that is not supported.
+    """Return a copy of `forward` that rotates in one function, or `forward` if that is not supported.
 
-    It uses its module's current rotation: one replaced since the call of `rotates` is respected.
+    If the rotation of the Python module has been replaced since the call of `rotates`, `forward` is returned.
     """
     rotate = _rotation_of(forward)
-    # `rotates` was not called for a model fused in another process.
+    # For a model that was fused in another process, `rotates` has not been called.
     if rotate is None or _looked_at.setdefault(forward, rotate) is not rotate:
         return forward
     copied = _copied(forward, rotate)
@@ -65,7 +66,7 @@ def _rotation_of(forward: Any) -> FunctionType | None:
 
 @cache
 def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
-    # No other such function: DeepSeek's forward chooses between two.
+    # DeepSeek's forward, which chooses between two rotations, is not supported.
     called = {name for name in globals_of(forward) or () if name.startswith("apply_rotary")}
     if called != {NAME} or not _is_rotation(rotate):
         return None
@@ -73,7 +74,7 @@ def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
 
 
 def _is_rotation(rotate: Any) -> bool:
-    """Return whether a function computes the formula, by running it on a few numbers."""
+    """Return whether a function computes this module's formula for a few numbers."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)
     numbers = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
@@ -109,15 +110,14 @@ def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
-    """Return the module that rotates these operands in one pass; None if unsupported."""
+    """Return the module that rotates these operands in one pass; None if they are not supported."""
     operands = (q, k, cos, sin)
     if not all(isinstance(x, torch.Tensor) for x in operands):
         return None
     if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype == sin.dtype):
         return None
-    if cos.shape[-1] % 2 or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
-        return None
-    if cos.shape != sin.shape:
+    differentiated = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    if cos.shape != sin.shape or cos.shape[-1] % 2 or differentiated:
         return None
     rows = cos.shape[0]
     if not all(x.shape[2:] == cos.shape[1:] and rows in (1, x.shape[0]) for x in (q, k)):
@@ -128,7 +128,7 @@ def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
 
 
 class _Rotate(torch.autograd.Function):
-    # One tensor at a time: a key without gradient gets none because the query needs one.
+    # One tensor per call: otherwise a key that needs no gradient would get one if the query needs one.
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, functions: Any

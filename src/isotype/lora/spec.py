@@ -1,4 +1,4 @@
-"""Specification of a call of `isotype.lora.linear.lora_linear`."""
+"""The settings of a call of `isotype.lora.linear.lora_linear`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from isotype.lora.weights import DenseWeights
 
 @dataclass(frozen=True)
 class Adapter:
-    """An active adapter: its rank, scale (alpha / r, for rsLoRA alpha / sqrt(r)) and dropout rate (0 in evaluation).
+    """An active adapter of a layer.
 
-    `magnitude`: it is DoRA, which is alone and without dropout.
+    Attributes:
+        scale: alpha / r, for rsLoRA alpha / sqrt(r).
+        dropout: dropout probability; 0 in evaluation.
+        magnitude: whether the adapter is DoRA, which has a magnitude; a layer with DoRA has no other adapter or dropout.
     """
 
     rank: int
@@ -28,7 +31,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer: frozen base, factor of each bias (1, or an adapter's scale), active adapters."""
+    """A linear layer: the frozen base, the factor of every bias (1, or an adapter's scale), and the active adapters."""
 
     base: nn.Module
     biases: tuple[float, ...] = ()
@@ -60,12 +63,12 @@ _drops = attrgetter("drops")
 
 @dataclass(frozen=True)
 class Spec:
-    """Settings of a call for layers with the same input.
+    """The settings of a call for layers with the same input X.
 
     Attributes:
-        working: dtype of the products: the compute dtype, or float32 if the device has no fast products in it.
+        working: dtype of the products: the compute dtype, or float32 if the device emulates the compute dtype.
         result: dtype of the outputs.
-        gate: of an input that is a gated product of two tensors.
+        gate: the gate, if X is a gated product of two tensors; else None.
         keep: whether a backward follows, see `DenseWeights.matrix`.
         compiled: whether compiled loops multiply, see `isotype.lora.loops.products`.
     """
@@ -80,7 +83,7 @@ class Spec:
 
     @property
     def drops(self) -> bool:
-        """True if adapters have different X because of dropout."""
+        """True if an adapter has dropout, so that the adapters have different X."""
         return any(map(_drops, self.layers))
 
     @property

@@ -1,8 +1,8 @@
-"""Batches without padding: concatenated rows that attend only to themselves.
+"""Batches without padding: rows are concatenated, and each row attends only to itself.
 
-Removed padding costs nothing in linear layers, norms and attention. Valid for a model in which tokens
-interact only in attention that separates sequences by positions (transformers' packed sequences), which is
-tested by running the model.
+Linear layers, norms and attention then spend no time on padding. The results are equal if tokens interact only in
+attention, and if the attention separates sequences by positions (transformers' packed sequences). A trial of the model
+decides (`tried`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Sequences:
     """The sequences of a row `[1, tokens]`.
 
     Attributes:
-        ends: 0 and the end of each sequence: int32 `[sequences + 1]`, on the tokens' device.
-        longest: tokens of the longest, known without synchronization.
-        window: number of keys, up to its own position, that a query attends to; None for all.
+        ends: 0 and the end of each sequence, int32 `[sequences + 1]`, on the tokens' device.
+        longest: tokens of the longest sequence, known without synchronization with the device.
+        window: number of last keys, up to the query's position, that a query attends to; None for all.
     """
 
     ends: torch.Tensor
@@ -40,29 +40,29 @@ class Sequences:
         """Return the keys that each query attends to, bool `[1, 1, tokens, tokens]`, for kernels without lengths."""
         places = torch.arange(tokens, device=self.ends.device)
         owners = torch.bucketize(places, self.ends[1:].long(), right=True)
-        seen = owners[:, None] == owners
+        mask = owners[:, None] == owners
         behind = places[:, None] - places
         if causal:
-            seen = seen & (behind >= 0)
+            mask = mask & (behind >= 0)
         if self.window is not None:
-            seen = seen & (behind < self.window)
-        return seen[None, None]
+            mask = mask & (behind < self.window)
+        return mask[None, None]
 
 
 def packed(inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch from its collator's arguments; None if it has none."""
+    """Return the sequences of a packed batch from the collator's arguments; None for another batch."""
     ends, longest = inputs.get("cu_seq_lens_q"), inputs.get("max_length_q")
     if ends is None or not isinstance(longest, int) or inputs.get("attention_mask") is not None:
         return None
     return Sequences(ends, longest)
 
 
-_known: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
+_sequences: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 
 def current() -> Sequences | None:
-    """Return the announced sequences of the row with which a model is called, if any."""
-    return _known.get()
+    """Return the sequences of the row with which a model is being called, as set by `saying`; None if unknown."""
+    return _sequences.get()
 
 
 @contextmanager
@@ -75,20 +75,22 @@ def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def saying(sequences: Sequences | None) -> AbstractContextManager[None]:
-    """Announce the sequences of model calls inside; None for unknown."""
-    return _holding(_known, sequences)
+    """Set the sequences of the row for the model calls in the `with` block; None if they are unknown."""
+    return _holding(_sequences, sequences)
 
 
-_KNOWN = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
+_ARGUMENTS = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
 _LEAST_SHARE = 0.05
 MOST_TOKENS = 8192
-"""Maximum tokens: the mask of packed sequences has a byte per pair of tokens; attention by lengths has no mask."""
+"""Maximum tokens without padding: the mask of packed sequences has a byte per pair of tokens. Attention by lengths has no
+mask and no maximum."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Relative to the change if rows are not separated. Left padding shifts rotary positions, and so rounding."""
+"""Tolerated differences over the change if rows are not separated. Left padding shifts rotary positions, and so changes
+rounding."""
 _NEIGHBOURS = 1e-4
-"""Tolerated change of a document's states if its neighbour in the row changes: rounding of experts' products."""
+"""Tolerated relative change of a document's states if the document before it changes: experts' products round differently."""
 _LENGTH, _SHORT = 16, 3
-"""Lengths of the trial's rows; short rows end far from the start, so that absolute positions would show."""
+"""Lengths of the trial's rows. Left padding moves a short row far from the start, which shows absolute positions."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,12 @@ class Unpadded:
     """A batch without its padding.
 
     Attributes:
-        inputs: arguments of the model's forward: `input_ids` and `position_ids` `[1, tokens]`, and the
-            others.
-        place: index of each token of the batch, int64 `[rows, length]`; undefined for padding.
-        sequences: the rows.
-        tokens: positions in the batch, int64 `[tokens]`, concatenated rows.
+        inputs: arguments of the model's forward, with `input_ids` and `position_ids` `[1, tokens]`.
+        place: index of each token of the batch in the concatenated row, int64 `[rows, length]`; undefined for padding.
+        sequences: the rows as sequences of the concatenated row.
+        tokens: index of each token of the concatenated row in the flat batch, int64 `[tokens]`.
         reads: number of positions whose results are read.
-        lengths: tokens of each nonempty row.
+        lengths: number of tokens of each nonempty row.
     """
 
     inputs: Mapping[str, Any]
@@ -117,7 +118,7 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
 def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
-    """Treat fake tensors of a batch's shape inside as unpadded like `bare`; None: as they are."""
+    """Let `unpadded` remove as much padding from fake batches in the `with` block as from `bare`; None: no padding."""
     return _holding(_traced, bare)
 
 
@@ -126,7 +127,7 @@ def unpadded(
 ) -> Unpadded | None:
     """Return a batch without its padding if that saves time and results at padding are not read.
 
-    Synchronizes with the device once, for the lengths of the rows.
+    The lengths of the rows are read from the device, which synchronizes once.
 
     Args:
         batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.
@@ -136,18 +137,18 @@ def unpadded(
 
     Returns:
         None for a batch with almost no padding, with padding between tokens or on another side, with more than text, or
-            if results at padding are read. None for fake tensors outside `traced_as`.
+            if results at padding are read. Also None for fake tensors outside of `traced_as`.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _KNOWN:
+    if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:
         return None
     if ids.dim() != 2 or mask.shape != ids.shape or not ids.numel():
         return None
     if isinstance(ids, FakeTensor):
-        known = _traced.get()
-        if known is None or known.place.shape != ids.shape:
+        bare = _traced.get()
+        if bare is None or bare.place.shape != ids.shape:
             return None
-        return _without(batch, mask.bool(), known.lengths, known.reads)
+        return _without(batch, mask.bool(), bare.lengths, bare.reads)
     if not sides:
         return None
     present = mask.bool()
@@ -178,29 +179,29 @@ def _without(
 
 @contextmanager
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
-    """Call a model with `bare.inputs` inside: attention gets the sequences, hooks of embeddings the padded batch.
+    """Prepare a model for calls with `bare.inputs`: attention gets the sequences, hooks of embeddings the padded batch.
 
-    NEFTune divides its noise by the length of the rows and draws it for padding too: for one long row it would be
-    smaller, and vary by batch.
+    NEFTune draws its noise for padding, too, and divides the noise by the length of the rows. With the concatenated row
+    the noise would be smaller, and depend on the batch.
     """
-    with saying(bare.sequences), _seen_as(model, bare.place, bare.tokens[None]):
+    with saying(bare.sequences), _embedding_as(model, bare.place, bare.tokens[None]):
         yield
 
 
 def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManager[None]:
-    """Let hooks of a model's embeddings see the tokens of a batch as one row without padding.
+    """Let hooks of a model's embeddings get the tokens of a batch as one row without padding.
 
-    `present`: `[rows, length]` of any dtype, nonzero for tokens. Hooks get a fake batch unchanged.
+    `present` `[rows, length]` is nonzero for tokens, in any dtype. Hooks get a fake batch unchanged.
     """
     if isinstance(present, FakeTensor) or not _is_hooked(model):
         return nullcontext()
     flat = present.flatten().bool()
-    return _seen_as(model, flat.nonzero().T, (flat.cumsum(0) - 1).clamp(min=0).view(present.shape))
+    return _embedding_as(model, flat.nonzero().T, (flat.cumsum(0) - 1).clamp(min=0).view(present.shape))
 
 
 @contextmanager
-def _seen_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
-    """Embed ids of the shape of `back` through `into` inside, and index the embeddings by `back`."""
+def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
+    """Rearrange ids with the shape of `back` by the index `into` for the embedding, and the embeddings by `back`."""
     if not _is_hooked(model):
         yield
         return
@@ -222,16 +223,16 @@ def _seen_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[Non
 
 
 def _is_hooked(model: Any) -> bool:
-    """Return whether embeddings have a hook that is neither isotype's nor torch's, which accept any shape."""
+    """Return whether embeddings have a hook of another library; the hooks of isotype and torch accept any shape."""
     hooks = forward_hooks(model.get_input_embeddings()).values()
     homes = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
     return bool(homes - {"isotype", "torch"})
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens of each row, number of read positions, unsound, sides with padding of nonempty rows).
+    """Return (tokens of each row, number of read positions, unsound, sides with padding in nonempty rows).
 
-    Unsound are reads at padding, and padding between tokens.
+    A batch is unsound if results at padding are read, or if there is padding between tokens.
     """
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
@@ -242,13 +243,13 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, b
     ]
     numbers = torch.stack([read.sum(), *(flag.long() for flag in flags)])
     reads, unsound, left, right, *counts = torch.cat([numbers, lengths]).tolist()
-    padded = {side for side, is_there in (("left", left), ("right", right)) if is_there}
+    padded = {side for side, count in (("left", left), ("right", right)) if count}
     return counts, reads, bool(unsound), padded
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial without padding: sides (`"left"`, `"right"`) to remove it from; without any, the reason."""
+    """Result of a trial without padding: the sides (`"left"`, `"right"`) from which padding may be removed, or a reason."""
 
     sides: frozenset[str] = frozenset()
     reason: str = ""
@@ -257,8 +258,8 @@ class Trial:
 def tried(model: Any) -> Trial:
     """Return the sides of a row on which a model's padding may be removed without changing results.
 
-    A few rows are run padded, and concatenated without padding: the difference may be a small share of the
-    change when a row attends to earlier ones. The model runs a few times in evaluation, without gradients;
+    A few rows are run padded, and concatenated without padding. The difference of the results may be a small share of
+    the change that occurs if rows attend to earlier rows. The model runs a few times in evaluation, without gradients;
     its modes and random states stay.
     """
     from transformers import PreTrainedModel
@@ -278,7 +279,7 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Return why packed documents, separated by positions, do not compute as single ones, as a clause; else ""."""
+    """Return why documents that share a row, separated by positions, have other results than alone, as a clause; else ""."""
     try:
         with in_evaluation(model):
             mixes = _mixes(model.base_model)
@@ -288,7 +289,8 @@ def mixes_documents(model: Any) -> str:
 
 
 def _mixes(backbone: Any) -> bool:
-    """Return whether the second documents of two rows depend on the first ones, or differ from single ones."""
+    """Return whether the results of the second documents of two rows depend on the first documents, or differ from those of
+    documents without neighbours."""
     device = next(backbone.parameters()).device
     ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
     order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT
@@ -312,14 +314,14 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
     mask[1, :-_SHORT] = 0
     mask[2, _SHORT:] = 0
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    packed = unpadded(inputs, frozenset(_TOLERANCES), mask.bool())
-    assert packed is not None, "two of three rows are padded"
-    wanted = _states(backbone, inputs)[mask.bool()]
-    with saying(packed.sequences):
-        states = _states(backbone, packed.inputs)[0]
+    bare = unpadded(inputs, frozenset(_TOLERANCES), mask.bool())
+    assert bare is not None, "two of three rows are padded"
+    padded = _states(backbone, inputs)[mask.bool()]
+    with saying(bare.sequences):
+        states = _states(backbone, bare.inputs)[0]
     order = torch.arange(len(states), device=device)[None]
-    seen = _states(backbone, {**packed.inputs, "position_ids": order})[0]
-    after, change = (states - wanted)[_LENGTH:], (seen - wanted)[_LENGTH:]
+    mixed = _states(backbone, {**bare.inputs, "position_ids": order})[0]
+    after, change = (states - padded)[_LENGTH:], (mixed - padded)[_LENGTH:]
     rows = {"left": slice(0, _SHORT), "right": slice(_SHORT, 2 * _SHORT)}
     sound = {side: after[row].norm() <= _TOLERANCES[side] * change[row].norm() for side, row in rows.items()}
     return frozenset(side for side, is_sound in sound.items() if is_sound)

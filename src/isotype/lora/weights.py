@@ -1,7 +1,7 @@
-"""Weights as matrices for a product: the frozen base's (dense, packed in 4 bits, or int8), and the adapters'.
+"""Dense matrices of frozen base weights (dense, packed in 4 bits, or int8) and of adapters, for products.
 
-A base weight in another form than the product needs is written into scratch memory per product, or kept as a dense
-copy within the user's budget.
+A base weight that is quantized or has another dtype than the product is written into scratch memory for each product,
+or kept as a dense copy within the user's budget.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from isotype.compat.torch import (
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of
 
-# (device, stream, dtype): work queued on one stream runs in order, so its buffers can be reused at once.
+# (device, stream, dtype): the work of a stream runs in order, so buffers of a stream can be reused at once.
 _Key = tuple[torch.device, int, torch.dtype]
 
 
 class Workspace:
-    """A pool of flat buffers by device, stream and dtype."""
+    """A pool of flat scratch buffers by device, stream and dtype."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,9 +50,9 @@ class Workspace:
     def borrow(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, keep: bool = True
     ) -> Iterator[torch.Tensor]:
-        """Yield an uninitialized tensor of `shape`, not to be used after the `with` block.
+        """Yield an uninitialized tensor of `shape`, valid inside the `with` block.
 
-        `keep`: whether the buffer stays for the next product; False for a forward without backward.
+        `keep` is True if the buffer stays in the pool for the next product, False for a forward without backward.
         """
         key = (device, _stream(device), dtype)
         size = prod(shape)
@@ -73,7 +73,7 @@ class Workspace:
                 smallest = min(fitting, key=torch.Tensor.numel)
                 self._free[key] = [buffer for buffer in free if buffer is not smallest]
                 return smallest
-            free.clear()  # too small: replaced by a larger buffer
+            free.clear()  # all are too small; a larger buffer replaces them
         with torch.inference_mode(False):  # the next product may be in training
             return torch.empty(size, dtype=dtype, device=device)
 
@@ -83,34 +83,33 @@ class Workspace:
             self._ending = None
 
     def release_after_backward(self) -> None:
-        """Release at the end of the current backward pass."""
-        # A pass that raised never ends: the next one must still register.
+        """Release all buffers at the end of the current backward pass."""
+        # A pass that raised an error never ends, so the next pass must register again.
         if self._ending != (number := current_backward()):
             self._ending = number
-            # As DistributedDataParallel and FSDP do; there is no public name for it.
             after_backward(self.release)
 
     @property
     def held(self) -> int:
         """Bytes of the buffers that are not borrowed."""
         with self._lock:
-            return sum(b.numel() * b.element_size() for free in self._free.values() for b in free)
+            return sum(buffer.nbytes for free in self._free.values() for buffer in free)
 
     def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
         return Workspace, ()  # a copy of the model gets a new workspace
 
 
 def _stream(device: torch.device) -> int:
-    """Return the number of the device's current stream; 0 on a device without streams."""
+    """Return the id of the device's current stream; 0 on a device without streams."""
     if device.type in ("cpu", "meta"):
         return 0
     return int(torch.accelerator.current_stream(device).stream_id)
 
 
 FEW = 64
-"""Maximum rows for bitsandbytes' 4-bit product instead of a dequantized weight: generated tokens."""
+"""Maximum rows (generated tokens) for bitsandbytes' product with a packed 4-bit weight, which is not dequantized."""
 
-_SHARE = 64  # share of a GPU's memory for the constants of blocks
+_SHARE = 64  # a GPU's memory over the memory for float32 block constants
 
 
 def shape_of(layer: Any) -> tuple[int, int]:
@@ -126,20 +125,20 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 @cache
 def _transposed(cls: Any) -> bool:
-    """Return whether a class stores its weight as `[in_features, out_features]`: transformers' Conv1D."""
-    return any(each.__name__ == "Conv1D" for each in cls.__mro__)
+    """Return whether a class stores the weight as `[in_features, out_features]`, as transformers' Conv1D does."""
+    return any(base.__name__ == "Conv1D" for base in cls.__mro__)
 
 
 def codes_of(layer: Any) -> torch.Tensor:
-    """Return the codes of an int8 layer, which bitsandbytes moves from the weight to its state."""
-    # A sharded weight is a plain tensor.
-    held = (layer.state.CB, getattr(layer.weight, "CB", None), layer.weight.data)
-    codes: torch.Tensor = next(codes for codes in held if codes is not None)
+    """Return the codes of an int8 layer, which bitsandbytes moves from the weight to the layer's state."""
+    # A sharded weight is a plain tensor without the attribute CB.
+    places = (layer.state.CB, getattr(layer.weight, "CB", None), layer.weight.data)
+    codes: torch.Tensor = next(codes for codes in places if codes is not None)
     return codes
 
 
 def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight `[out_features, in_features]` in `dtype`: the existing one, or a new tensor."""
+    """Return the weight `[out_features, in_features]` in `dtype`: a view of the weight if possible, else a new tensor."""
     kind = kind_of(layer)
     if kind == "linear4bit":
         return _dequantized(layer, dtype)
@@ -151,11 +150,11 @@ def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class DenseWeights:
-    """Provides base weights as dense matrices, and keeps copies of some within a budget in bytes.
+    """The dense matrices of a model's base weights, with copies of some weights within a budget in bytes.
 
     A copy is valid as long as the weight has the same memory and version; code that changes weights through
-    `.data`, such as PEFT's merge, calls `forget`. A weight without a version (made under
-    `torch.inference_mode`) is not copied.
+    `.data`, such as PEFT's merge, calls `forget`. A weight without a version, created in `torch.inference_mode`,
+    is not copied.
     """
 
     def __init__(self, budget: int = 0) -> None:
@@ -163,7 +162,7 @@ class DenseWeights:
         self.workspace = Workspace()
         self._copies: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity, torch.Tensor]]
         self._copies = weakref.WeakKeyDictionary()
-        # Layer without room -> its bytes, as it is queried for every product.
+        # Layer whose copy does not fit -> bytes of the copy, cached because every product asks for a copy.
         self._refused: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._refused_at = (self.budget, 0)
         # 4-bit layer -> (identity of its 8-bit constants, state with float32 constants).
@@ -174,7 +173,7 @@ class DenseWeights:
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
         """Return the weight `[out_features, in_features]` of `layer` in `dtype`, valid until the stack is closed.
 
-        `keep`: whether scratch stays for the next product, see `Workspace.borrow`.
+        `keep` is True if scratch memory stays for the next product, see `Workspace.borrow`.
         """
         ready = self._ready(layer, dtype)
         return stack.enter_context(self._written(layer, dtype, keep=keep)) if ready is None else ready
@@ -190,10 +189,10 @@ class DenseWeights:
                 yield out
 
     def _state(self, layer: Any) -> Any:
-        """Return a 4-bit layer's quantization state, on a GPU with float32 block constants while they fit.
+        """Return a 4-bit layer's quantization state; on a GPU, while there is room, with float32 block constants.
 
-        Doubly quantized constants need two more kernels per product; float32 ones take a sixteenth of a byte
-        per weight.
+        Doubly quantized constants need two more kernels per product; float32 constants need a sixteenth of a byte per
+        weight.
         """
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
@@ -212,7 +211,7 @@ class DenseWeights:
         return single
 
     def in_4_bits(self, layer: Any, x: torch.Tensor) -> bool:
-        """Return whether X Wᵀ of few rows uses bitsandbytes' product with the packed weight (fewer memory reads)."""
+        """Return whether bitsandbytes multiplies the few rows of `x` by the packed weight, which reads less memory."""
         device = x.device.type
         if kind_of(layer) != "linear4bit" or not 0 < x.shape[0] <= FEW or device == "cpu":
             return False
@@ -221,27 +220,27 @@ class DenseWeights:
         return layer not in self._copies and multiplies(quantization_state(layer))
 
     def keep(self, layer: Any, dtype: torch.dtype) -> None:
-        """Keep a dense copy of the weight if it needs one and the budget allows it."""
+        """Create the dense copy of a layer's weight if products need a copy and the budget allows it."""
         self._ready(layer, dtype)
 
     def _ready(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the weight if stored in `dtype`, or its copy, made if there is room; else None."""
+        """Return the weight if it is stored in `dtype`, or a valid copy, created if there is room; else None."""
         if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
             return _oriented(layer)
-        former, kept = self._copies.get(layer, (None, None))
-        if kept is not None and former == _identity(layer, dtype):
-            return kept
+        former, copy = self._copies.get(layer, (None, None))
+        if copy is not None and former == _identity(layer, dtype):
+            return copy
         self.forget(layer)
         if not self._has_room(layer, dtype) or (identity := _identity(layer, dtype)) is None:
             return None
-        with torch.inference_mode(False), torch.no_grad():  # a training step may read it next
+        with torch.inference_mode(False), torch.no_grad():  # a training step may read the copy next
             copy = dense(layer, dtype)
         self._copies[layer] = identity, copy
         return copy
 
     def _has_room(self, layer: Any, dtype: torch.dtype) -> bool:
         now = self.budget, len(self._copies)
-        if now != self._refused_at:  # copies are also dropped with their layers
+        if now != self._refused_at:  # deleting a layer deletes its copy, too, and makes room
             self._refused.clear()
             self._refused_at = now
         rows, columns = shape_of(layer)
@@ -254,7 +253,7 @@ class DenseWeights:
         return True
 
     def forget(self, layer: nn.Module) -> None:
-        """Drop the copy of a changed weight."""
+        """Drop the copy of a layer's weight, which has changed."""
         if self._copies.pop(layer, None) is not None:
             self._refused.clear()
 
@@ -264,7 +263,7 @@ class DenseWeights:
 
     @property
     def bytes(self) -> int:
-        return sum(kept.numel() * kept.element_size() for _, kept in self._copies.values())
+        return sum(copy.nbytes for _, copy in self._copies.values())
 
     def __reduce__(self) -> tuple[type[DenseWeights], tuple[int]]:
         return DenseWeights, (self.budget,)  # a copy of the model creates its own copies
@@ -273,8 +272,8 @@ class DenseWeights:
 _MULTIPLIED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of X that bitsandbytes' product supports."""
 
-# Identity of a copied weight.
 _Identity = tuple[int, int, torch.dtype]
+"""A weight's address (for fake tensors the storage's id), its version, and the dtype of the copy."""
 
 
 def _identity(layer: Any, dtype: torch.dtype) -> _Identity | None:
@@ -310,7 +309,7 @@ def _dequantized(
     layer: Any, dtype: torch.dtype, out: torch.Tensor | None = None, state: Any = None
 ) -> torch.Tensor:
     state = quantization_state(layer) if state is None else state
-    if state.dtype != dtype:  # the dtype of the layer's kernel; here the product decides
+    if state.dtype != dtype:  # bitsandbytes' kernel returns the state's dtype
         state = copy.copy(state)
         state.dtype = dtype
     return dequantize_4bit(layer.weight.data, state, out)
@@ -318,22 +317,22 @@ def _dequantized(
 
 @cache
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory from its driver; None for a CPU, or if unknown."""
+    """Return the bytes of a GPU's memory as the driver reports them; None for a CPU, or if unknown."""
     if device.type in ("cpu", "meta"):
         return None
-    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-    return None if ask is None else int(ask(device)[1])
+    memory_info = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if memory_info is None else int(memory_info(device)[1])
 
 
-# ------------------------------------------------------------------------------------------------ of adapters
-# On GPUs two kernels round the adapters of a whole group, instead of one or two per tensor whose launches cost more than
-# their work. This is done in every forward. Caching would need version counters of the masters, but some optimizers
-# write through `.data`, and FSDP2 keeps the counters of gathered parameters.
+# ------------------------------------------------------------------------------------------------------- adapters
+# On a GPU two kernels round the adapters of all layers of a group; one or two kernels per tensor would cost more for
+# their launches than for their work. Every forward rounds again: a cache would need the version counters of the master
+# weights, but some optimizers write through `.data`, and FSDP2 does not count writes to gathered parameters.
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The adapters of one layer: A `[rank, in]`, B `[out, rank]` and scale of each."""
+    """The adapters of one layer: every A `[rank, in]`, every B `[out, rank]`, and every scale."""
 
     downs: Sequence[torch.Tensor]
     ups: Sequence[torch.Tensor]
@@ -341,16 +340,16 @@ class Pairs:
 
 
 Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
-"""(all A stacked `[rank, in]`, per layer s B of its adapters side by side `[out, rank]`); None for missing ones."""
+"""(all A stacked `[rank, in]` or None, per layer s B of the adapters side by side `[out, rank]`, None without adapters)."""
 
 
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
-    """Return the adapters of layers with the same input in `dtype`: s B, multiplied in B's dtype and rounded once.
+    """Return A and s B of layers with the same input in `dtype`; s B is multiplied in B's dtype and rounded once.
 
-    `stacked`: A is requested too.
+    If `stacked` is False, A is not computed and None is returned for it.
     """
-    held = [x for layer in layers for x in (*layer.downs, *layer.ups)]
-    if not held or held[0].device.type == "cpu" or all(x.dtype == dtype for x in held):
+    matrices = [x for layer in layers for x in (*layer.downs, *layer.ups)]
+    if not matrices or matrices[0].device.type == "cpu" or all(x.dtype == dtype for x in matrices):
         return _one_by_one(layers, dtype, stacked)
     return _together(layers, dtype, stacked)
 
@@ -375,16 +374,17 @@ def _together(layers: Sequence[Pairs], dtype: torch.dtype, stacked: bool) -> Rou
         whole = layer.ups[0].new_empty(layer.ups[0].shape[0], sum(ranks), dtype=dtype) if ranks else None
         scaled.append(whole)
         if whole is not None:
-            targets += _parts(whole, ranks, 1)
+            targets += split(whole, ranks, 1)
     down = None
     if stacked:
         downs = [down for layer in layers for down in layer.downs]
-        ranks = [each.shape[0] for each in downs]
+        ranks = [matrix.shape[0] for matrix in downs]
         down = downs[0].new_empty(sum(ranks), downs[0].shape[1], dtype=dtype)
-        sources, targets = [*sources, *downs], [*targets, *_parts(down, ranks, 0)]
+        sources, targets = [*sources, *downs], [*targets, *split(down, ranks, 0)]
     copy_each(targets, sources)
     return down, scaled
 
 
-def _parts(whole: torch.Tensor, ranks: list[int], dim: int) -> Sequence[torch.Tensor]:
-    return (whole,) if len(ranks) == 1 else whole.split_with_sizes(ranks, dim)
+def split(whole: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
+    """Return views of parts of the given sizes; a single part is the tensor itself, without an operator."""
+    return (whole,) if len(sizes) == 1 else whole.split_with_sizes(sizes, dim)

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
-from isotype.compat.torch import PLAIN, is_transformed
+from isotype.compat.torch import PLAIN, needs_operators
 from isotype.core.operators import operator
 from isotype.lora.loops.loading import NAMES, loops_of
 
 _loops = cache(partial(loops_of, Path(__file__).with_suffix(".cpp"), Path(__file__).with_name("vectors.h")))
 
-
-_PLAIN = frozenset(PLAIN)
 _likeness = attrgetter("device", "dtype", "shape")
 
 
@@ -37,15 +35,14 @@ def compiled() -> bool:
 
 def known(*tensors: Any) -> bool:
     """Return whether these are plain CPU tensors of one shape and a dtype of the compiled loops."""
-    if not _PLAIN.issuperset(map(type, tensors)):
+    if not PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
     return (
         first.is_cpu
         and first.dtype in NAMES
         and len({*map(_likeness, tensors)}) == 1
-        and not torch.compiler.is_compiling()
-        and not is_transformed()
+        and not needs_operators()
         and _loops().reason is None
     )
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isotype.compat.torch import PLAIN, dispatch_depth, is_transformed
+from isotype.compat.torch import PLAIN, dispatch_depth, needs_operators
 from isotype.core.dtypes import dtype_name
 from isotype.lora import measured
 from isotype.lora.kernels import kernel_of
@@ -63,8 +63,7 @@ class Sum(NamedTuple):
 def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
     """Return whether the compiled loops are usable and faster here for products of an input in a dtype."""
     return (
-        not torch.compiler.is_compiling()
-        and not is_transformed()
+        not needs_operators()
         and x.device.type == "cpu"
         and x.numel() >= FEWEST * x.shape[-1]
         and type(x) in PLAIN
@@ -165,7 +164,6 @@ def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tenso
 
 
 _memory_of = attrgetter("is_cpu", "layout", "dtype")
-_PLAIN = frozenset(PLAIN)
 
 
 @cache
@@ -175,7 +173,7 @@ def _kinds(*dtypes: torch.dtype) -> frozenset[tuple[bool, torch.layout, torch.dt
 
 
 def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
-    return kinds.issuperset(map(_memory_of, tensors)) and _PLAIN.issuperset(map(type, tensors))
+    return kinds.issuperset(map(_memory_of, tensors)) and PLAIN.issuperset(map(type, tensors))
 
 
 @dataclass(frozen=True)

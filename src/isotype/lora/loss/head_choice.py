@@ -98,7 +98,7 @@ TIMES = measured.Kept(HeadTimes)
 
 def times_file(card: str) -> Path:
     """Return the file with the times of a card with this torch."""
-    return measured.file_of_card("heads", card, REVISION)
+    return measured.file_of("heads", REVISION, card=card)
 
 
 Timer = Callable[[Callable[[], object]], float]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from isotype.compat.torch import FakeTensor, dispatch_depth, is_transformed
+from isotype.compat.torch import FakeTensor, dispatch_depth, needs_operators
 from isotype.lora.loops.loading import NAMES, loops_of
 from isotype.lora.loss.logits import Buffers, Call, bend
 
@@ -28,8 +28,7 @@ class _Results(ctypes.Structure):
 def _is_by_loops(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> bool:
     """Return whether the compiled loops support a block: plain contiguous CPU tensors of known dtypes."""
     return (
-        not torch.compiler.is_compiling()
-        and not is_transformed()
+        not needs_operators()
         and logits.device.type == "cpu"
         and logits.dtype in NAMES
         and (exact.dtype, targets.dtype) == (torch.float32, torch.int64)

@@ -21,7 +21,7 @@ from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.compat.torch import (
     forward_hooks,
     forward_pre_hooks,
-    is_transformed,
+    needs_operators,
     own_parameters,
 )
 from isotype.compat.transformers import gate_of, has_parallel_experts
@@ -219,7 +219,7 @@ def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
         return "it is called in a way of its own"
-    if torch.compiler.is_compiling() or is_transformed() or _is_parametrized_by_others(base):
+    if needs_operators() or _is_parametrized_by_others(base):
         return "a compiler or a transform looks at what runs"
     for part in (part for part in outer.modules() if part is not outer):
         hooks = (forward_hooks(part), forward_pre_hooks(part))
