@@ -1,4 +1,4 @@
-"""accelerate (1.13 to 1.15): its marks on models and optimizers, without importing it."""
+"""accelerate (1.13 to 1.15): the attributes that it sets on models and optimizers. This file does not import it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from typing import Any, Final
 
 HOOK: Final = "_hf_hook"
-"""Attribute of a module with the hook that fetches its weights."""
+"""Attribute of a module that holds accelerate's hook, which moves the module's weights to the device."""
 FORWARD_BEFORE: Final = "_old_forward"
-"""Attribute of a module with the forward that the hook calls."""
+"""Attribute of a module that holds the forward that accelerate's hook calls."""
 
 
 def mark_as_skipped(optimizer: Any) -> None:
-    """Mark a step as skipped, so that accelerate does not advance the learning rate schedule."""
+    """Mark the optimizer step as skipped, so that accelerate does not advance the learning rate schedule."""
     optimizer._is_overflow = True
 
 
@@ -22,11 +22,11 @@ def is_prepared(model: Any) -> bool:
 
 
 def mixed_precision() -> str:
-    """Return this process's mixed precision: `fp16`, `bf16`, `no`, the text "None" if unset, "" without accelerate."""
+    """Return accelerate's mixed precision in this process: `fp16`, `bf16`, `no` or "None"; "" if accelerate is not imported."""
     state = sys.modules.get("accelerate.state")
     return "" if state is None else str(state.AcceleratorState._shared_state.get("_mixed_precision"))
 
 
 def only_places(hook: Any) -> bool:
-    """Return whether a hook does not move inputs already on the weights' device, as those of a device map."""
+    """Return whether a hook only moves inputs to the device of resident weights, as the hooks of a device map do."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device

@@ -1,4 +1,7 @@
-"""bitsandbytes (0.50): private parts of its quantized weights, and a fix of its CPU kernels. Imported on use."""
+"""bitsandbytes (0.50): private parts of its quantized weights, and a fix of its CPU kernels.
+
+Only functions that need bitsandbytes import it.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,23 @@ from isotype.compat.replaced import replaced
 from isotype.compat.torch import give_class
 
 REPACK: Final = "_convert_weight_packed_for_cpu"
-"""The function of `bitsandbytes.nn.modules` that repacks 4-bit weights for CPU kernels."""
+"""Name of the function in `bitsandbytes.nn.modules` that repacks 4-bit weights for CPU kernels."""
 
 
 def quantized_on(parameter: Any, device: str) -> Any:
-    """Return a dense `Params4bit` or `Int8Params` quantized on a device; "meta" gives only shapes."""
-    _make_dynamic_map()
-    return parameter._quantize(device)
-
-
-def _make_dynamic_map() -> None:
-    """Let the library create its map of 8-bit codes on the CPU.
-
-    It caches the first one on whatever device it was created. A map on the meta device, from a weightless
-    model with quantized constants, would be used by every later model.
-    """
+    """Return a dense `Params4bit` or `Int8Params` quantized on `device`; on the meta device it has no values."""
     from bitsandbytes import functional
 
+    # bitsandbytes caches its map of 8-bit codes on the device that asks first. A map on the meta device has no values,
+    # and every later model would use it.
     if "dynamic" not in functional.name2qmap:
         with torch.device("cpu"):
             functional.quantize_blockwise(torch.zeros(1), blocksize=256)
+    return parameter._quantize(device)
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Disable repacking of 4-bit weights for this CPU; IST407 reports repacking on the simulated device."""
+    """Disable repacking of 4-bit weights for this CPU in a trace; rule IST407 reports repacking on the simulated device."""
     modules = sys.modules.get("bitsandbytes.nn.modules")
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
@@ -47,16 +43,16 @@ def nothing_repacked() -> AbstractContextManager[None]:
 # ------------------------------------------------------------- 4-bit weights whose rows end inside a block
 # bitsandbytes quantizes blocks of the flattened weight. Its AVX512 kernel (0.50.2,
 # `dequantizeBlockwise4bitCpu` in csrc/cpu_ops.cpp; other kernels:
-# https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072) reads constants as if every row began a
-# block. For other row lengths, such as the 4,304 columns of SigLIP in Gemma 3, PaliGemma and Idefics, nearly
-# every weight silently gets another weight's constant. The kernel gets the same bytes as rows of one block
-# each. tests/compat/test_bitsandbytes.py fails once this can go.
+# https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072) reads constants as if every row began with a new
+# block. If rows are no whole blocks, as the 4,304 columns of SigLIP in Gemma 3, PaliGemma and Idefics, nearly
+# every weight is silently multiplied by the constant of another block. isotype passes the same bytes to the kernel as
+# rows of one block. tests/compat/test_bitsandbytes.py fails once this fix can go.
 
 _KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
 
 
 def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `bitsandbytes.functional.dequantize_4bit`, corrected for every shape."""
+    """Return the dense weight by `bitsandbytes.functional.dequantize_4bit`, corrected for shapes that it reads wrong."""
     from bitsandbytes import functional
 
     dequantize_by_blocks()
@@ -65,7 +61,7 @@ def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None =
 
 
 def with_float32_constants(state: Any) -> Any:
-    """Return a double-quantized state with float32 block constants: the same values, four bytes per block."""
+    """Return a copy of a double-quantized state whose block constants are float32: the same values in four bytes each."""
     from bitsandbytes import functional
 
     single = copy.copy(state)
@@ -75,19 +71,19 @@ def with_float32_constants(state: Any) -> Any:
 
 
 def multiplies(state: Any) -> bool:
-    """Return whether `gemm_4bit` has a kernel for weights with this state, without dequantizing them."""
+    """Return whether `gemm_4bit` can multiply weights with this quantization state without dequantizing them."""
     return state.shape[1] % state.blocksize == 0 and (not state.nested or state.state2.blocksize == 256)
 
 
 def product_4bit(
     x: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return X Wᵀ + b by `bitsandbytes::gemm_4bit`, `[rows, out]` in x's dtype, without derivatives.
+    """Return x Wᵀ + b by `bitsandbytes::gemm_4bit`, `[rows, out]` in x's dtype, without a derivative.
 
     Args:
         x: `[rows, in]` in float32, bfloat16 or float16.
-        weight: the packed codes.
-        state: of a weight for which `multiplies` is True.
+        weight: the packed codes of W.
+        state: the quantization state of W, for which `multiplies` returns True.
         bias: `[out]` in x's dtype.
     """
     nested: dict[str, torch.Tensor] = {}
@@ -106,7 +102,7 @@ def product_4bit(
 
 
 def dequantize_by_blocks() -> None:
-    """Pass rows of one block to bitsandbytes' CPU kernels from now on in this process; idempotent."""
+    """Let bitsandbytes' CPU kernels dequantize rows of one block in this process; a second call has no effect."""
     from bitsandbytes.backends.cpu import ops
 
     if not isinstance(ops.lib, _ByBlocks):
@@ -114,7 +110,7 @@ def dequantize_by_blocks() -> None:
 
 
 class _ByBlocks:
-    """bitsandbytes' native library with other rows for its 4-bit kernels."""
+    """bitsandbytes' native library, whose 4-bit kernels are called with rows of one block."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -128,7 +124,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
     def run(codes: Any, absmax: Any, out: Any, blocksize: Any, rows: Any, columns: Any) -> None:
         size, total = blocksize.value, rows.value * columns.value
         if columns.value % size:
-            # A kernel's threads split the rows; an incomplete last block is its only row.
+            # A kernel's threads divide the rows among them. If the last block is incomplete, all codes are one row.
             columns = ctypes.c_longlong(total if total % size else size)
             rows = ctypes.c_longlong(total // columns.value)
         kernel(codes, absmax, out, blocksize, rows, columns)
@@ -137,7 +133,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
 
 
 def give_quantized_class(layer: Any) -> None:
-    """Give a quantized layer's fake codes bitsandbytes' class and its attributes."""
+    """Give the fake codes of a quantized layer the class and the attributes of bitsandbytes' weights."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
 
     weight = layer.weight
@@ -149,6 +145,11 @@ def give_quantized_class(layer: Any) -> None:
     state = layer.quant_state
     give_class(weight, Params4bit)
     vars(weight).update(
-        quant_state=state, quant_type=state.quant_type, blocksize=state.blocksize, module=layer
+        quant_state=state,
+        quant_type=state.quant_type,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_storage=weight.dtype,
+        bnb_quantized=True,
+        module=layer,
     )
-    vars(weight).update(quant_storage=weight.dtype, compress_statistics=state.nested, bnb_quantized=True)

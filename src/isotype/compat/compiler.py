@@ -1,18 +1,18 @@
-"""Deferred import of torch's compiler, which takes two seconds; a check of a checkpoint compiles nothing.
+"""Deferred import of torch's compiler: the import takes two seconds, and the check of a checkpoint compiles nothing.
 
-Modules that import all of `torch._dynamo` without compiling (torch 2.13, transformers 5.23):
+These modules import all of `torch._dynamo` although they compile nothing (torch 2.13, transformers 5.23):
 
 - torch/_subclasses/fake_tensor.py: `FakeTensorMode.__init__` reads `torch._dynamo.config`
-- torch/_compile.py: `torch._disable_dynamo` uses `disable` around each dispatch mode and optimizer,
+- torch/_compile.py: `torch._disable_dynamo` calls `disable` for each dispatch mode and optimizer,
   https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
 - torch/__init__.py: `compile` imports `torch._inductor` first (torch 2.15), which imports parts of
   `torch._dynamo` before the package
-- torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which is for compiled code
+- torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which has an effect in compiled code only
 - transformers/masking_utils.py imports a class from `torch._dynamo._trace_wrapped_higher_order_op`;
   integrations/deepgemm.py and flex_attention.py mark functions for the compiler,
   https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
 
-tests/compat/test_compiler.py fails once this can go.
+tests/compat/test_compiler.py fails once this file can go.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 _NAME = "torch._dynamo"
-# They mark a function for the compiler, and return it.
+# Functions of `torch._dynamo` that mark a function for the compiler, and return that function.
 _MARKS = ("allow_in_graph", "assume_constant_result")
 
 
 class _Deferred(ModuleType):
-    """The package with its submodules, before its own code has run; any other attribute access runs it."""
+    """The package `torch._dynamo` before its code has run: access to anything but a submodule runs the code."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -61,11 +61,11 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the real module and replay the marks recorded so far."""
-        held = vars(self)
-        marked, eager = held.pop("marked"), held.pop("eager")
+        """Execute the code of the real package, and mark the functions that were marked before."""
+        attributes = vars(self)
+        marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):
-            del held[name]
+            del attributes[name]
         self.__class__ = ModuleType  # type: ignore[assignment]
         assert self.__spec__ is not None
         assert self.__spec__.loader is not None
@@ -77,7 +77,7 @@ class _Deferred(ModuleType):
 
 
 def defer_compiler() -> None:
-    """Make `import torch._dynamo` cheap from now on, until it is used; no effect if it was imported."""
+    """Let `import torch._dynamo` run the package's code only when it is used; without effect if it was imported before."""
     if _NAME not in sys.modules:
         module: Any = _Deferred()
         sys.modules[_NAME] = module
@@ -102,7 +102,7 @@ def _deferred() -> _Deferred | None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled functions uncompiled inside."""
+    """Run compiled functions without the compiler inside the `with` block."""
     deferred = _deferred()
     if deferred is None:
         with torch.compiler.set_stance("force_eager"):
@@ -119,9 +119,9 @@ def uncompiled() -> Iterator[None]:
 
 
 def import_uncompiled(name: str) -> None:
-    """Import a package, if it is installed, without compiling what it passes to `torch.compile` on import.
+    """Import the package `name` if it is installed; what the package passes to `torch.compile` on import stays uncompiled.
 
-    bitsandbytes 0.50.2 compiles two operators (backends/default/ops.py), which imports the compiler.
+    On import bitsandbytes 0.50.2 compiles two operators (backends/default/ops.py), which imports the compiler.
     """
     if name in sys.modules or importlib.util.find_spec(name) is None:
         return
@@ -134,12 +134,12 @@ def import_uncompiled(name: str) -> None:
 
 
 def _as_written(function: Any = None, **_: Any) -> Any:
-    """Replace `torch.compile` by a no-op."""
+    """Return the function that is passed to `torch.compile`, uncompiled."""
     return _as_written if function is None else function
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Replace `torch._dynamo.disable`: while the compiler is not loaded, the function is called directly."""
+    """Return a stand-in for `torch._dynamo.disable(function)`, which calls `function` itself until the compiler is loaded."""
     if function is None:
         return lambda decorated: _disable(decorated, recursive, **options)
 
@@ -162,4 +162,4 @@ def _disable(function: Any = None, recursive: bool = True, **options: Any) -> An
 
 
 def _no_break(*_: Any, **__: Any) -> None:
-    """Replace `torch._dynamo.graph_break` outside of compiled code."""
+    """Stand in for `torch._dynamo.graph_break`, which does nothing outside of compiled code."""

@@ -1,4 +1,4 @@
-"""Settings of the C library's allocator."""
+"""glibc: settings of its memory allocator."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 LARGEST_KEPT = 32 << 20
-"""glibc's largest mmap threshold (mallopt(3)); larger blocks are mapped and zeroed at each allocation."""
+"""Bytes of glibc's largest mmap threshold (mallopt(3)): larger blocks are mapped and zeroed at every allocation."""
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Reuse freed memory instead of returning it to the system.
+    """Keep freed memory in this process inside the `with` block, so that the next step reuses it.
 
-    A training step frees all that it has saved; glibc returns the end of its heap, and the next step faults
-    in tens of thousands of pages. All is returned on exit. No effect with another C library or if the user
-    has set `MALLOC_…` or `GLIBC_TUNABLES`.
+    A training step frees the activations that it has saved. glibc would return the end of its heap to the system, and the
+    next step would cause tens of thousands of page faults. Without effect with another C library, or if the user has set
+    `MALLOC_…` or `GLIBC_TUNABLES`.
     """
     if platform.libc_ver()[0] != "glibc" or _is_set():
         yield
@@ -37,7 +37,7 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Let glibc return free memory: tensors of some megabytes leave holes in its growing heap."""
+    """Let glibc return free memory to the system: tensors of some megabytes leave unused holes in its heap."""
     if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(ctypes.c_size_t(0))
 

@@ -1,4 +1,4 @@
-"""Hooks on a module's import, independent of order, thread and importer."""
+"""Callbacks on the import of a module, whichever thread or importer imports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isotype.compat.standard import is_being_imported
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Call `act` once the module `name` is imported, or at once if it is; return a function that cancels this."""
+    """Call `act` when the module `name` has been imported, at once if it is imported already; return a function that cancels this."""
     finder = _Finder(name, act)
     if finder.is_imported():
         act()
@@ -25,7 +25,7 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def code_refused() -> Iterator[None]:
-    """Let transformers refuse a checkpoint's code where it would ask "run the custom code? [y/N]"."""
+    """Let transformers refuse to run code of a checkpoint instead of prompting "run the custom code? [y/N]"."""
     name = "transformers.dynamic_module_utils"
     before: list[int] = []
 
@@ -44,9 +44,10 @@ def code_refused() -> Iterator[None]:
 
 
 class _Finder:
-    """Finder that delegates the lookup of one module and calls back after a successful import.
+    """Finder that lets the other finders find one module, and calls `act` after the module's first successful import.
 
-    It stays until then: `importlib.util.find_spec` does not import, and a failed import may be retried.
+    The finder stays in `sys.meta_path` until that import: a lookup by `importlib.util.find_spec` imports nothing, and a
+    failed import may be repeated.
     """
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
@@ -57,7 +58,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name:
-            # An earlier finder may have found it without asking this one.
+            # A finder before this one may have found the module.
             if not self._executing and self.is_imported():
                 self._arrived()
             return None
@@ -75,7 +76,7 @@ class _Finder:
         return None
 
     def _listen(self, loader: Any) -> None:
-        """Replace `exec_module` of the loader for its next call only."""
+        """Call `act` after the next call of the loader's `exec_module`."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -90,7 +91,7 @@ class _Finder:
         loader.exec_module = exec_module
 
     def is_imported(self) -> bool:
-        """Return whether the module is fully imported, without triggering a lazy import."""
+        """Return whether the module is completely imported; a lazy module is not imported for that."""
         module = sys.modules.get(self._name)
         return type(module) is ModuleType and not is_being_imported(module)
 

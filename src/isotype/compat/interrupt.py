@@ -10,11 +10,11 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 HANGUP: Final[int | None] = getattr(signal, "SIGHUP", None)
-"""The signal of a closed terminal (a lost ssh connection); None on Windows."""
+"""The signal that a closed terminal sends, for example by a lost ssh connection; None on Windows."""
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised by SIGTERM and SIGHUP, which end a command as Ctrl-C does."""
+    """The exception that SIGTERM and SIGHUP raise in a command, which they end as Ctrl-C does."""
 
 
 def terminate(signum: int, frame: FrameType | None) -> NoReturn:
@@ -23,19 +23,19 @@ def terminate(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def stop_signals() -> tuple[int, ...]:
-    """Return the signals that ask a command to end; not SIGHUP if it is ignored (`nohup`)."""
+    """Return the signals that end a command, without SIGHUP if it is ignored (`nohup`)."""
     hangs_up = HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *((HANGUP,) if HANGUP is not None and hangs_up else ()))
 
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end the code inside even if a library swallows their exception.
+    """Let Ctrl-C, SIGTERM and SIGHUP end the `with` block even if a library catches their exception.
 
-    The exception is raised at any point, and some code catches everything: datasets 5.2.0 takes it for a
+    The exception can be raised at any line, and some code catches every exception: datasets 5.2.0 takes an interrupt for a
     failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), torch for a value without a shape.
-    A lost interrupt is raised at the end, or in place of the error that it became. No effect outside the main
-    thread, and for signals that are ignored or have the default action.
+    An interrupt that was caught is raised at the end of the block, or in place of the error that it has caused. Without
+    effect outside of the main thread, and for signals that are ignored or have the default action.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -75,5 +75,5 @@ def exit_status(number: int) -> int:
 
 
 def signal_of(interrupt: KeyboardInterrupt) -> int:
-    """Return the signal behind an interrupt."""
+    """Return the number of the signal that raised `interrupt`."""
     return int(interrupt.args[0]) if isinstance(interrupt, Terminated) else signal.SIGINT

@@ -1,4 +1,7 @@
-"""PEFT (0.21): marks on its layers, the layers of `all-linear`, and adapters on parameters. Imported on use."""
+"""PEFT (0.21): attributes of its layers, the layers of `all-linear`, and adapters on parameters.
+
+Only functions that need PEFT import it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import Any, Final
 from isotype.compat.torch import forget_parametrized
 
 DORA_CACHE: Final = "_dora_cache"
-"""Attribute with the cached norms of a DoRA layer."""
+"""Attribute of a DoRA layer that holds its cached norms."""
 
 
 def without_peft(model: Any) -> Any:
-    """Return the model inside of a PEFT model; any other model, adapters in it or not, unchanged."""
+    """Return the base model of a `PeftModel`, or `model` itself if it is none."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -26,13 +29,13 @@ def all_linear(config: Any, model: Any) -> set[str]:
 
 
 def takes_outputs_first(wrapper: Any) -> bool:
-    """Return whether a `ParamWrapper` treats a weight `[experts, d1, d2]` as one of d2 inputs and d1 outputs."""
+    """Return whether a `ParamWrapper` takes d2 for the inputs and d1 for the outputs of a weight `[experts, d1, d2]`."""
     return bool(wrapper._did_swap_in_out_features)
 
 
-# For a parametrized weight, PEFT reads torch's cached value before it adds the adapter
-# (`ParamWrapper._activate_lora`), and leaves the `_LoraFactorsProxy` of a single adapter on it
-# (`_remove_parametrizations`). tests/model/experts/test_layer.py fails once these two can go.
+# PEFT reads torch's cached value of a parametrized weight before it adds the adapter to the weight
+# (`ParamWrapper._activate_lora`), and does not remove the `_LoraFactorsProxy` of a single adapter from the weight
+# (`_remove_parametrizations`). tests/model/experts/test_layer.py fails once the two functions below can go.
 @contextmanager
 def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
     with self.plain._activate_lora(self, active_adapters):
@@ -52,4 +55,4 @@ PARAMETER_WRAPPER_REPAIRS: Final[Mapping[str, Callable[..., Any]]] = {
     "_activate_lora": _activate_lora,
     "_remove_parametrizations": _remove_parametrizations,
 }
-"""Methods of a subclass of `ParamWrapper` whose attribute `plain` is that class."""
+"""Methods for a subclass of `ParamWrapper` that has `ParamWrapper` as its attribute `plain`."""

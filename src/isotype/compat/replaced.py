@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes of other libraries."""
+"""Temporary replacement of attributes of other libraries' modules, classes and objects."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from functools import partial, wraps
 from typing import Any
 
 
+def replace(holder: Any, name: str, new: Any) -> Callable[[], None]:
+    """Set the attribute `name` of `holder` to `new`; return a function that restores it."""
+    held = name in vars(holder)  # otherwise `holder` inherits it
+    undo = partial(setattr, holder, name, vars(holder)[name]) if held else partial(delattr, holder, name)
+    setattr(holder, name, new)
+    return undo
+
+
 class Replacements:
-    """Wrappers around functions or methods, until `put_back`."""
+    """Wrappers around functions or methods, which stay until `put_back`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Replace `holder.name` by a function that calls `wrapper(original, *args, **kwargs)`."""
-        original, held = getattr(holder, name), name in vars(holder)
-        self._undo.append(
-            partial(setattr, holder, name, original) if held else partial(delattr, holder, name)
-        )
+        original = getattr(holder, name)
 
         @wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
-        setattr(holder, name, wrapped)
+        self._undo.append(replace(holder, name, wrapped))
 
     def put_back(self) -> None:
         """Undo all replacements in reverse order."""
@@ -35,13 +40,12 @@ class Replacements:
 
 @contextmanager
 def replaced(holder: Any, name: str, new: Any) -> Iterator[None]:
-    """Set `holder.name` to `new` inside; no effect if the holder is None or lacks the attribute."""
+    """Set `holder.name` to `new` inside the `with` block; do nothing if `holder` is None or lacks the attribute."""
     if holder is None or not hasattr(holder, name):
         yield
         return
-    before = getattr(holder, name)
-    setattr(holder, name, new)
+    undo = replace(holder, name, new)
     try:
         yield
     finally:
-        setattr(holder, name, before)
+        undo()

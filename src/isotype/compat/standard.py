@@ -1,4 +1,4 @@
-"""Private parts of Python's standard library and NumPy: frames, argparse, modules being imported."""
+"""Private parts of Python's standard library and of NumPy: frames, argparse, imports, processes, bit generators."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from isotype.compat.replaced import Replacements
 
 frame_above = sys._getframe
-"""`frame_above(1)`: the frame of the calling function's caller. CPython 3.11 to 3.14."""
+"""Return a frame of the call stack (CPython 3.11 to 3.14): `frame_above(1)` is that of the caller's caller."""
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return a parser's arguments in order; argparse has no public list of them."""
+    """Return the arguments of a parser in order, for which argparse has no public list."""
     return parser._actions
 
 
 class ValueParser(argparse.ArgumentParser):
-    """Parser with argparse's private per-value steps under names that a subclass may override."""
+    """Parser with two private methods of argparse under public names that a subclass may override."""
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
-        """Return an argument's value for a text."""
+        """Return the value of an argument that is given as `text`."""
         return super()._get_value(action, text)
 
     def require_choice(self, action: argparse.Action, value: Any) -> None:
@@ -40,19 +40,22 @@ class ValueParser(argparse.ArgumentParser):
 
 
 def is_being_imported(module: Any) -> bool:
-    """Return whether a module's own code is still running."""
+    """Return whether the code of a module is still running its import."""
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
 def source_of(generator: Any) -> Any:
-    """Return the bit generator of a `numpy.random.RandomState`; `numpy.random.Generator` has `bit_generator`."""
+    """Return the bit generator of a `numpy.random.RandomState`, which has no public attribute for it."""
     return generator._bit_generator
 
 
 def around_programs(replaced: Replacements, popen: Callable[..., Any], system: Callable[..., Any]) -> None:
-    """Wrap program starts: `popen(start, process, args, …)` and `system(start, command)`.
+    """Wrap the two functions that start programs: all functions of `subprocess` call the first one.
 
-    All functions of `subprocess` call `Popen.__init__`; `os.system` does not.
+    Args:
+        replaced: undoes the wrapping.
+        popen: called as `popen(start, process, args, …)` in place of `Popen.__init__`.
+        system: called as `system(start, command)` in place of `os.system`.
     """
     replaced.wrap(subprocess.Popen, "__init__", popen)
     replaced.wrap(os, "system", system)
@@ -61,6 +64,6 @@ def around_programs(replaced: Replacements, popen: Callable[..., Any], system: C
 def around_processes(
     replaced: Replacements, start: Callable[..., Any], bootstrap: Callable[..., Any]
 ) -> None:
-    """Wrap multiprocessing: `start(start, process)` here, `bootstrap(bootstrap, process, …)` in the child."""
+    """Wrap methods of a multiprocessing process: `start`, called in this process, and `_bootstrap`, called in the new one."""
     replaced.wrap(BaseProcess, "start", start)
     replaced.wrap(BaseProcess, "_bootstrap", bootstrap)

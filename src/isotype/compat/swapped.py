@@ -1,6 +1,6 @@
-"""Module classes swapped for subclasses with another forward, and functions copied with another global.
+"""Modules whose class is swapped for a subclass with another forward, and functions copied with another global.
 
-As in `torch.nn.utils.parametrize` and FSDP2: `isinstance`, `deepcopy`, pickle and fully qualified names keep
+`torch.nn.utils.parametrize` and FSDP2 swap classes, too: `isinstance`, `deepcopy`, pickle and fully qualified names keep
 working, and the swap can be undone.
 """
 
@@ -18,20 +18,24 @@ from isotype.compat.accelerate import FORWARD_BEFORE
 
 
 class Swapped:
-    """Marker base of the created classes, with the original class and (function, arguments) that create the class."""
+    """Base of all classes that `swapped_class` creates.
+
+    Attributes:
+        original: the class that was swapped.
+        made_by: (function, arguments) that create the class again, for pickle.
+    """
 
     original: type[nn.Module]
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Code that builds another module of this class (`type(model)(config)`) gets one of the original
-        # class.
+        # Code that builds another module of this class (`type(model)(config)`) gets a module of the original class.
         base = self.original
         self.__class__ = base  # type: ignore[assignment]
         base.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The state from the module's own class: recurrent layers leave weak references out.
+        # The module's class returns its state: recurrent layers leave weak references out.
         return _rebuild, type(self).made_by, self.__getstate__()
 
 
@@ -42,24 +46,24 @@ def swapped_class(
     members: Mapping[str, Callable[..., Any]],
     **attributes: Any,
 ) -> Any:
-    """Return a subclass of `marker` and `base` with the methods of `members`, which keep the base's signatures."""
-    own = {name: _like(member, getattr(base, name)) for name, member in members.items()}
+    """Return a subclass of `marker` and `base` with the methods of `members`, which keep the signatures of `base`."""
+    methods = {name: _like(member, getattr(base, name)) for name, member in members.items()}
     names = {"original": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (marker, base), {**names, **attributes, **own, "made_by": made_by})
+    return type(base.__name__, (marker, base), {**names, **attributes, **methods, "made_by": made_by})
 
 
 def _like(member: Any, original: Any) -> Callable[..., Any]:
-    """Return `member` with the signature and docstring of `original`: trainers inspect a forward's arguments."""
-    own = types.FunctionType(
+    """Return a copy of `member` with the signature and docstring of `original`: trainers read a forward's signature."""
+    copy = types.FunctionType(
         member.__code__, member.__globals__, member.__name__, member.__defaults__, member.__closure__
     )
-    return functools.wraps(original)(own)
+    return functools.wraps(original)(copy)
 
 
 def swap(module: nn.Module, cls: Any) -> None:
-    """Set the class of `module` to `cls`: one made by `swapped_class`, or the original one."""
+    """Set the class of `module` to `cls`, which `swapped_class` has created, or which is the original class."""
     module.__class__ = cls
-    for name in ("forward", FORWARD_BEFORE):  # accelerate's hooks store the method that they call
+    for name in ("forward", FORWARD_BEFORE):  # accelerate's hooks store the bound method that they call
         method = module.__dict__.get(name)
         if isinstance(method, types.MethodType) and method.__self__ is module:
             module.__dict__[name] = types.MethodType(cls.forward, module)
@@ -71,14 +75,14 @@ def _rebuild(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def innermost(function: types.FunctionType) -> types.FunctionType | None:
-    """Return the function inside all decorators; None if one does not hold it in its closure."""
+    """Return the function inside all decorators, or None if a decorator does not hold it in its closure."""
     if not hasattr(function, "__wrapped__"):
         return function
     return None if _cell(function) is None else innermost(function.__wrapped__)
 
 
 def globals_of(function: types.FunctionType) -> set[str] | None:
-    """Return the globals that a function reads inside its decorators; None if a copy would behave differently."""
+    """Return the names of globals that a decorated function reads, or None if a copy would behave differently."""
     inner = innermost(function)
     if inner is None:
         return None
@@ -89,9 +93,9 @@ def globals_of(function: types.FunctionType) -> set[str] | None:
 
 
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """Return a copy of a function and its decorators in which the global `name` is `value`.
+    """Return a copy of a function and its decorators in which the global `name` has the value `value`.
 
-    Raises ValueError if a decorator does not hold the function in its closure (`globals_of` returns None).
+    Raises ValueError if a decorator does not hold the function in its closure, for which `globals_of` returns None.
     """
     names, closure = function.__globals__, function.__closure__
     attributes = dict(vars(function))
@@ -112,16 +116,16 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
 
 
 def see_module(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
-    """Update all other globals of a copy by `with_global` to the function's current ones."""
-    own, original = innermost(copy), innermost(function)
-    assert own is not None
+    """Set all globals of a copy that `with_global` has made, except `name`, to the current globals of `function`."""
+    inner, original = innermost(copy), innermost(function)
+    assert inner is not None
     assert original is not None
-    # The dictionary stays the same, so that CPython's inline caches stay valid.
-    own.__globals__.update({**original.__globals__, name: own.__globals__[name]})
+    # The dictionary of globals stays the same object, so that CPython's inline caches stay valid.
+    inner.__globals__.update({**original.__globals__, name: inner.__globals__[name]})
 
 
 def _cell(function: types.FunctionType) -> int | None:
-    """Return the index in a decorator's closure of the decorated function; None if it is not there."""
+    """Return the index of the decorated function in a decorator's closure, or None if the closure does not hold it."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, types.FunctionType):
         return None
@@ -132,5 +136,5 @@ def _cell(function: types.FunctionType) -> int | None:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is still empty
+    except ValueError:  # the cell is still empty
         return None

@@ -1,4 +1,4 @@
-"""Limits of time and size for chat templates, which transformers (5.20 to 5.23) renders in jinja's sandbox, and their date."""
+"""Chat templates of transformers (5.20 to 5.23): limits of time, memory and text, and the date that they write."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from isotype.compat.replaced import replaced
 
 SECONDS = 5
-"""Limit of processor time per conversation."""
+"""Limit of processor time for rendering one conversation."""
 BYTES = 1 << 30
-"""Limit of memory per conversation (Linux only)."""
+"""Limit of memory for rendering one conversation (Linux only)."""
 CHARACTERS = 1 << 24
-"""Limit of text per conversation: about four million tokens."""
+"""Limit of the text of one conversation: about four million tokens."""
 BITS = 100_000
-"""Limit of integers: beyond it, a single product takes seconds and cannot be interrupted by a signal."""
+"""Limit of the size of integers: a product of larger ones takes seconds, in which no signal can interrupt it."""
 
 CLOCK = "strftime_now"
-"""Name of the function by which a template writes today's date."""
+"""Name of the function in a template that writes today's date."""
 
 ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors raised by templates besides jinja's."""
+"""Errors of Python that a template can raise besides jinja's own errors."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -39,10 +39,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
     day: date | None = None
-    """The date that `strftime_now` writes; None for the clock's."""
+    """The date that `strftime_now` writes, or None for the date of the clock."""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Reject integers that take too long to compute."""
+        """Return `left operator right`; raise TemplateRuntimeError if an integer would take too long to compute."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > BITS:
@@ -50,7 +50,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile a template within the limits; it renders within them too, and on the day that is held."""
+        """Compile a template within the limits, which also apply when the template is rendered."""
         clock: Any = self.globals.get(CLOCK)
         if clock is not None:
             self.globals[CLOCK] = partial(_written, clock)
@@ -59,7 +59,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 template = super().from_string(*args, **kwargs)
         except TemplateSyntaxError as error:
             raise TemplateError(f"line {error.lineno}: {error.message}") from error
-        except SyntaxError as error:  # in the Python that jinja generates, such as 21 nested loops
+        except SyntaxError as error:  # in the Python code that jinja generates: 21 nested loops are too many
             raise TemplateError(f"it cannot be compiled: {error.msg}") from error
         template.root_render_func = partial(_limited, template.root_render_func)
         return template
@@ -93,7 +93,7 @@ def _limits() -> Iterator[None]:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise if a template takes too long; signals reach only Python's main thread."""
+    """Raise TemplateRuntimeError if a template takes too long; without effect outside of Python's main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -114,7 +114,7 @@ def _time_limit() -> Iterator[None]:
 
 @contextmanager
 def _memory_limit() -> Iterator[None]:
-    """Limit the process's memory, so that Python raises MemoryError beyond it."""
+    """Limit the memory of this process, so that Python raises MemoryError beyond the limit."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -132,7 +132,7 @@ def _memory_limit() -> Iterator[None]:
 
 
 def limit_templates() -> None:
-    """Apply the limits to every chat template that transformers compiles from now on."""
+    """Apply the limits to every chat template that transformers compiles after this call."""
     from transformers.utils import chat_template_utils as theirs
 
     if theirs.ImmutableSandboxedEnvironment is not LimitedEnvironment:
@@ -141,17 +141,17 @@ def limit_templates() -> None:
 
 
 def day_held(day: date) -> AbstractContextManager[None]:
-    """Inside, chat templates write this day in place of today, at midnight."""
+    """Return a context manager in which chat templates write `day`, at midnight, in place of the current date."""
     return replaced(LimitedEnvironment, "day", day)
 
 
 def writes_date(tokenizer: Any) -> bool:
-    """Return True if the chat template of a tokenizer or processor can write today's date."""
+    """Return whether the chat template of a tokenizer or processor can write today's date."""
     return CLOCK in str(getattr(tokenizer, "chat_template", None))
 
 
 def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
-    """Return the text of a conversation by `tokenizer.apply_chat_template`; raises TemplateError if it fails."""
+    """Return the result of `tokenizer.apply_chat_template`; raises TemplateError if the template fails."""
     limit_templates()
     try:
         return tokenizer.apply_chat_template(turns, **arguments)
@@ -160,7 +160,7 @@ def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return the file of a tokenizer's chat template; else the tokenizer's name."""
+    """Return the path of the file with a tokenizer's chat template, or the tokenizer's name if there is no such file."""
     folder = Path(tokenizer.name_or_path)
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     return next((str(folder / name) for name in names if (folder / name).is_file()), str(folder))

@@ -1,8 +1,8 @@
 """torch (2.10 to 2.14): its private names under public names of isotype.
 
-All private modules, functions and attributes of torch are used here only, so that a release that renames one
-breaks only this file. tests/compat/test_torch.py fails if one is gone or changes its meaning. docs/compat.md
-lists what is read here and what is replaced.
+isotype uses private modules, functions and attributes of torch in this file only, so that a torch release that
+renames one breaks only this file. tests/compat/test_torch.py fails if such a name is gone or has changed its meaning.
+docs/compat.md lists the names that this file reads, and those that it replaces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
-from torch.nn import attention
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -42,13 +41,13 @@ FunctionSchema = torch._C.FunctionSchema
 # ------------------------------------------------------------------------------------------------------ dispatch
 
 without_modes = _disable_current_modes
-"""Context without dispatch modes."""
+"""Context manager that disables all dispatch modes."""
 without_dispatch = torch._C._DisableTorchDispatch
-"""Context without `__torch_dispatch__` of subclasses: a wrapped tensor acts as the plain one below."""
+"""Context manager that disables `__torch_dispatch__` of tensor subclasses, which then act as plain tensors."""
 without_functions = torch._C.DisableTorchFunction
-"""Context without function modes and `__torch_function__` of subclasses."""
+"""Context manager that disables function modes, and `__torch_function__` of tensor subclasses."""
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass
-"""Context without `__torch_function__` of subclasses, but with function modes."""
+"""Context manager that disables `__torch_function__` of tensor subclasses; function modes stay active."""
 dispatch_depth: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
 """The number of active Python dispatch modes."""
 
@@ -60,7 +59,7 @@ VARLEN_ATTENTION: Final = "torch_attn._varlen_attn"
 
 
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode without torch's compiler switch around each call: nothing is compiled under it."""
+    """A dispatch mode that torch does not wrap in its compiler switch: code that runs under it is not compiled."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,7 +67,7 @@ class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ModeStack:
-    """Primitives of one kind of mode stack, used by `torch.overrides` and `torch.utils._python_dispatch`."""
+    """The functions by which torch reads and changes one of its two mode stacks."""
 
     def __init__(self, length: Any, at: Any, pop: Any, push: Any) -> None:
         self.length, self.at, self.pop, self.push = length, at, pop, push
@@ -89,18 +88,18 @@ DISPATCH_MODES = ModeStack(
 
 
 def stack_of(mode: Any) -> ModeStack:
-    """Return the stack for a mode of this kind."""
+    """Return the stack that holds modes of the class of `mode`."""
     return FUNCTION_MODES if isinstance(mode, TorchFunctionMode) else DISPATCH_MODES
 
 
 def stays_at_the_bottom(mode: Any) -> bool:
-    """Return whether a mode must stay at the bottom: the one of `torch.set_default_device`, and torch's own."""
+    """Return whether `mode` must stay at the bottom of its stack: the default device's mode, and torch's internal ones."""
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return mode is default or getattr(mode, "_mode_key", None) is not None
 
 
 def is_simulated() -> bool:
-    """Return whether tensors are fake, functional or proxies: no real computation."""
+    """Return whether a fake, functional or proxy mode is active: then operators compute no values."""
     keys = torch._C._TorchDispatchModeKey
     return any(
         torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
@@ -115,7 +114,6 @@ def is_traced() -> bool:
 is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Return whether torch's profiler is recording."""
 
-
 # ----------------------------------------------------------------------------------------------------- operators
 
 
@@ -125,7 +123,7 @@ def operator_packet(operator: Any) -> Any:
 
 
 def operator_schema(operator: Any) -> Any:
-    """Return an operator's `torch._C.FunctionSchema`; None for a higher-order operator."""
+    """Return an operator's `torch._C.FunctionSchema`, or None if it is a higher-order operator."""
     return getattr(operator, "_schema", None)
 
 
@@ -134,10 +132,9 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
 
 @cache
 def has_kernel(operator: str, device: str) -> bool:
-    """Return whether an operator (`aten::mm`) has its own kernel on a device type, besides compositions of
-    others.
+    """Return whether an operator (`aten::mm`) has a kernel for a device type that is no composition of other operators.
 
-    torch's tests and functorch query it this way. bitsandbytes' operators are known after its import.
+    torch's tests and functorch use the same function. bitsandbytes registers its operators when it is imported.
     """
     key = _KEYS.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
@@ -148,29 +145,27 @@ def has_kernel(operator: str, device: str) -> bool:
 run_backward = _engine_run_backward
 """The engine call of `torch.autograd.backward`, after the checks of its arguments."""
 current_node = torch._C._current_autograd_node
-"""The graph node whose backward runs in this thread; None outside of one."""
-
-
+"""Return the graph node whose backward runs in this thread, or None if no backward runs."""
 _NO_BACKWARD = -1
 
 
 def current_backward() -> int:
-    """Return the number of the backward pass running in this thread; -1 outside of one."""
+    """Return the number of the backward pass that runs in this thread, or -1 if none runs."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass runs in this thread, also between nodes."""
+    """Return whether a backward pass runs in this thread, in a graph node or between two of them."""
     return current_backward() != _NO_BACKWARD
 
 
 def last_node_number() -> int:
-    """Return the sequence number of autograd's latest node in this thread."""
+    """Return the sequence number of the graph node that this thread created last."""
     return torch._C._autograd._get_sequence_nr() - 1
 
 
 def node_number(node: Any) -> int:
-    """Return the sequence number of a node."""
+    """Return the sequence number of a graph node."""
     return int(node._sequence_nr())
 
 
@@ -180,7 +175,7 @@ def after_backward(act: Callable[[], None]) -> None:
 
 
 def forget_gradient_hooks(leaf: torch.Tensor) -> None:
-    """Remove the empty hook dictionary of a leaf, which autograd would check in every backward."""
+    """Remove the hook dictionary of a leaf tensor if it is empty: autograd would check it in every backward."""
     if not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
@@ -188,9 +183,11 @@ def forget_gradient_hooks(leaf: torch.Tensor) -> None:
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether the caller runs inside a `torch.func` transform (`grad`, `vmap`, `jvp`, …).
 
-Its tensors have no memory, and it rejects autograd functions without `setup_context`.
+The tensors of a transform have no memory, and a transform rejects autograd functions without `setup_context`.
 https://docs.pytorch.org/docs/stable/notes/extending.func.html
 """
+is_transformed_tensor: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Return whether a tensor is a wrapper that a `torch.func` transform has created."""
 
 
 def needs_operators() -> bool:
@@ -198,25 +195,19 @@ def needs_operators() -> bool:
     return torch.compiler.is_compiling() or is_transformed()
 
 
-def is_transformed_tensor(value: Any) -> bool:
-    """Return whether a tensor is one of `torch.func`'s wrappers."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
-
-
 # ------------------------------------------------------------------------------------------------------- tensors
 
-
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Tensor types whose memory may be read directly; subclasses may interpret theirs."""
+"""Tensor classes whose memory holds their values; a subclass may store its values in another way."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return a tensor's version counter (equal for equal values); None for a tensor made under `inference_mode`."""
+    """Return a tensor's version counter, which each in-place write increases; None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 def storage_key(storage: Any) -> int:
-    """Return the identity of a storage: equal for views of the same memory, also on the meta device."""
+    """Return a number that identifies a storage: tensors that are views of one storage share it, also on the meta device."""
     key: int = storage._cdata
     return key
 
@@ -227,23 +218,23 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the base of a view; a tensor that is no view itself."""
+    """Return the tensor whose view `tensor` is, or `tensor` itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Make `isinstance(tensor, nn.Parameter)` True for a tensor of another class, as `nn.Parameter` does."""
+    """Make `isinstance(tensor, nn.Parameter)` True for a tensor of any class, with the attribute that torch uses for it."""
     tensor._is_param = True
 
 
 dispatch_keys = torch._C._dispatch_key_set
-"""Dispatch keys of a tensor: equal for tensors that dispatch alike."""
+"""Return the dispatch keys of a tensor, by which torch chooses the kernel of an operator."""
 TENSOR_DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
-"""The function that function modes get for `tensor.data`."""
+"""The function that a function mode is called with when code reads `tensor.data`."""
 
 
 def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
-    """Return a fake tensor on `device` over meta memory, without the attributes set by `FakeTensor.__new__`."""
+    """Return a fake tensor on `device` with the meta tensor `memory`, without the attributes that `FakeTensor.__new__` sets."""
     result = torch.Tensor._make_subclass(
         FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -252,8 +243,9 @@ def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
 
 
 def give_class(fake: torch.Tensor, cls: Any) -> None:
-    """Give a fake tensor the class of the tensor it represents; raises TypeError for another memory layout
-    (DTensor).
+    """Give a fake tensor the class `cls` of the tensor that it represents.
+
+    Raises TypeError if instances of `cls` have another memory layout (DTensor).
     """
     fake.__class__ = cls if issubclass(cls, FakeTensor) else _fake_class(cls)
 
@@ -264,13 +256,13 @@ def _fake_class(cls: type) -> Any:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the fake itself: bitsandbytes' `to` creates a parameter from the data, which fakes do not allow."""
+    """Return the fake tensor itself if its dtype stays: bitsandbytes' `to` would read its data, which a fake has not."""
     _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
 def unshard(model: nn.Module) -> bool:
-    """Remove FSDP2's classes and hooks from a copy of a model; return whether there were any."""
+    """Remove FSDP2's classes and hooks from a copy of a model; return whether FSDP2 had sharded the model."""
     sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]
     for module in sharded:
         module.__class__ = type(module).__bases__[-1]
@@ -282,27 +274,27 @@ def unshard(model: nn.Module) -> bool:
 
 
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return (device, dtype, non_blocking, memory format) from the arguments of `Tensor.to`."""
+    """Return (device, dtype, non_blocking, memory format) of the arguments of a call of `Tensor.to`."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))
 
 
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Unscale the gradients of one device as GradScaler does, and record non-finite ones in `found_inf`."""
+    """Unscale gradients of one device in place as GradScaler does; set `found_inf` to 1 if one is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def multiply_each(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
-    """Return each tensor times its number, in its dtype; one kernel on a GPU if all have one dtype."""
+    """Return every tensor times its number, in the tensor's dtype; a GPU runs one kernel if all dtypes are equal."""
     return list(torch._foreach_mul(tuple(tensors), list(numbers)))
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target with a cast; one kernel on a GPU for equal dtypes and layouts."""
+    """Copy and cast every source into its target; a GPU runs one kernel if dtypes and layouts are equal."""
     torch._foreach_copy_(tuple(targets), tuple(sources))
 
 
 def file_offset(storage: torch.UntypedStorage) -> int | None:
-    """Return the offset of a meta storage in its file, as set by `torch.load`."""
+    """Return the byte offset of a meta storage in the file that `torch.load` has read; None for another storage."""
     begin = getattr(storage, "_checkpoint_offset", None)
     return None if begin is None else int(begin)
 
@@ -313,26 +305,26 @@ PARAMETERS: Final = "_parameters"
 BUFFERS: Final = "_buffers"
 CHILDREN: Final = "_modules"
 HELD: Final = (CHILDREN, PARAMETERS, BUFFERS)
-"""Attributes with a module's children, parameters and buffers."""
+"""Attributes of a module that hold its children, parameters and buffers."""
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-"""Attributes with a module's hooks."""
+"""Attributes of a module that hold hooks."""
 ALL_HOOKS: Final = (*HOOKS, "_backward_pre_hooks")
 EXTRA_STATE: Final[str] = _EXTRA_STATE_KEY_SUFFIX
-"""Suffix of the key of a module's extra state."""
+"""Suffix of a state dict's key under which a module saves its extra state."""
 MODULE_CALL: Final = nn.Module._call_impl.__code__
-"""The code object in which a module calls its forward."""
+"""The code object of torch that calls a module's forward."""
 COMPILED_CALL: Final = "_compiled_call_impl"
-"""Attribute with the compiled code of `module.compile()`."""
+"""Attribute of a module that holds the compiled code after `module.compile()`."""
 
 
 # Functions instead of attrgetters: torch.compile traces a fused module's access to its hooks.
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary of a module's own parameters."""
+    """Return the dictionary of a module's parameters, without those of its children."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary of a module's own buffers."""
+    """Return the dictionary of a module's buffers, without those of its children."""
     return module._buffers
 
 
@@ -352,7 +344,7 @@ def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 class UncastBuffers(nn.Module):
-    """A module whose buffers move between devices but keep their dtypes in casts."""
+    """A module whose buffers keep their dtypes when the module is cast; they still move between devices."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def moved(buffer: torch.Tensor) -> torch.Tensor:
@@ -367,12 +359,12 @@ def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
-    """Write a module's own state, without its children, into `into`: views of its tensors, with their graph."""
+    """Write the state dict of a module without its children into `into`; its tensors are not detached."""
     module._save_to_state_dict(into, prefix, True)
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module inside `torch.compile(module)`."""
+    """Return the module that `torch.compile` wraps, or `module` itself if it is not wrapped."""
     return getattr(module, ORIGINAL, module)
 
 
@@ -381,10 +373,10 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, ORIGINAL) or getattr(module, COMPILED_CALL, None) is not None
 
 
-# ------------------------------------------------------------------------------------------------------ the rest
+# --------------------------------------------------------------------------------------------------- settings
 
 FAKE_LOGGER: Final = "torch._subclasses.fake_tensor"
-"""The logger that prints tracebacks of fake kernels' errors."""
+"""The logger to which torch writes tracebacks of errors in fake kernels."""
 COMPILER: Final = "torch._dynamo"
 """The compiler's package; importing it takes two seconds."""
 
@@ -394,29 +386,13 @@ def has_compiler() -> bool:
     return COMPILER in sys.modules
 
 
-SDPA_SETTER: Final = "_sdpa_kernel"
-AUTOCAST_CAST: Final = "_cast"
-"""The function of `torch.amp.autocast_mode` that casts for `custom_fwd(cast_inputs=…)`."""
-
-
-def sdpa_setter() -> Callable[..., Any]:
-    """Return the function by which `torch.nn.attention.sdpa_kernel` selects kernels."""
-    setter: Callable[..., Any] = attention._sdpa_kernel
-    return setter
-
-
-def sdpa_backends() -> list[Any]:
-    """Return the currently enabled attention backends."""
-    return list(attention._cur_sdpa_kernel_backends())
-
-
 # ------------------------------------------------------------------- modes below those of a running script
-# A mode's `with` exits by popping the top of a stack. A script may enter a mode before ours and exit it
-# before ours, so ours goes below the script's modes and is removed from wherever it is.
+# A mode's `with` exits by popping the top of the stack. A script may enter its mode before isotype enters another, and
+# exit it first. So isotype's mode goes below the script's modes, and is removed from any position of the stack.
 
 
 def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
-    """Enter modes below all modes of the script."""
+    """Enter `modes` below all modes of the script."""
     for mode in modes:
         stack = stack_of(mode)
         above = _pop_all(stack)
@@ -433,17 +409,17 @@ def take_out(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """Disable all modes of the script inside."""
-    kept = [(stack, _pop_all(stack)) for stack in (FUNCTION_MODES, DISPATCH_MODES)]
+    """Disable all modes of the script inside the `with` block."""
+    popped = [(stack, _pop_all(stack)) for stack in (FUNCTION_MODES, DISPATCH_MODES)]
     try:
         yield
     finally:
-        for stack, modes in kept:
+        for stack, modes in popped:
             _push_all(stack, modes)
 
 
 def _pop_all(stack: ModeStack) -> list[Any]:
-    """Pop the script's modes and return them, top first; torch's own stay."""
+    """Pop the script's modes and return them, top first; torch's internal modes stay."""
     popped = []
     while stack.length() and not stays_at_the_bottom(stack.at(stack.length() - 1)):
         popped.append(stack.pop())
@@ -470,7 +446,7 @@ def around_scaler_step(replaced: Replacements, wrapper: Callable[..., Any]) -> N
 
 @contextmanager
 def fake_errors_unlogged() -> Iterator[None]:
-    """Silence torch's logged tracebacks of fake kernels' errors, which include caught ones."""
+    """Hide the tracebacks that torch logs for errors in fake kernels, even for errors that are caught."""
     logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -487,7 +463,7 @@ def cudnn_is_on() -> bool:
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Disable cuDNN's attention kernel inside."""
+    """Disable cuDNN's attention kernel inside the `with` block."""
     was_on = cudnn_is_on()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -497,5 +473,5 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 def forget_parametrized(module: nn.Module, name: str) -> None:
-    """Drop the value of a parametrized tensor cached by `torch.nn.utils.parametrize.cached`."""
+    """Drop the cached value of a parametrized tensor (`torch.nn.utils.parametrize.cached`)."""
     parametrize._cache.pop((id(module), name), None)

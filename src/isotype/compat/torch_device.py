@@ -1,9 +1,9 @@
 """torch: simulation of a device that code names, on a machine that may not have it.
 
-The twin's tensors are on the CPU whatever device is simulated. If the model's code or the loss names the
-device, the CPU is used instead: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with
-torch.autocast("cuda")`. Otherwise torch would raise for the first two on a machine without a GPU and disable
-the third. Streams, events and counters answer as those of an idle device.
+A trace computes on CPU tensors, whatever device it simulates. If the code of the model or of the loss names the
+simulated device, the CPU is used instead: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with
+torch.autocast("cuda")`. On a machine without a GPU, torch would raise for the first two, and would disable autocast for
+the third. Streams, events and counters return the values of an idle device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from isotype.compat.torch import AUTOCAST_CAST, SDPA_SETTER, sdpa_backends, sdpa_setter
+from isotype.compat.replaced import replace
 
 _DEVICE_TYPES = {"rocm": "cuda"}
 _BY_DEVICE: tuple[tuple[Any, str], ...] = (
@@ -31,10 +31,10 @@ _BY_DEVICE: tuple[tuple[Any, str], ...] = (
     (torch, "set_autocast_enabled"),
     (torch, "set_autocast_dtype"),
     (torch.autocast, "__init__"),
-    (autocast_mode, AUTOCAST_CAST),  # `custom_fwd(cast_inputs=…)` casts tensors on the named device
+    (autocast_mode, "_cast"),  # `custom_fwd(cast_inputs=…)` casts tensors on the named device
 )
-# Queries of the device between operators: there is nothing to wait for or to count, and random numbers are
-# the CPU's.
+# Functions that wait for the device or query it. Nothing is running and nothing is counted; random numbers come from
+# the CPU's generator.
 _QUIET: Mapping[str, Any] = {
     "synchronize": None,
     "empty_cache": None,
@@ -63,7 +63,7 @@ _MOVES = ("cuda", "xpu", "pin_memory")
 
 
 class Device(Protocol):
-    """Properties of the simulated device; a device profile has them."""
+    """The properties of a device profile that a simulation reads."""
 
     @property
     def kind(self) -> str: ...
@@ -78,19 +78,19 @@ class Device(Protocol):
     def memory_bytes(self) -> int | None: ...
 
     def supports(self, dtype: torch.dtype) -> str:
-        """Return the support of a dtype: `"native"`, `"emulated"` or other."""
+        """Return `"native"` or `"emulated"` if the device computes in `dtype`, else another word."""
 
 
 def device_type(kind: str) -> str:
-    """Return torch's device type for a profile's kind."""
+    """Return torch's device type for the kind of a device profile: `"cuda"` for `"rocm"`."""
     return _DEVICE_TYPES.get(kind, kind)
 
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
-    """Use the CPU's autocast in place of the simulated device's, with that device's default dtype.
+    """Apply autocast of the simulated device to CPU tensors, with the default autocast dtype of that device.
 
-    With a profile, queries of the device are answered from it.
+    If `profile` is given, torch's queries of the device return the properties of the profile.
     """
     simulated = device_type(kind)
     if simulated == "cpu":
@@ -99,8 +99,8 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
     default, before = torch.get_autocast_dtype(simulated), torch.get_autocast_dtype("cpu")
     with contextlib.ExitStack() as stack:
         for owner, name, new in (*_changes(simulated), *_facts(simulated, profile)):
-            _replace(stack, owner, name, new)
-        stack.callback(sdpa_setter(), sdpa_backends())
+            stack.callback(replace(owner, name, new))
+        stack.callback(attention._sdpa_kernel, attention._cur_sdpa_kernel_backends())
         torch.set_autocast_dtype("cpu", default)
         stack.callback(torch.set_autocast_dtype, "cpu", before)
         yield
@@ -108,10 +108,10 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_for(profile: Device) -> Iterator[None]:
-    """Create models and tensors on the CPU if code inside creates them on the simulated device.
+    """Create models and tensors on the CPU where code inside the `with` block names the simulated device.
 
-    The device is reported as available, so that code takes the paths of that device. Libraries may cache the
-    answer, so use it only in a process that does nothing else.
+    torch reports that the device is available, so that the code takes its path for that device. Libraries may cache
+    this report, so use `written_for` only in a process that does nothing else.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
@@ -119,13 +119,13 @@ def written_for(profile: Device) -> Iterator[None]:
             stack.enter_context(cpu_stands_for(profile.kind, profile))
             backend = getattr(torch, simulated)
             for name, answer in (("is_available", True), ("device_count", 1)):
-                _replace(stack, backend, name, _quiet(answer))
+                stack.callback(replace(backend, name, _quiet(answer)))
             stack.enter_context(_OnCPU(profile.kind))
         yield
 
 
 class _OnCPU(TorchFunctionMode):
-    """Redirect torch functions that name the device to the CPU."""
+    """Mode that passes the CPU to torch functions in place of the simulated device."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -136,17 +136,8 @@ class _OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _replace(stack: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Set an attribute of `owner` until `stack` is closed."""
-    if name in vars(owner):
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)  # inherited
-    setattr(owner, name, new)
-
-
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
-    """Return the replacements: (owner, name, replacement)."""
+    """Return (owner, attribute name, new value) of everything in torch that a simulation replaces."""
     backend = getattr(torch, simulated)
     answers = {name: _quiet(result) for name, result in _QUIET.items()}
     answers |= dict.fromkeys(_STREAMS, _Idle)
@@ -154,10 +145,10 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     answers["get_rng_state"] = lambda *_, **__: torch.get_rng_state()
     changes = [(owner, name, _renamed(getattr(owner, name), simulated)) for owner, name in _BY_DEVICE]
     changes += [(backend, name, new) for name, new in answers.items() if hasattr(backend, name)]
-    # Its arguments are checked before modes are called.
+    # torch checks the arguments of `record_stream` before it calls a function mode.
     changes += [(torch.Tensor, "record_stream", _quiet(None))]
     changes += [(torch, "Generator", _Generators("Generator", (), {}))]
-    changes += [(attention, SDPA_SETTER, _with_what_a_cpu_has(sdpa_setter()))]
+    changes += [(attention, "_sdpa_kernel", _with_what_a_cpu_has(attention._sdpa_kernel))]
     if simulated == "cuda":
         changes += [(torch.cuda.nvtx, name, _quiet(None)) for name in _RANGES]
         changes += [(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))]
@@ -166,7 +157,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
 
 
 def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the answers about the device from its profile."""
+    """Yield (owner, attribute name, new function) of torch's queries of the device that `profile` answers."""
     if profile is None:
         return
     backend, memory = getattr(torch, simulated), profile.memory_bytes
@@ -181,23 +172,23 @@ def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, A
         yield backend, "get_device_name", _quiet(profile.title)
     if profile.capability is not None:
         major, minor = profile.capability
-        known = SimpleNamespace(name=profile.title, major=major, minor=minor, total_memory=memory)
+        properties = SimpleNamespace(name=profile.title, major=major, minor=minor, total_memory=memory)
         yield backend, "get_device_capability", _quiet(profile.capability)
-        yield backend, "get_device_properties", _quiet(known)
+        yield backend, "get_device_properties", _quiet(properties)
     if hasattr(backend, "mem_get_info") and memory is not None:
         yield backend, "mem_get_info", _quiet((memory, memory))
 
 
 def _renamed(function: Callable[..., Any], simulated: str) -> Callable[..., Any]:
-    """Wrap `function` to use the CPU for the simulated device; torch's default device is CUDA."""
-    asks = function is torch.is_autocast_enabled
+    """Wrap `function` so that it gets the name of the CPU in place of the simulated device's."""
+    has_default = function is torch.is_autocast_enabled  # without arguments, it returns CUDA's setting
 
     def renamed(value: Any) -> Any:
         return "cpu" if isinstance(value, str) and value == simulated else value
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if asks and not args and not kwargs:
+        if has_default and not args and not kwargs:
             args = ("cuda",)
         named = {name: renamed(value) for name, value in kwargs.items()}
         return function(*map(renamed, args), **named)
@@ -210,7 +201,7 @@ def _quiet(result: Any) -> Callable[..., Any]:
 
 
 class _Idle:
-    """An idle stream, event or device context: all work is done."""
+    """A stream, event or device context without work to wait for."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -234,7 +225,7 @@ class _Idle:
 
 
 class _Generators(type):
-    """Metaclass of the replacement of `torch.Generator`: creates and recognizes CPU generators for any device."""
+    """Metaclass of the class that replaces `torch.Generator`: its instances are CPU generators, whatever device is named."""
 
     _real = torch.Generator
 
@@ -246,24 +237,21 @@ class _Generators(type):
 
 
 def _with_what_a_cpu_has(choose: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `sdpa_kernel` so that the CPU's fused or plain kernel serves for any fused kernel."""
+    """Wrap `sdpa_kernel` so that a choice of any fused kernel also allows the CPU's fused and plain kernels."""
 
     def chosen(backends: Iterable[SDPBackend], *args: Any, **kwargs: Any) -> None:
-        asked = set(backends)
-        stand_ins = {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH} if asked - {SDPBackend.MATH} else set()
-        choose(sorted(asked | stand_ins, key=int), *args, **kwargs)
+        chosen_ones = set(backends)
+        if chosen_ones - {SDPBackend.MATH}:
+            chosen_ones |= {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}
+        choose(sorted(chosen_ones, key=int), *args, **kwargs)
 
     return chosen
 
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
-    """Return the call of a torch function with the CPU in place of devices whose names match `named`."""
+    """Return (function, args, kwargs) of a torch call with the CPU in place of devices whose names match `named`."""
     if func is torch.device:
-        return (
-            func,
-            args,
-            kwargs,
-        )  # only a name: tensors created or moved there go to the CPU
+        return func, args, kwargs  # only a name: tensors that are created or moved there go to the CPU
     if func in _CALLS_TO_MOVE:
         return torch.Tensor.cpu, args[:1], {}
     if func in _ANSWERS:
@@ -299,5 +287,5 @@ def _cpu_for(value: Any, named: re.Pattern[str]) -> Any:
 
 
 def names_of(kind: str) -> re.Pattern[str]:
-    """Return a pattern for the simulated device's name in code, with or without index."""
+    """Return a pattern that matches the simulated device's name in code, with or without an index."""
     return re.compile(rf"{re.escape(device_type(kind))}(:\d+)?")

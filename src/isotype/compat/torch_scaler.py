@@ -1,4 +1,4 @@
-"""torch: GradScaler, and the one for sharded models."""
+"""torch: private parts of GradScaler, and of its variant for sharded models."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def loss_scale(scaler: Any) -> torch.Tensor | float | None:
-    """Return a GradScaler's loss scale, float32 `[]` on its device without synchronizing; None if disabled or
-    None.
+    """Return a GradScaler's loss scale without synchronizing, or None if `scaler` is None or disabled.
 
-    `GradScaler.get_scale()` synchronizes; the tensor that it reads is None before the first backward.
+    The scale is a float32 tensor `[]` on the GradScaler's device, or a number before the first backward.
+    `GradScaler.get_scale()` would synchronize with the device.
     """
     if scaler is None or not scaler.is_enabled():
         return None
@@ -20,10 +20,9 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
 
 
 def sharded_scaler(device: str) -> torch.amp.GradScaler:
-    """Return torch's GradScaler for sharded models with overflow flags of shape `[]`; fused optimizers reject
-    torch's `[1]`.
+    """Return torch's GradScaler for sharded models with overflow flags of shape `[]` instead of `[1]`.
 
-    https://github.com/pytorch/pytorch/issues/140514
+    Fused optimizers reject the shape `[1]`: https://github.com/pytorch/pytorch/issues/140514
     """
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

@@ -1,4 +1,4 @@
-"""torchvision (0.20 to 0.29): its Python code with a torch for which its compiled operators were not built."""
+"""torchvision (0.20 to 0.29): import of its Python code if its compiled operators were built for another torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from isotype.compat.imports import when_imported
 
 _NAMED_AT_IMPORT = ("nms", "qnms")
-"""Operators whose shapes torchvision registers on import, even if they are not loaded."""
-_declared: list[Any] = []  # a declaration lives as long as its torch.library.Library
+"""Operators for which torchvision registers shape functions on import, even if the operators are not loaded."""
+_declared: list[Any] = []  # an operator stays declared as long as its torch.library.Library exists
 
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """Run `make_importable` before transformers is imported, which imports torchvision even for text models."""
+    """Call `make_importable` when transformers is imported inside the `with` block: transformers imports torchvision."""
     if "transformers" in sys.modules:
         make_importable()
         yield
@@ -31,11 +31,10 @@ def importable() -> Iterator[None]:
 
 
 def make_importable() -> None:
-    """Let `import torchvision` succeed if its operators do not load: PyPI's CUDA wheel with a CPU build of
-    torch.
+    """Let `import torchvision` succeed if its operators do not load, as those of PyPI's CUDA wheel with a CPU torch.
 
-    Its import needs two operators by name; they are declared without kernels. No image processor calls them;
-    if one is called, torch raises.
+    The import needs two operators, which are declared without kernels. No image processor calls the two operators; if
+    other code calls one, torch raises.
     """
     if "torchvision" in sys.modules or find_spec("torchvision") is None:
         return

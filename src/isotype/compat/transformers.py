@@ -1,8 +1,7 @@
-"""transformers (5.20 to 5.23): private names of models, configs and the Trainer under public names of
-isotype.
+"""transformers (5.20 to 5.23): private names of models, configs and the Trainer under public names of isotype.
 
-transformers is imported only by functions that need it. tests/compat/test_transformers.py fails if a name is
-gone or changes its meaning.
+Only functions that need transformers import it. tests/compat/test_transformers.py fails if a name is gone or has changed
+its meaning.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from isotype.compat.standard import frame_above
 # -------------------------------------------------------------------------------------------------------- models
 
 DTYPE_PLAN: Final = "_get_dtype_plan"
-"""The method of a model class that returns the parameters loaded in another dtype."""
+"""The method of a model class that returns the parameters to load in another dtype than the model's."""
 LOAD: Final = "_load_pretrained_model"
 """The method of a model class that fills a model from files."""
 
 
 def pinned(model: Any) -> Any:
-    """Return the patterns of modules kept in float32 if float16 is requested; None without any."""
+    """Return the name patterns of modules that stay float32 in a float16 model, or None if there are none."""
     return getattr(model, "_keep_in_fp32_modules", None)
 
 
 def pinned_strictly(model: Any) -> Any:
-    """Return the patterns of modules always kept in float32; None without any."""
+    """Return the name patterns of modules that stay float32 in any model, or None if there are none."""
     return getattr(model, "_keep_in_fp32_modules_strict", None)
 
 
 def unsplit_classes(model: Any) -> frozenset[str]:
-    """Return the names of the module classes that transformers keeps on one device; accelerate shards each as a unit."""
+    """Return the names of module classes that transformers keeps on one device, and accelerate shards as a unit."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
 def is_auto_class(cls: Any) -> bool:
-    """Return whether a class selects another by the config, as `AutoModelForCausalLM` does."""
+    """Return whether a class selects a model class by the config, as `AutoModelForCausalLM` does."""
     return hasattr(cls, "_model_mapping")
 
 
 def mapping_of(auto_class: Any) -> Any:
-    """Return config class -> model class of an auto class."""
+    """Return the mapping from config class to model class of an auto class."""
     return auto_class._model_mapping
 
 
@@ -61,23 +60,22 @@ def name_of(config: Any) -> Any:
 
 
 def rename(config: Any, name: str) -> None:
-    """Set the path or hub id of a config, which adapters and trainers read."""
+    """Set the path or hub id of a config, which PEFT and trainers read."""
     config._name_or_path = name
 
 
 def has_own_adapters(model: Any) -> bool:
-    """Return whether transformers itself has added adapters to a model (`load_adapter`)."""
+    """Return whether transformers' own `load_adapter` has added adapters to a model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def has_states(model: Any) -> bool:
-    """Return whether a model carries earlier tokens in a state, which masks cannot separate."""
-    base = without_peft(model)
-    return bool(getattr(base, "_is_stateful", False))
+    """Return whether a model carries earlier tokens in a recurrent state, which attention masks cannot separate."""
+    return bool(getattr(without_peft(model), "_is_stateful", False))
 
 
 def documents_told_at() -> frozenset[str]:
-    """Return the lines (`file:line`) at which attention masks separate packed documents by positions."""
+    """Return the lines of transformers (`file:line`) that find packed documents by position ids, for the attention mask."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     code = find_packed_sequence_indices.__code__
@@ -85,92 +83,91 @@ def documents_told_at() -> frozenset[str]:
 
 
 def may_be_missing(model: Any) -> Iterable[str]:
-    """Return patterns of tensors that a checkpoint of the model may lack."""
+    """Return name patterns of tensors that a checkpoint of the model may lack."""
     return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
 
 
 def may_be_surplus(model: Any) -> Iterable[str]:
-    """Return patterns of checkpoint tensors that the model ignores."""
+    """Return name patterns of tensors in a checkpoint that the model ignores."""
     return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
 def never_saved(model: Any) -> set[str]:
-    """Return names of tensors that the model does not save."""
+    """Return the names of tensors that the model does not save."""
     return set(model._keys_to_ignore_on_save or ())
 
 
 def draw(model: Any, module: Any) -> None:
-    """Initialize a module as its model's class does."""
+    """Initialize the parameters of `module` as the class of `model` does."""
     model._init_weights(module)
 
 
 def mark_as_loaded(tensor: Any) -> None:
-    """Mark a tensor as initialized; transformers initializes all others."""
+    """Mark a tensor as loaded, so that transformers does not initialize it."""
     tensor._is_hf_initialized = True
 
 
 def conversions(model: Any) -> list[Any] | None:
-    """Return the conversions of tensors on loading, which saving reverses; None if there are none."""
-    noted: list[Any] | None = getattr(model, "_weight_conversions", None)
-    return noted
+    """Return the conversions of tensors on loading, which saving reverses, or None if there are none."""
+    steps: list[Any] | None = getattr(model, "_weight_conversions", None)
+    return steps
 
 
 def set_conversions(model: Any, steps: list[Any] | None) -> None:
-    """Set the value that `conversions` returns."""
+    """Set the conversions of `model`, which `conversions` returns."""
     model._weight_conversions = steps
 
 
 def attention_of(config: Any) -> str | None:
-    """Return the name of a config's attention implementation; None if it has none."""
+    """Return the name of a config's attention implementation, or None if the config names none."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return name
 
 
 def set_attention(config: Any, name: Any) -> None:
-    """Set the attention implementation before a model is built."""
+    """Set the attention implementation of a model that will be built from `config`."""
     config._attn_implementation = name
 
 
 def use_plain_experts(config: Any) -> None:
-    """Select the eager experts, which run in any dtype, if the config has such a setting."""
+    """Select transformers' eager experts, which run in any dtype, if the config has a setting for experts."""
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "eager"
 
 
 def fresh_model(cls: Any, config: Any, dtype: Any = None) -> Any:
-    """Return an initialized model of a class for a config."""
+    """Return a model of the class `cls` with initialized weights."""
     return cls._from_config(config, dtype=dtype)
 
 
 def takes_attention(model: Any) -> bool:
-    """Return whether a model uses the attention registry, so that its attention can be replaced."""
+    """Return whether a model reads its attention function from transformers' registry, so that it can be replaced."""
     return bool(model._can_set_attn_implementation())
 
 
 def mark_as_sharded(model: Any) -> None:
-    """Let `generate` continue until every process has finished."""
+    """Let `model.generate` run on every process until the last one has finished, as FSDP requires."""
     model._is_fsdp_managed_module = True
 
 
 # ------------------------------------------------------------------------------------------------- a class for one load
 
 Names = Callable[[Any], set[str]]
-"""Names of parameters of a model."""
+"""A function from a model to names of its parameters."""
 Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
-"""`(model, weights in memory, files, settings, transformers' reader)` -> `from_pretrained`'s result."""
+"""A function (model, weights in memory, files, settings, transformers' reader) -> result of `_load_pretrained_model`."""
 
 
 def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
-    """Return a class below `cls` under the same name and module, for one load; `own_class_again` ends it.
+    """Return a subclass of `cls` with the same name and module for loading one model; `own_class_again` removes it.
 
-    It keeps every pinned parameter in float32 while a model is loaded. transformers casts the patterns of `_keep_in_fp32_modules` to
-    bfloat16 when bfloat16 is asked for; rounding them and casting back would not bring the digits back, so the choice is made before the
-    first byte is read.
+    The subclass keeps every pinned parameter in float32. In a bfloat16 model, transformers casts the parameters of
+    `_keep_in_fp32_modules` to bfloat16, and a cast back to float32 would not restore their digits.
 
     Args:
         cls: a model class of transformers.
-        float32: names of parameters of a model that stay float32 besides; none by default.
-        read: fills a model; by default transformers does.
+        float32: returns names of further parameters that stay float32; none by default.
+        read: fills the model with weights; by default transformers does.
     """
 
     def post_init(self: Any) -> None:
@@ -197,23 +194,23 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
 
 
 def own_class_again(model: Any) -> None:
-    """Restore the original class of a model of a `class_for_load`."""
+    """Restore the class of a model that was loaded with a subclass from `class_for_load`."""
     model.__class__ = type(model).__mro__[1]
 
 
 # ------------------------------------------------------------------------------------------------------- Trainer
 
 GRADIENT_NORM: Final = "_get_grad_norm"
-"""The trainer's method called once per step, with unscaled gradients, for the norm before clipping."""
+"""The trainer's method that returns the norm of a step's unscaled gradients before clipping."""
 PREPARE_INPUTS: Final = "_prepare_inputs"
-"""The trainer's method that prepares a batch of its data loader."""
+"""The trainer's method that prepares a batch of the data loader for the model."""
 
 
 class TrainerSteps:
-    """Private steps of transformers' Trainer under names that a subclass may override and call.
+    """Private methods of transformers' Trainer under public names that a subclass may override and call.
 
-    It precedes the Trainer among the bases. The Trainer calls its private names, each calls the public one,
-    whose default is the Trainer's.
+    A subclass names `TrainerSteps` before the Trainer among its bases. The Trainer calls a private name; the method here
+    calls the public name, which by default calls the Trainer's method.
     """
 
     def run_epoch(self: Any, **options: Any) -> None:
@@ -221,11 +218,11 @@ class TrainerSteps:
         super()._run_epoch(**options)  # type: ignore[misc]
 
     def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the norm of the step's unscaled gradients before clipping, once per step."""
+        """Return the norm of the step's unscaled gradients before clipping; called once per step."""
         return super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
 
     def folder_of_run(self: Any, trial: Any) -> str:
-        """Return the folder of the checkpoints."""
+        """Return the folder for checkpoints."""
         return str(super()._get_output_dir(trial))  # type: ignore[misc]
 
     def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
@@ -233,11 +230,11 @@ class TrainerSteps:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def push_checkpoint(self: Any, folder: str) -> None:
-        """Upload a checkpoint, in a thread."""
+        """Upload a checkpoint in another thread."""
         super()._push_from_checkpoint(folder)  # type: ignore[misc]
 
     def write_optimizer(self: Any, folder: str) -> None:
-        """Save the optimizer's and schedule's states."""
+        """Save the state of the optimizer and of the learning rate schedule."""
         super()._save_optimizer_and_scheduler(folder)  # type: ignore[misc]
 
     def read_weights(self: Any, folder: str, model: Any = None) -> None:
@@ -249,11 +246,11 @@ class TrainerSteps:
         super()._load_best_model()  # type: ignore[misc]
 
     def read_optimizer(self: Any, folder: str | None) -> None:
-        """Load the optimizer's and schedule's states."""
+        """Load the state of the optimizer and of the learning rate schedule."""
         super()._load_optimizer_and_scheduler(folder)  # type: ignore[misc]
 
     def gradients_stay_local(self: Any) -> AbstractContextManager[None]:
-        """Defer the reduction of a sharded model's gradients inside."""
+        """Defer the reduction of a sharded model's gradients inside the `with` block."""
         deferred: AbstractContextManager[None] = super()._defer_fsdp_gradient_reduction()  # type: ignore[misc]
         return deferred
 
@@ -291,19 +288,19 @@ class TrainerSteps:
 
 
 def train_on_first_gpu(training: Any) -> None:
-    """Let a process without a launcher train on the first visible GPU.
+    """Let a process without a launcher train on the first visible GPU only.
 
-    `TrainingArguments._n_gpu` counts all visible GPUs without a launcher; the Trainer would wrap the model in
+    Without a launcher `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer wraps the model in
     `nn.DataParallel`, which TRL's trainers reject after loading the weights (`args.n_gpu > 1` in
     trl/trainer/sft_trainer.py). There is no public argument; the Trainer sets the same attribute for models
-    split over devices. tests/train/test_launched.py fails if it is gone.
+    split over devices. tests/train/test_launched.py fails if the attribute is gone.
     """
     if training.n_gpu > 1:
         training._n_gpu = 1
 
 
 def gpus_left(training: Any) -> int:
-    """Return the number of visible GPUs unused after `train_on_first_gpu`."""
+    """Return the number of visible GPUs that a training leaves unused after `train_on_first_gpu`."""
     from transformers.training_args import ParallelMode
 
     alone = training.n_gpu == 1 and training.parallel_mode == ParallelMode.NOT_PARALLEL
@@ -317,11 +314,11 @@ OVERRIDDEN: Final = tuple(
 
 
 SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
-"""Methods of `OVERRIDDEN` missing in older transformers, which reduce sharded gradients in every micro-batch."""
+"""Method of `OVERRIDDEN` -> first version of transformers that has it; older ones reduce gradients in every micro-batch."""
 
 
 def incompatibilities(trainer: type) -> list[str]:
-    """Return the overridden methods that a trainer class lacks, whose steps would silently not run."""
+    """Return a sentence for every method of `OVERRIDDEN` that a trainer class lacks: it would never be called."""
     installed = Version(version("transformers"))
     steps = [name for name in OVERRIDDEN if name not in SINCE or installed >= SINCE[name]]
     return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]
@@ -332,12 +329,12 @@ def incompatibilities(trainer: type) -> list[str]:
 
 @contextmanager
 def fakes_taken_for_real() -> Iterator[None]:
-    """Make transformers run with fake tensors what it runs with real ones.
+    """Let transformers (5.20 to 5.24) run the same code for fake tensors as for real ones inside the `with` block.
 
-    Two questions of transformers 5.20 to 5.24 are answered for it. `is_tracing` in transformers/utils/import_utils.py takes fake
-    tensors for an export: masks are never left out, keys and values are repeated, attention uses another kernel.
-    `_can_use_grouped_mm` in transformers/integrations/moe.py asks, on the CPU before torch 2.11, whether memory is aligned to
-    16 bytes, which fake tensors lack; it is for what torch allocates. tests/compat/test_others.py fails once either can go.
+    `is_tracing` in transformers/utils/import_utils.py takes a trace on fake tensors for an export: masks are never left
+    out, keys and values are repeated, attention uses another kernel. On the CPU before torch 2.11, `_can_use_grouped_mm` in
+    transformers/integrations/moe.py reads whether memory is aligned to 16 bytes: fake tensors have no memory, and torch
+    allocates aligned memory. tests/compat/test_others.py fails once one of the two replacements can go.
     """
     experts = sys.modules.get("transformers.integrations.moe")
     decide: Any = getattr(experts, "_can_use_grouped_mm", None)
@@ -354,7 +351,7 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide transformers' progress bars inside, unless the user forces them."""
+    """Hide transformers' progress bars inside the `with` block, unless the user's settings force or hide them."""
     from huggingface_hub import constants
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
@@ -367,13 +364,13 @@ def without_bars() -> Iterator[None]:
     try:
         yield
     finally:
-        logging.enable_progress_bar()  # including the hub's
+        logging.enable_progress_bar()  # this enables the hub's bars, too
         if not hub_shown:
             disable_progress_bars()
 
 
 def gguf_bar_hidden() -> AbstractContextManager[None]:
-    """Hide the progress bar over a GGUF file's tensors, which has no setting."""
+    """Hide the progress bar over the tensors of a GGUF file, for which transformers has no setting."""
     from transformers import modeling_gguf_pytorch_utils as legacy
 
     return replaced(legacy, "tqdm", partial(legacy.tqdm, disable=True))
@@ -382,11 +379,15 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 def steps_seen(
     trainer: Any, step: Callable[..., Any], loss: Callable[..., Any], norm: Callable[..., Any]
 ) -> Replacements:
-    """Wrap a trainer's `training_step` by `step(method, …)`, `compute_loss` by `loss(method, model, inputs,
-    …)`, its gradient norm by `norm(method, …)`.
+    """Wrap three methods of a trainer; a method that is already replaced on the trainer itself is skipped.
 
-    Callbacks get neither batch nor loss, and the norm only of logged steps. A method already replaced on the
-    trainer is skipped.
+    Callbacks get neither batch nor loss, and the gradient norm of logged steps only.
+
+    Args:
+        trainer: of transformers or TRL.
+        step: called as `step(method, …)` in place of `training_step`.
+        loss: called as `loss(method, model, inputs, …)` in place of `compute_loss`.
+        norm: called as `norm(method, …)` in place of the method that returns the gradient norm.
     """
     methods = Replacements()
     for name, wrapper in (("training_step", step), ("compute_loss", loss), (GRADIENT_NORM, norm)):
@@ -397,9 +398,9 @@ def steps_seen(
 
 @contextmanager
 def batches_as_they_are(trainer: Any) -> Iterator[None]:
-    """Let a trainer's `training_step` take prepared batches; completions are not generated again.
+    """Let a trainer's `training_step` take batches that are prepared already, without generating completions again.
 
-    All attributes of the trainer are restored on exit.
+    At the end of the `with` block all attributes of the trainer are restored.
     """
     before = dict(vars(trainer))
     setattr(trainer, PREPARE_INPUTS, lambda inputs: inputs)
@@ -411,10 +412,7 @@ def batches_as_they_are(trainer: Any) -> Iterator[None]:
 
 
 def calling_trainer() -> Any:
-    """Return the trainer whose callback is running, from the stack; None outside of one.
-
-    Callbacks get its model and arguments, but neither batch nor loss.
-    """
+    """Return the trainer on the call stack whose callback is running, or None if there is none."""
     from transformers import Trainer
 
     frame: FrameType | None = frame_above(1)
@@ -424,10 +422,10 @@ def calling_trainer() -> Any:
 
 
 def gate_of(experts: Any) -> Any:
-    """Return the function of gate and up (side by side) in an experts module; None for another module."""
+    """Return the function of an experts module that combines gate and up projections, or None for another module."""
     return getattr(experts, "_apply_gate", None)
 
 
 def has_parallel_experts(experts: Any) -> bool:
-    """Return whether a process holds only some of the module's experts."""
+    """Return whether this process holds only some of the module's experts."""
     return bool(getattr(experts, "_is_expert_parallel", False))

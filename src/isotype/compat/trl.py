@@ -1,6 +1,6 @@
-"""TRL (1.16): arguments of the fused head that its trainers wrap around a model's forward, and a replacement.
+"""TRL (1.16): the forward with a fused head that its trainers give a model, and completions that GRPO keeps.
 
-`add_fused_lm_head` (trl/trainer/utils.py) holds them only in the closure of the forward that it creates.
+`add_fused_lm_head` (trl/trainer/utils.py) keeps the arguments of the head only in the closure of the forward.
 https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 """
 
@@ -14,9 +14,7 @@ from typing import Any
 
 _MAKER = "add_fused_lm_head"
 HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
-"""Names read from the closure."""
-
-
+"""Names of the head's arguments in the closure."""
 _FORMER = "_isotype_trl_forward"
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -30,17 +28,17 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "trl.trainer.sft_trainer": ("DataCollatorForVisionLanguageModeling",),
     "trl.rewards": ("accuracy_reward",),  # one of the names of --reward_funcs
 }
-"""Module of TRL -> names used by a training. Names used only on GPUs (`trl.kernels`) are not listed."""
+"""Module of TRL -> its names that a training uses, without those that only a training on a GPU uses (`trl.kernels`)."""
 
 
 def is_fused_forward(function: Any) -> bool:
-    """Return whether a forward was created by TRL."""
+    """Return whether TRL's `add_fused_lm_head` has created a forward."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and code.co_qualname.startswith(f"{_MAKER}.")
 
 
 def head_arguments(function: Any) -> dict[str, Any]:
-    """Return the head's arguments from its forward; raises LookupError if the closure has other names."""
+    """Return the arguments of a fused head from its forward; raises LookupError if the closure lacks one of them."""
     held = inspect.getclosurevars(function).nonlocals
     missing = [name for name in HEAD_ARGUMENTS if name not in held]
     if missing:
@@ -49,7 +47,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
 
 
 def put_forward(model: Any, forward: Callable[..., Any]) -> None:
-    """Replace the model's (or TRL's fused) forward on the instance by `forward(model, …)`, until `take_forward`."""
+    """Set the forward of one model to `forward(model, …)`, until `take_forward` restores the forward before."""
     model.__dict__[_FORMER] = model.forward
     model.forward = MethodType(forward, model)
 
@@ -61,21 +59,21 @@ def former_forward(model: Any) -> Callable[..., Any]:
 
 
 def take_forward(model: Any) -> None:
-    """Undo `put_forward`, if it was called."""
+    """Restore the forward that `put_forward` replaced, if it was called."""
     former = model.__dict__.pop(_FORMER, None)
     if former is not None:
         model.forward = former
 
 
 def completions_of(trainer: Any) -> dict[str, Any] | None:
-    """Return the completions that GRPO and RLOO still train on, and the micro-batch count; None for others."""
+    """Return the completions that a GRPO or RLOO trainer still trains on, and its micro-batch count; None for others."""
     if not hasattr(trainer, "_buffered_inputs"):
         return None
     return {"batches": trainer._buffered_inputs, "micro_steps": trainer._step}
 
 
 def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
-    """Restore the result of `completions_of` in a trainer, on its device."""
+    """Set a trainer's completions and micro-batch count to the result of `completions_of`, on the trainer's device."""
     if held is not None:
         from accelerate.utils import send_to_device
 
@@ -84,13 +82,13 @@ def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
 
 
 def lacking(names: Iterable[str] = ()) -> list[str]:
-    """Return the `NAMES` of `trl` itself, and other `names`, that it lacks, without importing them."""
-    known = frozenset(dir(import_module("trl")))
-    return [f"it has no {name}" for name in (*NAMES["trl"], *names) if name not in known]
+    """Return a clause for every name of `trl` in `NAMES` or in `names` that TRL lacks, without importing the name."""
+    present = frozenset(dir(import_module("trl")))
+    return [f"it has no {name}" for name in (*NAMES["trl"], *names) if name not in present]
 
 
 def lacking_inside() -> list[str]:
-    """Return the `NAMES` that TRL's modules lack; imports them."""
+    """Import the modules of TRL in `NAMES`; return a clause for every name that they lack."""
     inside = ((module, name) for module, names in NAMES.items() if module != "trl" for name in names)
     return [f"{module} has no {name}" for module, name in inside if not _has(module, name)]
 
@@ -103,7 +101,7 @@ def _has(module: str, name: str) -> bool:
 
 
 def incompatibilities(utilities: Any) -> list[str]:
-    """Return what TRL's module of `add_fused_lm_head` lacks: the function, its forward, names in its closure."""
+    """Return a clause for everything that `head_arguments` needs and `utilities` (trl.trainer.utils) lacks."""
     maker = getattr(utilities, _MAKER, None)
     if maker is None:
         return [f"{utilities.__name__} has no {_MAKER}"]

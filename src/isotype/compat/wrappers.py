@@ -1,12 +1,12 @@
-"""Names that wrappers of other libraries put between a module and its parent; no imports."""
+"""Names that wrappers of other libraries add between a module and its parent. This file imports no library."""
 
 from __future__ import annotations
 
 from typing import Final
 
 ORIGINAL: Final = "_orig_mod"
-"""Of `torch.compile(module)`."""
+"""Attribute of `torch.compile(module)` that holds `module`."""
 BETWEEN: Final = frozenset(
     {"base_layer", "original_module", ORIGINAL, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
-"""Name parts added by PEFT, DDP, FSDP, torch.compile and checkpointing."""
+"""Parts of module names that PEFT, FSDP, torch.compile and activation checkpointing add."""

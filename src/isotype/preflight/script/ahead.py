@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import logging
 import math
 import os
 import warnings
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from isotype.compat.accelerate import is_prepared, mixed_precision
-from isotype.compat.torch import FAKE_LOGGER, no_modes, tree_map
+from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.optimizers import learning_rate_of
 from isotype.preflight.run import run
@@ -116,14 +115,10 @@ def rank() -> int:
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
     """Disable the script's modes, and hide output and warnings of its code."""
-    log = logging.getLogger(FAKE_LOGGER)  # it logs fake kernels' errors, with a traceback
-    disabled, log.disabled = log.disabled, True
-    try:
-        with no_modes(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.disabled = disabled
+    output = contextlib.redirect_stdout(io.StringIO())
+    with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _trial_seconds(report: Report) -> float:
