@@ -1,1 +1,1 @@
-"""Live models: applying a precision policy and keeping it."""
+"""Live models: functions that read a model, apply a precision policy to it, and keep it under the policy."""

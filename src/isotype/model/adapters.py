@@ -34,27 +34,26 @@ def add_lora(
     adapt: str | Sequence[str] | Adapt | None = None,
     **lora_kwargs: Any,
 ) -> Any:
-    """Add a LoRA adapter (or DoRA, rsLoRA: `use_dora=`, `use_rslora=`) with master parameters in `policy`'s
-    dtype.
+    """Add a LoRA adapter (DoRA: `use_dora=`, rsLoRA: `use_rslora=`) whose parameters have the policy's master dtype.
 
-    The base weights are frozen and keep their dtypes: nothing is upcast. On a model with adapters, the new
-    one, `adapter_name`, becomes the active and trained one, unlike in PEFT's `add_adapter`;
-    `model.set_adapter` switches back. `save_pretrained` saves the policy beside every adapter.
+    The base weights are frozen and keep their dtypes: nothing is upcast. If the model has adapters already, the new
+    adapter becomes the active and trained one, unlike in PEFT's `add_adapter`; `model.set_adapter` switches
+    back. `save_pretrained` saves the policy beside every adapter.
 
     Args:
         model: a model loaded with `isotype.load`, or any model that PEFT supports.
         policy: from `isotype.resolve_precision`.
         config: a `peft.LoraConfig` (or another PEFT config); by default one from `lora_kwargs`, on all
             linear layers.
-        adapter_name: PEFT's name of the adapter.
+        adapter_name: name of the adapter in PEFT.
         adapt: parts of a multimodal model that get adapters: `"language"`, `"projector"`, `"vision"`,
-            `"audio"`, several of them (`"language,projector"`, or a list), or `"all"`; by default all that
-            the targets name.
+            `"audio"`, several of these (`"language,projector"`, or a list), or `"all"`; by default every part
+            with target layers.
         **lora_kwargs: fields of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, `bias`, …).
 
     Returns:
-        The PEFT model. Its attribute `adapter_notes` (a tuple of sentences) lists what could not be
-            adapted as requested; these are warnings too.
+        The PEFT model. Its attribute `adapter_notes` (a tuple of sentences) names weights that could not be
+            adapted as requested, for which `add_lora` also warns.
 
     Raises:
         UsageError: both `config` and `lora_kwargs` are given, or the model lacks a part.
@@ -78,7 +77,7 @@ def add_lora(
         else:
             model.requires_grad_(False)
             with warnings.catch_warnings():
-                # PEFT 0.21 asks transformers (5.23) for it by its former name (`PeftModel.__init__`).
+                # PEFT 0.21 reads this attribute of transformers (5.23) by its former name (`PeftModel.__init__`).
                 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
                 model = peft.get_peft_model(model, config, adapter_name=adapter_name)
     if rate:
@@ -93,21 +92,21 @@ def add_lora(
     return model
 
 
-def _adapt(given: str | Sequence[str] | Adapt | None) -> Adapt | None:
-    if given is None or isinstance(given, Adapt):
-        return given
+def _adapt(parts: str | Sequence[str] | Adapt | None) -> Adapt | None:
+    if parts is None or isinstance(parts, Adapt):
+        return parts
     try:
-        return Adapt(read_parts(given))
+        return Adapt(read_parts(parts))
     except ValueError as error:
         problem = wrong_choice(f"adapt {error}", str(error), (*PARTS, ALL))
         raise UsageError("no such part of a model", [problem]) from error
 
 
 def _take_dropout(config: Any) -> float:
-    """Set the dropout of a config with target parameters to 0, and return it for `_set_dropout`.
+    """Set the dropout of a config with target parameters to 0, and return the dropout before, for `_set_dropout`.
 
-    PEFT 0.21 rejects dropout for parameters (`ParamWrapper`), also when it loads a saved adapter. Inference does not
-    use it.
+    PEFT 0.21 rejects dropout for adapters on parameters (`ParamWrapper`), even when it loads a saved adapter for
+    inference.
     """
     rate = getattr(config, "lora_dropout", 0)
     if not rate or not getattr(config, "target_parameters", None):
@@ -117,17 +116,17 @@ def _take_dropout(config: Any) -> float:
 
 
 def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:
-    """Set the dropout of every LoRA layer of an adapter, including experts."""
+    """Set the dropout of all LoRA layers of one adapter, including those on experts."""
     for layer in model.modules():
         if is_tuner_layer(layer) and adapter_name in getattr(layer, "lora_dropout", ()):
             layer.lora_dropout[adapter_name] = torch.nn.Dropout(rate).train(layer.training)
 
 
 def remember_base(model: Any, config: Any) -> None:
-    """Write the base's absolute path, or its hub id with the commit, into an adapter's config.
+    """Write the absolute path of the base model, or the commit of its hub id, into an adapter's config.
 
-    PEFT takes the name from the model; a relative path would be another folder, or a hub id, in another
-    directory.
+    PEFT copies the model's name into the config. A relative path would name another folder, or a hub id, if the adapter
+    is loaded in another working directory.
     """
     base = without_peft(model)
     name, settings = getattr(base, "name_or_path", None), getattr(base, "config", None)
@@ -142,16 +141,16 @@ def remember_base(model: Any, config: Any) -> None:
 
 @torch.no_grad()
 def _magnitudes_again(model: Any, adapter_name: str) -> None:
-    """Compute DoRA's initial magnitudes of linear layers from float32 adapters, and so in float32.
+    """Compute the initial magnitudes of DoRA's linear layers again in float32.
 
-    PEFT 0.21 creates adapters in the base weight's dtype and rounds the norms to it
+    PEFT 0.21 creates adapters in the base weight's dtype and rounds norms to this dtype
     (`DoraLinearLayer.update_layer`): the norm of a float16 weight can be infinite.
     """
     for place in places(model):
         layer: Any = place.module
         if not is_tuner_layer(layer) or adapter_name not in getattr(layer, "lora_magnitude_vector", ()):
             continue
-        if adapter_name in layer.lora_A:  # an embedding's adapters are in other attributes
+        if adapter_name in layer.lora_A:  # PEFT keeps an embedding's adapters in other attributes
             layer.lora_magnitude_vector[adapter_name].update_layer(
                 base_layer=layer.get_base_layer(),
                 lora_A=layer.lora_A[adapter_name].weight.float(),
@@ -161,7 +160,7 @@ def _magnitudes_again(model: Any, adapter_name: str) -> None:
 
 
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
-    """Return the given PEFT config, or one from `lora_kwargs`, by default on all linear layers."""
+    """Return `config`, or a `peft.LoraConfig` of `lora_kwargs`, which by default targets all linear layers."""
     if config is not None and lora_kwargs:
         settings = f"config=… and {', '.join(lora_kwargs)}"
         fix = "put them into the LoraConfig, or leave the config out"
@@ -171,13 +170,12 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
     import peft
 
     lora_kwargs.setdefault("target_modules", "all-linear")
-    base = without_peft(model)
-    lora_kwargs.setdefault("task_type", task_type_of(base))
+    lora_kwargs.setdefault("task_type", task_type_of(without_peft(model)))
     return peft.LoraConfig(**lora_kwargs)
 
 
 def adapter_words(model: Any) -> tuple[str, ...]:
-    """Return kind, rank, scale and targets of a PEFT model's adapters in words; nothing for another model."""
+    """Return a phrase for each adapter of a PEFT model: kind, rank, alpha and targets; no phrase for another model."""
     configs = getattr(model, "peft_config", None) or {}
     words = []
     for config in configs.values():
@@ -196,11 +194,12 @@ def adapter_words(model: Any) -> tuple[str, ...]:
 
 @contextmanager
 def _without_a_silent_hub(model: Any) -> Iterator[bool]:
-    """Save a PEFT model without waiting for an unreachable hub; yields whether its vocabulary was resized.
+    """Let code inside the `with` block save a PEFT model without waiting for an unreachable hub.
 
-    On each save PEFT (0.21) reads the base's config on the hub, to decide whether to save the embeddings, and
-    assumes that they are unchanged if it gets none. The hub's local cache has the config from loading the
-    base.
+    On each save PEFT (0.21) reads the base model's config from the hub, to decide whether to save the embeddings. If it
+    gets no config, it assumes that the vocabulary is unchanged. So the size is read here from the hub's local cache.
+
+    Yields True if the hub is unreachable and the vocabulary was resized.
     """
     configs = getattr(model, "peft_config", None) or {}
     named = [config.base_model_name_or_path for config in configs.values()]
@@ -219,10 +218,7 @@ def _without_a_silent_hub(model: Any) -> Iterator[bool]:
 
 
 def save_policy_too(model: Any) -> None:
-    """Let `save_pretrained` of this model instance write the policy beside the weights.
-
-    For a PEFT model, into the folder of each saved adapter.
-    """
+    """Let this model's `save_pretrained` write the policy beside the weights, or into the folder of each adapter."""
     if "save_pretrained" in vars(model):
         return
 
@@ -233,7 +229,7 @@ def save_policy_too(model: Any) -> None:
         policy = policy_of(self)
         if policy is None or not kwargs.get("is_main_process", True):
             return
-        # PEFT writes the adapter "default" into the folder itself and every other adapter into a subfolder.
+        # PEFT writes the adapter "default" into the folder itself, and every other adapter into a subfolder.
         names = kwargs.get("selected_adapters") or getattr(self, "peft_config", None) or ["default"]
         for name in names:
             policy.save(Path(save_directory) / ("" if name == "default" else name))

@@ -1,8 +1,8 @@
 """Boundaries: casts around float32 modules of a 16-bit model, and around quantized layers.
 
-A pinned norm, a trained embedding, a `modules_to_save` head or a trained bias would pass float32 to 16-bit
-modules, or get errors from them. A boundary casts there: it swaps the module's class for a subclass (see
-`isotype.compat.swapped`), and can be removed.
+A pinned norm, a trained embedding, a `modules_to_save` head or a trained bias is float32. It would pass float32
+tensors to 16-bit modules, or raise for 16-bit inputs. A boundary casts inputs and outputs of such a module: the module's
+class is swapped for a subclass (see `isotype.compat.swapped`), and can be restored.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from isotype.core.errors import PrecisionError
 
 @dataclass(frozen=True)
 class BoundarySettings:
-    """Settings of a boundary.
+    """The kind and dtypes of a boundary.
 
-    - `"float32"`: float inputs are cast to float32, autocast is off inside, float outputs are cast to
-      `result`. For pinned parameters, and for norms and embeddings with float32 weights.
-    - `"compute"`: the forward runs under autocast to `compute`, which casts weight, bias and input; float
-      outputs are cast to `result`. For linear and other layers with float32 masters.
-    - `"bias"`: the bias is added outside the 4-bit kernel, because bitsandbytes would round a trainable
-      bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
-    - `"int8"`: as `"bias"`, with the input cast to `compute` and reshaped to a matrix, as bitsandbytes'
-      int8 kernels require.
-    - `"scale"`: as `"compute"`, or as the quantized layer, on the input times 2^-exponent; the result is
-      widened to `result`, multiplied by 2^exponent, and the bias is added.
-    - `"residual"`: the forward runs under autocast to `compute`; the first float input and the outputs are
-      cast to `result`. For embeddings and blocks, whose hidden states are the residual stream.
-    - `"autocast"`: the forward runs under autocast to `compute`. For the model and modules outside of its
-      blocks: a float32 residual stream needs autocast at every matmul, also in evaluation and generation.
-    - `"inputs"`: float inputs are cast to `result`. For towers of pictures and sound: processors return
-      float32, or the dtype of the family's author.
+    - `"float32"`: for pinned parameters, and for norms and embeddings with float32 weights. Float inputs are cast to
+      float32, autocast is disabled inside, and float outputs are cast to `result`.
+    - `"compute"`: for linear and other layers with float32 masters. The forward runs under autocast to `compute`,
+      which casts weight, bias and input; float outputs are cast to `result`.
+    - `"bias"`: for 4-bit layers with a float32 bias. The bias is added outside of the 4-bit kernel, because bitsandbytes
+      would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
+    - `"int8"`: for 8-bit layers. The bias is added as in `"bias"`; the input is cast to `compute` and reshaped to a
+      matrix, as bitsandbytes' int8 kernels require.
+    - `"scale"`: for linear layers whose values exceed float16. The input is multiplied by 2^-exponent and the layer
+      computes in `compute`; the product is cast to `result` and multiplied by 2^exponent; then the bias is added.
+    - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
+      autocast to `compute`; the first float input and the outputs are cast to `result`.
+    - `"autocast"`: for the model and modules outside of its blocks. The forward runs under autocast to `compute`: with
+      a float32 residual stream every matmul needs autocast, also in evaluation and generation.
+    - `"inputs"`: for towers of pictures and sound, whose processors return float32 or another dtype. Float inputs are
+      cast to `result`.
 
-    Every kind keeps an 8-bit layer's row scales in copies of its weight (see `_init_8bit_state`).
+    Every kind also keeps the row scales of an 8-bit layer when its weight is copied (see `_init_8bit_state`).
 
     Attributes:
-        kind: one of the above.
+        kind: one of the names above.
         compute: the compute dtype.
-        result: dtype of float outputs; None for `compute`.
-        exponent: of `"scale"`.
+        result: dtype of float outputs; None means `compute`.
+        exponent: the power of two of `"scale"`; 0 for other kinds.
     """
 
     kind: str
@@ -62,16 +62,15 @@ class BoundarySettings:
 
 
 class Boundary(Swapped):
-    """Marker of classes with a boundary; `boundary_settings` are its settings."""
+    """Base of the classes of modules with a boundary."""
 
     boundary_settings: BoundarySettings
 
 
 def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
-    """Set, change or remove (None) the boundary of `module`; return whether it changed."""
-    before = type(module)
+    """Set the boundary of `module`, or remove it if `settings` is None; return whether the boundary changed."""
     if hasattr(module, "set_reshard_after_forward"):
-        # FSDP2's class wraps the module's class: nothing can be inserted below it.
+        # FSDP2's class is a subclass of the module's class: nothing can be inserted between the two.
         if boundary_of(module) != settings:
             what = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
             expected = "the policy that it was sharded under"
@@ -80,7 +79,7 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
         return False
     base: Any = original_class(module)
     cls = base if settings is None else _boundary_class(base, settings)
-    if cls is before:
+    if cls is type(module):
         return False
     swap(module, cls)
     return True
@@ -95,27 +94,31 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of a boundary set for value ranges: of `"scale"`, 0 for float32; None for other modules."""
-    settings = boundary_of(module)
-    if settings is None:
-        return None
-    if settings.kind == "scale":
-        return settings.exponent
-    wide = (settings.kind == "compute" and settings.compute == torch.float32) or (
-        settings.kind == "float32" and settings.result == torch.float32 != settings.compute
-    )
-    return 0 if wide else None
+    """Return the exponent of a boundary that value ranges need: 0 if the module computes in float32; None without one."""
+    match boundary_of(module):
+        case BoundarySettings("scale", exponent=exponent):
+            return exponent
+        case BoundarySettings("compute", torch.float32):
+            return 0
+        case BoundarySettings("float32", compute, torch.float32) if compute != torch.float32:
+            return 0
+    return None
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return a nested structure with its float tensors cast to `dtype`."""
+
     def cast_leaf(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return tree_map(cast_leaf, value)
 
 
-def _sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
-    """Return a copy of the module with other `parameters` that shares all else; `module` is unchanged for threads."""
+def sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
+    """Return a copy of the module with other `parameters` that shares everything else.
+
+    `module` itself stays unchanged, since other threads may call it.
+    """
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin
@@ -128,55 +131,57 @@ def _device_type(module: nn.Module) -> str:
 
 
 def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _cast(args, torch.float32), _cast(kwargs, torch.float32)
+    args, kwargs = cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
     with torch.autocast(_device_type(self), enabled=False):
-        return _cast(self.original.forward(self, *args, **kwargs), self.boundary_settings.returns)
+        return cast_floats(self.original.forward(self, *args, **kwargs), self.boundary_settings.returns)
 
 
 def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
     compute = self.boundary_settings.compute
     if compute == torch.float32:  # autocast does not cast to float32
-        twin = _sharing(self, {name: _cast(own, compute) for name, own in self._parameters.items()})
+        twin = sharing(self, cast_floats(own_parameters(self), compute))
         with torch.autocast(_device_type(self), enabled=False):
-            return self.original.forward(twin, *_cast(args, compute), **_cast(kwargs, compute))
+            return self.original.forward(twin, *cast_floats(args, compute), **cast_floats(kwargs, compute))
     with torch.autocast(_device_type(self), dtype=compute):
-        return _cast(self.original.forward(self, *args, **kwargs), self.boundary_settings.returns)
+        return cast_floats(self.original.forward(self, *args, **kwargs), self.boundary_settings.returns)
 
 
 def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
     bias = self.bias
     if bias is None or bias.dtype == self.boundary_settings.compute:
         return cast("torch.Tensor", self.original.forward(self, x))
-    twin = _sharing(self, {"bias": None})
+    twin = sharing(self, {"bias": None})
     out = self.original.forward(twin, x)
     return cast("torch.Tensor", out + bias.to(out.dtype))
 
 
 def _with_codes(self: Any) -> Any:
-    """Return an 8-bit layer with codes where bitsandbytes expects them: FSDP2 gathers them into a plain parameter."""
+    """Return an 8-bit layer whose codes are where bitsandbytes reads them.
+
+    FSDP2 gathers the codes into a plain parameter, which lacks the attributes of an `Int8Params`.
+    """
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params
 
     self.state.CB = self.weight.data
-    return _sharing(self, {"weight": Int8Params(self.weight.data, requires_grad=False)})
+    return sharing(self, {"weight": Int8Params(self.weight.data, requires_grad=False)})
 
 
 def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
     rows = x.to(self.boundary_settings.compute).reshape(-1, x.shape[-1])
-    # Autocast would apply to the float32 matmul that emulates an int8 one on a CPU without AVX512
-    # (bitsandbytes 0.50.2, backends/default/ops.py): sums of int8 products overflow in float16 and lose
-    # digits in bfloat16.
+    # On a CPU without AVX512 a float32 matmul emulates the int8 matmul (bitsandbytes 0.50.2, backends/default/ops.py).
+    # Autocast would compute it in 16 bits: sums of int8 products overflow in float16 and lose digits in bfloat16.
     with torch.autocast(_device_type(self), enabled=False):
         out = _forward_bias(_with_codes(self), rows).reshape(*x.shape[:-1], -1)
-    return cast("torch.Tensor", _cast(out, self.boundary_settings.returns))
+    return cast("torch.Tensor", cast_floats(out, self.boundary_settings.returns))
 
 
 def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
     compute, factor = self.boundary_settings.compute, 2.0**self.boundary_settings.exponent
     bias = self.bias
     layer = _with_codes(self) if hasattr(self, "init_8bit_state") else self
-    layer = layer if bias is None else _sharing(layer, {"bias": None})
+    layer = layer if bias is None else sharing(layer, {"bias": None})
     low = (x.float() / factor).to(compute)  # exact except for subnormal numbers
     if hasattr(self, "init_8bit_state"):
         with torch.autocast(_device_type(self), enabled=False):
@@ -213,12 +218,12 @@ def _forward_autocast(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _forward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = self.boundary_settings.returns
-    return self.original.forward(self, *_cast(args, dtype), **_cast(kwargs, dtype))
+    return self.original.forward(self, *cast_floats(args, dtype), **cast_floats(kwargs, dtype))
 
 
 def _init_8bit_state(self: Any) -> None:
-    # Copies of an Int8Params by `Module.to` or PEFT's DoRA lack the row scales once they have moved to
-    # `state`, and bitsandbytes 0.50.2 would then overwrite the scales by None.
+    # bitsandbytes moves the row scales of an Int8Params to `state`. If `Module.to` or PEFT's DoRA copies the weight after
+    # that, the copy lacks the scales, and bitsandbytes 0.50.2 would overwrite those in `state` by None.
     scales = self.state.SCB if self.weight.SCB is None else self.weight.SCB
     self.original.init_8bit_state(self)
     self.state.SCB = None if scales is None else scales.to(self.weight.device)

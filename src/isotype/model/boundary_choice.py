@@ -1,25 +1,24 @@
 """Choice of each module's boundary under a policy.
 
-Reasons: value ranges (a float32 residual stream, exceptions), the module's own float32 weights, or its output
-dtype.
+A module needs a boundary because of value ranges (a float32 residual stream, exceptions), because its own weights are
+float32, or because it returns float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.compat.torch import PARAMETERS, own_parameters
+from isotype.compat.peft import without_peft
+from isotype.compat.torch import own_parameters
 from isotype.core.names import base_name
-from isotype.model.boundary import BoundarySettings, original_class
+from isotype.model.boundary import BoundarySettings, original_class, sharing
 from isotype.model.modes import result_of
 from isotype.model.parts import entrances
 from isotype.model.walk import (
-    LINEAR_KINDS,
     Place,
     blocks_in,
     is_router,
@@ -31,20 +30,20 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _ANSWERS: dict[Hashable, bool] = {}
-"""Cache by class, dtypes and shapes of weights, and plain attributes, for the hundred norms of a model."""
+"""Cache of `returns_float32` for the hundred norms of a model, by class, plain attributes, and weights' shapes and dtypes."""
 
 
 def range_boundaries(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[str, BoundarySettings]:
-    """Return the boundaries for value ranges and routers, by the place's name; none if the policy has neither."""
+    """Return module name -> boundary, for boundaries that value ranges or float32 routers need under `policy`."""
     if not policy.wide_residual and not policy.exceptions and not policy.routers:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
     blocks = {id(block) for block in blocks_in(model)}
     root = max((place.name for place in all_places if not base_name(place.name)), key=len, default="")
     wanted: dict[str, BoundarySettings] = {}
-    inside = ""  # current block; places come depth first
+    inside = ""  # name of the block around the current place: places come depth first
     for place in all_places:
         if not f"{place.name}.".startswith(f"{inside}."):
             inside = ""
@@ -54,7 +53,7 @@ def range_boundaries(
             continue
         settings = _of_exceptions(place, exceptions, policy.compute)
         if settings is None and policy.routers and not policy.keep_frozen and is_router(place.module):
-            # Their scores stay float32: all implementations of experts cast their products with them.
+            # The router's scores stay float32: all implementations of experts cast the products with them.
             settings = BoundarySettings("float32", policy.compute, torch.float32)
         if settings is None and policy.wide_residual:
             kind = _kind_in_stream(place, id(place.module) in blocks, place.name == root, bool(inside))
@@ -65,14 +64,12 @@ def range_boundaries(
 
 
 def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, BoundarySettings]:
-    """Return the boundaries of towers of pictures or sound and of sound encoders, by name: they cast inputs."""
-    peft: Any = model
-    base = peft.get_base_model() if hasattr(model, "get_base_model") else model
+    """Return module name -> boundary that casts inputs, of towers of pictures or sound and of speech encoders."""
     names = {id(module): name for name, module in model.named_modules()}
     boundaries = {}
-    for tower in entrances(base):
+    for tower in entrances(without_peft(model)):
         name = names[id(tower)]
-        weight = next((f"{name}.{own}" for own, p in tower.named_parameters() if p.dim() > 1), name)
+        weight = next((f"{name}.{key}" for key, p in tower.named_parameters() if p.dim() > 1), name)
         dtype = torch.float32 if is_pinned(weight, policy.pinned) else policy.plain
         boundaries[name] = BoundarySettings("inputs", policy.compute, dtype)
     return boundaries
@@ -80,9 +77,9 @@ def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, Bou
 
 def computes_float32(settings: BoundarySettings | None) -> bool:
     """Return whether a module with this boundary keeps its weights in float32."""
-    if settings is None:
-        return False
-    return settings.kind == "float32" or (settings.kind, settings.compute) == ("compute", torch.float32)
+    return settings is not None and (
+        settings.kind == "float32" or (settings.kind == "compute" and settings.compute == torch.float32)
+    )
 
 
 def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
@@ -98,11 +95,11 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """Return the kind of boundary that a float32 residual stream needs at a place; None if its block's suffices."""
+    """Return the kind of boundary that a place needs for a float32 residual stream, or None if it needs none of its own."""
     if place.tuner:
         return None
     if root:
-        return "autocast"  # so that matmuls accept float32 inputs in evaluation and generation too
+        return "autocast"  # so that matmuls accept float32 inputs, also in evaluation and generation
     if place.kind == "norm":
         return "float32"
     if block or place.kind == "embedding":
@@ -118,37 +115,31 @@ def _of_exceptions(
 ) -> BoundarySettings | None:
     name, wide = base_name(place.name), torch.float32
     if place.tuner:
-        # lora_A has the layer's inputs: adapters are small enough to compute in float32.
+        # lora_A has the same inputs as the layer: adapters are small enough to compute in float32.
         owner = name.rpartition(".")[0]
         return BoundarySettings("compute", wide) if place.kind == "linear" and owner in exceptions else None
-    of_place = exceptions.get(name)
-    if of_place is not None and of_place.how != "adapters":
-        if place.kind in LINEAR_KINDS:
-            scalable = place.kind != "linear" or isinstance(place.module, nn.Linear)
-            if place.kind == "linear8bit" or (of_place.how == "scale" and scalable):
-                return BoundarySettings("scale", compute, wide, of_place.exponent)
-            return BoundarySettings("float32" if place.kind == "linear4bit" else "compute", wide)
-        # Its parameters are cast with its inputs; autocast is off inside.
-        return BoundarySettings("compute", wide)
-    outer = tuple(f"{module}." for module, each in exceptions.items() if module and each.how == "float32")
-    inside = name.startswith(outer)
-    if inside and place.kind == "linear":
-        return BoundarySettings("compute", compute, wide)
-    if inside and place.kind == "linear8bit":
-        return BoundarySettings("int8", compute, wide)
+    exception = exceptions.get(name)
+    if exception is not None and exception.how != "adapters":
+        scalable = place.kind == "linear4bit" or isinstance(place.module, nn.Linear)
+        if place.kind == "linear8bit" or (exception.how == "scale" and scalable):
+            return BoundarySettings("scale", compute, wide, exception.exponent)
+        return BoundarySettings("float32" if place.kind == "linear4bit" else "compute", wide)
+    outer = tuple(f"{name}." for name, other in exceptions.items() if name and other.how == "float32")
+    if name.startswith(outer) and place.kind in ("linear", "linear8bit"):
+        return BoundarySettings("compute" if place.kind == "linear" else "int8", compute, wide)
     return None
 
 
-# ------------------------------------------------------------------------------------------------------ a module's own dtypes
+# ------------------------------------------------------------------------------------------ a module's own dtypes
 
 
 def boundary_of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySettings | None:
-    """Return the boundary that the dtypes of a module's own parameters require."""
+    """Return the boundary that the dtypes of a module's own parameters require, or None if they require none."""
     kind = _kind_of_boundary(place, policy)
     if kind is None:
         return None
-    # Neighbours get a boundary's outputs: float weights have the plain dtype, which is the compute dtype
-    # except under autocast. Kinds that choose their own dtype are set where the two are equal.
+    # The next modules get a boundary's outputs. Their float weights have the policy's plain dtype, which differs from the
+    # compute dtype only under autocast, where just the kind "float32" is used.
     return BoundarySettings(kind, policy.plain if kind == "float32" else policy.compute)
 
 
@@ -160,7 +151,7 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
     parameters = own_float_parameters(place.module)
     pinned = any(is_pinned(f"{place.name}.{name}", policy.pinned) for name in parameters)
     if policy.plain == torch.float32:
-        # Autocast would compute a pinned linear layer in 16 bits.
+        # Under autocast a pinned linear layer would compute in 16 bits.
         return "float32" if pinned and place.kind == "linear" else None
     high = [p for p in parameters.values() if p.dtype == torch.float32]
     if not high:
@@ -169,22 +160,22 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
         return "bias"
     trained = place.adapter or any(p.requires_grad for p in high)
     if place.kind == "other":
-        # In unknown modules, the author's code handles the pinned parameters.
+        # The author's code of such a module handles its pinned parameters.
         return "compute" if trained else None
-    # An unpinned frozen linear layer in float32 is accidental (`keep_frozen`): compute as its neighbours do.
+    # A frozen linear layer that is float32 without a pin (`keep_frozen`) computes in the compute dtype, as others do.
     return "compute" if place.kind == "linear" and (trained or not pinned) else "float32"
 
 
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a norm without its boundary returns float32 for an input of the 16-bit `dtype`.
 
-    The norm runs on the meta device. False without weights, or if it needs more than a single tensor `[…, n]`.
+    The norm runs on the meta device. Returns False if the norm has no weight `[n]`, or fails for a single input `[1, n]`.
     """
-    weights = {name: each for name, each in own_parameters(norm).items() if each is not None}
-    if all(each.dim() != 1 for each in weights.values()):
+    weights = {name: weight for name, weight in own_parameters(norm).items() if weight is not None}
+    if all(weight.dim() != 1 for weight in weights.values()):
         return False
     settings = tuple((name, value) for name, value in vars(norm).items() if isinstance(value, _PLAIN))
-    shapes = tuple((name, each.shape, each.dtype) for name, each in weights.items())
+    shapes = tuple((name, weight.shape, weight.dtype) for name, weight in weights.items())
     key = (original_class(norm), settings, shapes, dtype)
     if key not in _ANSWERS:
         _ANSWERS[key] = _run_on_meta(norm, weights, dtype)
@@ -192,11 +183,9 @@ def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _run_on_meta(norm: nn.Module, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bool:
-    plain = original_class(norm)
-    twin = object.__new__(plain)
-    meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in weights.items()}
-    blank = {name: nn.Parameter(each, requires_grad=False) for name, each in meta.items()}
-    twin.__dict__.update(norm.__dict__, **{PARAMETERS: {**own_parameters(norm), **blank}})
-    size = next(each.shape[0] for each in weights.values() if each.dim() == 1)
-    output = result_of(partial(plain.forward, twin), torch.empty(1, size, dtype=dtype, device="meta"))
+    meta = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in weights.items()}
+    twin = sharing(norm, meta)
+    size = next(weight.shape[0] for weight in weights.values() if weight.dim() == 1)
+    forward = partial(original_class(norm).forward, twin)
+    output = result_of(forward, torch.empty(1, size, dtype=dtype, device="meta"))
     return isinstance(output, torch.Tensor) and output.dtype == torch.float32

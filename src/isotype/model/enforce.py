@@ -1,4 +1,4 @@
-"""Enforcement of a policy on a live model that other code may have changed."""
+"""Restoring a policy on a live model whose dtypes other code may have changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.model.walk import Place, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 POLICY_ATTRIBUTE = "precision_policy"
-"""Attribute of a model with its policy."""
+"""Attribute of a model that holds its policy."""
 
 _PARAMETRIZED = ".parametrizations."
 _ROUNDED = (torch.bfloat16, torch.float16)
@@ -36,7 +36,12 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Change:
-    """A correction by `enforce`: fully qualified name of the parameter, buffer or module; `before -> after`."""
+    """A change that `enforce` made.
+
+    Attributes:
+        name: fully qualified name of a parameter, buffer or module.
+        what: the change as `before -> after`.
+    """
 
     name: str
     what: str
@@ -45,29 +50,25 @@ class Change:
         return f"{self.name}: {self.what}"
 
 
-_LIGER = "Liger's forward -> the module's own, which follows the policy"
-
-
-_BY_EXPERT = "bitsandbytes' parametrization -> one that is read by expert"
-
-
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
-    """Restore `policy` on `model` in place and return the changes (none if called again).
+    """Restore `policy` on `model` in place and return the changes; a second call changes nothing.
 
-    - Trainable parameters become masters; frozen weights get the storage dtype and pinned ones float32 (all
-      keep theirs under `keep_frozen`).
-    - Quantization states and compute dtypes are set; rounded float32 buffers are restored. Rounded values
-      stay rounded, except for rotary buffers, which are recomputed.
+    - Trainable parameters get the master dtype, frozen weights the storage dtype, and pinned weights float32. Under
+      `keep_frozen` all frozen weights keep their dtypes.
+    - Quantization states and quantized layers get the compute dtype. Float32 buffers that were cast to 16 bits become
+      float32 again; their values stay rounded, except rotary frequencies, which are recomputed.
     - Modules with float32 weights, and norms that always return float32, get a boundary that casts to the
       compute dtype.
-    - Quantized experts compute in isotype's function; methods bound by Liger-Kernel are removed.
+    - Quantized experts compute in isotype's function; methods that Liger-Kernel has bound are removed.
 
     Raises:
         PrecisionError: the model has another storage than the policy, or a quantized layer has lost its
             quantization state.
     """
-    changes = [Change(name, _LIGER) for name in without_liger(model)]
-    changes += [Change(name, _BY_EXPERT) for name in adopt_stacks(model)]
+    liger = "Liger's forward -> the module's own, which follows the policy"
+    by_expert = "bitsandbytes' parametrization -> one that is read by expert"
+    changes = [Change(name, liger) for name in without_liger(model)]
+    changes += [Change(name, by_expert) for name in adopt_stacks(model)]
     all_places = tuple(places(model))
     _check_storage(model, all_places, policy)
     by_ranges = range_boundaries(model, all_places, policy)
@@ -84,21 +85,21 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
 
 def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
-    """Raise if the model's storage is not the policy's: quantizing or dequantizing needs more than a cast."""
+    """Raise PrecisionError if the model's storage format is not the policy's: a cast cannot quantize or dequantize."""
     quantized = [place for place in all_places if place.kind in _FORMATS]
     formats = ((place.name, _FORMATS[place.kind](place.module)) for place in quantized)
     other = sorted({f for name, f in formats if f is not None and f != policy.code_book_of(base_name(name))})
-    # In a model loaded with a quantization config but without quantized layers, all were skipped.
+    # If a model with a quantization config has no quantized layers, the config has skipped all layers.
     configured = getattr(getattr(model, "config", None), "quantization_config", None) is not None
     dense = any(place.kind == "linear" and not place.adapter for place in all_places)
     if not other and not (dense and policy.quantized and not quantized and not configured):
         return
-    lies = f"{other[0]} weights" if other else "float weights in every linear layer"
-    raise contradiction(f"{type(model).__name__} with {lies}", policy)
+    stored = f"{other[0]} weights" if other else "float weights in every linear layer"
+    raise contradiction(f"{type(model).__name__} with {stored}", policy)
 
 
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
-    """Return the error for a model or checkpoint (`what`, with its storage format) that does not fit `policy`."""
+    """Return the error for a model or checkpoint whose storage format is not that of `policy`; `what` describes it."""
     return PrecisionError.of(
         "the policy is for other weights",
         f"{what} under a policy with storage {policy.storage}",
@@ -109,7 +110,7 @@ def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
 
 
 _FORMATS: dict[str, Callable[[Any], str | None]] = {
-    # None if the weight has lost it: `align_4bit` raises its own error.
+    # None if the weight has lost its quantization state, for which `align_4bit` raises.
     "linear4bit": lambda layer: getattr(quantization_state(layer) or layer.weight, "quant_type", None),
     "linear8bit": lambda layer: "int8",
 }
@@ -121,7 +122,7 @@ def policy_of(model: Any) -> PrecisionPolicy | None:
 
 
 def summarize(changes: tuple[Change, ...]) -> list[str]:
-    """Return one line per kind of change with its count, most frequent first."""
+    """Return one line for every kind of change with its count, most frequent first."""
     counts = Counter(change.what for change in changes)
     return [f"{what} ({plural(count, 'place')})" for what, count in counts.most_common()]
 
@@ -129,7 +130,7 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 def dtypes_to_load(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype in which each unquantized float parameter is loaded under the policy."""
+    """Return the dtype in which every unquantized float parameter is loaded under `policy`."""
     by_ranges = range_boundaries(model, all_places, policy)
     return _wanted_dtypes(all_places, policy, by_ranges, frozen=policy.trainable == "lora")
 
@@ -141,10 +142,15 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each unquantized float parameter of the modules of `all_places` under `policy`.
+    """Return the dtype of every unquantized float parameter of the modules of `all_places` under `policy`.
 
-    A shared parameter gets float32 if any of its modules needs it. `by_ranges`: boundaries for value ranges,
-    by the place's name; `frozen`: all but adapters will be frozen.
+    A parameter that modules share gets float32 if one of the modules needs it.
+
+    Args:
+        all_places: of one model.
+        policy: of the model.
+        by_ranges: module name -> boundary, from `range_boundaries`.
+        frozen: whether all parameters except adapters will be frozen.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
@@ -161,7 +167,7 @@ def _own_dtypes(
     pinned = False
     for name, parameter in own_float_parameters(place.module).items():
         trained = parameter.requires_grad and not frozen
-        if trained or place.adapter:  # an inactive adapter may be trained next
+        if trained or place.adapter:  # an inactive adapter may be trained later
             wanted[parameter] = policy.master
         elif policy.keep_frozen:
             wanted[parameter] = parameter.dtype
@@ -169,7 +175,7 @@ def _own_dtypes(
             wanted[parameter], pinned = torch.float32, True
         else:
             wanted[parameter] = policy.plain
-    # A norm's kernel needs weight and bias in one dtype; a pinned linear layer computes in float32.
+    # The kernel of a norm needs weight and bias in one dtype; a pinned linear layer computes in float32.
     alike = place.kind == "norm" or (place.kind == "linear" and pinned)
     by_range = computes_float32(by_ranges) and not policy.keep_frozen
     if by_range or (alike and torch.float32 in wanted.values()):
@@ -210,7 +216,7 @@ def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySett
 
 
 def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
-    """Restore float32 buffers: rotary frequencies are recomputed, pinned ones keep their rounded values."""
+    """Cast 16-bit buffers of a place back to float32: rotary frequencies are recomputed, pinned buffers stay rounded."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
@@ -229,7 +235,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
-    """Return a new rotary module for `module` (`name` in its model), built from its config."""
+    """Return a new module with exact rotary frequencies, built from the config of `module`; `name` is for the error."""
     config = getattr(module, "config", None)
     if config is None:
         what = f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute it from"

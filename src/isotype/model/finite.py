@@ -1,4 +1,4 @@
-"""Detection of non-finite weights on loading, since they make all results non-finite."""
+"""Detection of NaN and infinity in weights, which would make every result of the model NaN."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ _MOST = 12
 
 
 def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise CheckpointError naming each tensor with NaN or infinity, in a quantized one's constants; `source`: for the message."""
+    """Raise CheckpointError if a tensor has NaN or infinity, or a quantized tensor has them in its constants.
+
+    Args:
+        source: the checkpoint, for the message.
+        named: names and weights.
+    """
     refuse(source, not_finite(named))
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the names of tensors with NaN or infinity, with their counts."""
+    """Return tensor name -> counts of NaN and infinity in words, for tensors that have some."""
     return {
         name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
     }
 
 
 def refuse(source: object, broken: Mapping[str, str]) -> None:
-    """Raise CheckpointError for a non-empty result of `not_finite`."""
+    """Raise CheckpointError if `broken`, a result of `not_finite`, names a tensor."""
     if not broken:
         return
     which = listed((f"{name} ({words})" for name, words in broken.items()), _MOST)
@@ -42,25 +47,24 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the float tensors that determine a weight's values."""
+    """Yield the float tensors of a weight: the weight itself, or the constants of a quantized weight."""
     state: Any = getattr(weight, "quant_state", None)
     scales: Any = getattr(weight, "SCB", None)
     if state is not None:
         constants = (state.state2.absmax, state.offset) if state.nested else (state.absmax,)
-        yield from (each for each in constants if torch.is_tensor(each))
+        yield from filter(torch.is_tensor, constants)
     elif torch.is_tensor(scales):
         yield scales
     elif weight.is_floating_point() and weight.device.type != "meta":
-        # For a sharded parameter, the local part.
         yield weight.to_local() if hasattr(weight, "to_local") else weight.detach()
 
 
 def _finite(values: torch.Tensor) -> bool:
     if values.numel() == 0:
         return True
-    if values.dtype.itemsize == 1:  # float8 has no such kernel
+    if values.dtype.itemsize == 1:  # torch has no aminmax for float8
         values = values.to(torch.float32)
-    least, most = torch.aminmax(values)  # one pass without allocations; NaN propagates
+    least, most = torch.aminmax(values)  # one pass without a temporary tensor; both are NaN if a value is
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 

@@ -1,6 +1,6 @@
-"""4-bit codes with constants fitted to a layer's inputs, in bitsandbytes' format.
+"""4-bit codes with constants that are fitted to a layer's inputs, in bitsandbytes' format.
 
-bitsandbytes uses a block's largest magnitude as its constant, but dequantizes with any. If a few input
+bitsandbytes takes a block's largest magnitude as its constant, but can dequantize with any constant. If a few input
 channels are much larger than the others, as in most language models, their weights dominate the output error:
 E[(x, d)²] = Σ E[x²] d² for the errors d of a block with nearly independent channels. For codes c with values
 v(c) the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)²; the codes nearest to w / s are at least as good.
@@ -19,7 +19,7 @@ import torch
 from isotype.model.quantize import quantize_4bit, state_4bit
 
 _STARTS = (1.0, 0.85, 0.7)
-"""Fractions of a block's largest magnitude whose nearest codes are tried."""
+"""Fractions of a block's largest magnitude that are tried as constants."""
 _PIECE = 1 << 18
 """Elements processed at a time: in float32 they stay in the caches."""
 _LEAST = 1e-38
@@ -30,7 +30,7 @@ _MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round t
 def quantize_by(
     moments: torch.Tensor | None, weight: torch.Tensor, form: str, *, first: int = 0, **settings: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Return `quantize_fitted`, or `quantize_4bit` without moments."""
+    """Return codes and state by `quantize_fitted`, or by `quantize_4bit` if `moments` is None."""
     if moments is None:
         return quantize_4bit(weight, form, **settings)
     return quantize_fitted(weight, form, moments, first=first, **settings)
@@ -46,16 +46,17 @@ def quantize_fitted(
     storage: torch.dtype = torch.uint8,
     first: int = 0,
 ) -> tuple[torch.Tensor, Any]:
-    """Quantize as `isotype.model.quantize.quantize_4bit`, with the best constants for inputs of these moments.
+    """Quantize a weight as `isotype.model.quantize.quantize_4bit` does, with the best constants for its inputs.
 
     Args:
-        weight: float32, bfloat16 or float16, any shape: rows of a layer's weight, or a part of them.
+        weight: float32, bfloat16 or float16, any shape: rows of a layer's weight, or a part of its rows.
         form: `"nf4"` or `"fp4"`.
-        moments: `[in]`, of the layer's input channels, relative to one another.
-        first: column of the weight's first element.
+        moments: `[in]`, E[x²] of the layer's input channels up to a common factor.
+        first: column of the first element of `weight`.
 
     Returns:
-        Codes that are nearest under the constants before their quantization, as in bitsandbytes.
+        Packed codes and the `QuantState`. As in bitsandbytes, the codes are nearest under the constants before these are
+        quantized themselves.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)
@@ -76,10 +77,10 @@ def quantize_fitted(
 def nearest_values(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None, *, blocksize: int
 ) -> torch.Tensor:
-    """Return the 4-bit rounded values of a float32 weight without forming codes.
+    """Return the values of a float32 weight after rounding to 4 bits, without computing codes.
 
-    Without moments, constants are the blocks' largest magnitudes; values within 1/32767 of a midpoint may
-    round to the other neighbour than bitsandbytes'.
+    If `moments` is None, constants are the blocks' largest magnitudes. A value within 1/32767 of the midpoint between
+    two 4-bit values may be rounded to another one of them than by bitsandbytes.
 
     Args:
         weight: `[rows, columns]`, or whole blocks of its rows.
@@ -100,10 +101,13 @@ def nearest_values(
 def _blocks(
     flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yield (first block, float32 values, channels' moments) as `[blocks, blocksize]`, the last one zero-padded."""
+    """Yield pieces of a flat weight: (number of the first block, float32 values, moments of their channels).
+
+    Values and moments have the shape `[blocks, blocksize]`; an incomplete last block is padded by zeros.
+    """
     columns = 1 if moments is None else moments.numel()
     repeated = None
-    if moments is not None:  # rows repeated: a piece can begin at any column
+    if moments is not None:  # repeated, because a piece can begin at any column
         repeated = moments.to(flat.device, torch.float32).repeat(math.ceil(_PIECE / columns) + 1)
     step = _PIECE // blocksize * blocksize
     for begin in range(0, flat.numel(), step):
@@ -119,7 +123,7 @@ def _blocks(
 
 
 def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) -> torch.Tensor:
-    """Return the best constants `[blocks]` of blocks `[blocks, blocksize]`."""
+    """Return the best constants `[blocks]` for values and moments `[blocks, blocksize]`."""
     assert weights is not None
     largest = values.abs().amax(dim=1)
     values = _finite(values, largest)
@@ -139,19 +143,22 @@ def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) ->
 
 
 def _finite(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Return the blocks' values with 0 for non-finite ones, which show in their block's constant."""
+    """Return the blocks' values with 0 in place of NaN and infinity, which the block's constant shows."""
     return values if constants.max() < torch.inf else values.nan_to_num(0, 0, 0)
 
 
 def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Return the indices `[elements]` into `_cells` of the blocks' values over their constants."""
+    """Return the indices `[elements]` into the tables of `_cells` for values divided by their block's constant."""
     scaled = values * constants.clamp_min(_LEAST).reciprocal_().unsqueeze(1)
     return torch.add(_MIDDLE, scaled.clamp_(-1, 1), alpha=_HALF_RANGE).int().view(-1)
 
 
 @functools.cache
 def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (nearest value, code) `[65535]` for cells of [-1, 1]: a search per element is several times slower."""
+    """Return two tables `[65535]` over equal cells of [-1, 1]: the nearest 4-bit value, and its code.
+
+    A search for each element would be several times slower.
+    """
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()

@@ -1,6 +1,6 @@
-"""Folding of equal layers: a model of 80 equal layers is traced as two that represent 80.
+"""Folding of equal layers: of 80 equal layers two are traced, which represent all 80.
 
-Folding changes the model in place: use it for weightless models and twins only.
+Folding changes the model in place: use it only for models without weights and for copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from isotype.core.names import grouped
 from isotype.model.walk import FoldedList, lists_of_blocks
 
 STANDS_FOR = "_stands_for"
-"""Attribute of a kept layer: the number of layers that it represents."""
+"""Attribute of a layer in a folded model: the number of layers that it represents."""
 
 _FEWEST = 4  # for up to 3 equal layers folding saves little
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
@@ -29,15 +29,18 @@ _COUNT = re.compile(r"^(n|num)_.*(layers?|blocks?)$|^(encoder|decoder)_layers$|^
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
-# Gemma 3n and 4 keep a slice per layer in one embedding beside the layers, which folding does not cut.
+# Gemma 3n and 4 have an embedding outside of the layers with a slice for each layer, which folding cannot shorten.
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 
 @dataclass(frozen=True)
 class _Fold:
-    """Result for one list: `kept[i]` is the original number of the layer at position i.
+    """The layers of one list that folding keeps.
 
-    `represents[old]` is the position of the layer that represents number `old`.
+    Attributes:
+        kept: original number of the layer at each position of the folded list.
+        stands_for: number of layers that each of them represents.
+        represents: for each original number, the position of the layer that represents it.
     """
 
     kept: tuple[int, ...]
@@ -46,27 +49,26 @@ class _Fold:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Drop layers of `model` that are equal to others in place, and return it.
+    """Remove layers of `model` that are equal to other layers in place, and return the model.
 
-    In lists of at least 4 layers, layers are equal if they have the same classes, the same parameters and
+    Only lists of at least 4 layers are folded. Layers are equal if they have the same classes, the same parameters and
     buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes except for their
-    number. In each run of the same kinds of layers, the first and last of each kind are kept: the first
-    represents itself, so that work of only the first layer counts once, the last represents all others
-    (attribute `_stands_for`). Kept layers keep their names (`model.layers.0`, `model.layers.79`).
+    number. In each run of the same kinds of layers, the first and last layer of each kind stay. The first one
+    represents itself, so that work of only the first layer counts once; the last one represents all others
+    (attribute `_stands_for`). Both keep their names (`model.layers.0`, `model.layers.79`).
 
-    Layer numbers (`layer_idx`), and in copies of the configs the number of layers and lists with one entry
-    per layer, are updated.
+    Layer numbers (`layer_idx`) are updated. In copies of the configs, the number of layers is updated and lists with one
+    entry per layer are shortened.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
-        plan = _plan([_signature(layer) for layer in layers.children()])
         config = _config_of(model, owner)
-        if isinstance(layers, FoldedList):
-            continue  # already folded
-        cut = any(getattr(config, name, 0) for name in _NOT_FOLDED)
-        if len(plan.kept) < len(plan.represents) and not cut:
+        if isinstance(layers, FoldedList) or any(getattr(config, name, 0) for name in _NOT_FOLDED):
+            continue
+        plan = _plan([_signature(layer) for layer in layers.children()])
+        if len(plan.kept) < len(plan.represents):
             folded.append((owner, layers, plan))
-    memo: dict[int, Any] = {}  # one copy per config, shared among modules as the original was
+    memo: dict[int, Any] = {}  # one copy for every config, which modules share as they share the original
     for module in model.modules() if folded else ():
         configs = {name: value for name, value in vars(module).items() if _is_config(value)}
         vars(module).update({name: copy.deepcopy(value, memo) for name, value in configs.items()})
@@ -82,12 +84,12 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """Return the fully qualified name of each kept layer -> the number of layers it represents."""
+    """Return the fully qualified name of every layer in a folded list -> the number of layers that it represents."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Return every module name -> the number of modules it represents, including enclosing layers."""
+    """Return the name of every module -> the number of modules of the original model that it represents."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
@@ -95,7 +97,7 @@ def repeats_of(model: nn.Module) -> dict[str, int]:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Return all properties that distinguish layers in a trace, except their number."""
+    """Return all properties of a layer that can change its trace, except its number."""
     return tuple((n, type(m), _tensors(m), _attributes(m), _hooks(m)) for n, m in layer.named_modules())
 
 
@@ -117,7 +119,7 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return plain attributes; of floats (a probability, a scale) only whether they are zero."""
+    """Return names and values of a module's plain attributes; for a float (a scale), only whether it is not zero."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())
@@ -126,7 +128,7 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Return the names of all attributes, and of the forward's hooks."""
+    """Return the names of a module's attributes, and of the classes or functions that are its forward hooks."""
     run = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
     names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in run)
     return frozenset(vars(module)), tuple(names)
@@ -137,10 +139,10 @@ def _is_number(value: object) -> bool:
 
 
 def _plan(signatures: Sequence[Any]) -> _Fold:
-    """Return the layers to keep.
+    """Return the layers that folding keeps.
 
-    The list is cut before the first and after the last occurrence of each kind; in between the kinds repeat,
-    so that what layers pass on is the same. In each piece the first and the last of each kind are kept.
+    The list is cut before the first and after the last layer of each kind. Inside of a piece the kinds repeat, so that
+    layers of one kind pass on the same dtypes and shapes. In each piece the first and last layer of each kind stay.
     """
     count = len(signatures)
     first = {signature: number for number, signature in reversed(list(enumerate(signatures)))}
@@ -181,7 +183,7 @@ def _is_config(value: object) -> bool:
 
 
 def _config_of(model: nn.Module, owner: nn.Module) -> Any:
-    """Return the config that the owner of a list reads, else that of the nearest parent."""
+    """Return the config of `owner`, or that of the nearest module around it if it has none."""
     holder = {id(child): parent for parent in model.modules() for child in parent.children()}
     module: nn.Module | None = owner
     while module is not None:
@@ -203,12 +205,12 @@ def _patch_config(config: Any, plan: _Fold) -> None:
 
 
 def _renumber(holder: object, plan: _Fold) -> None:
-    """Map lists of layer numbers, such as `cross_attention_layers`, to the remaining positions."""
+    """Replace layer numbers in lists such as `cross_attention_layers` by positions in the folded list."""
     count = len(plan.represents)
     for name, value in list(vars(holder).items()):
         if not isinstance(value, (list, tuple)) or not _NUMBERS_OF_LAYERS.search(name):
             continue
-        numbers = all(_is_number(each) and 0 <= each < count for each in value)
+        numbers = all(_is_number(number) and 0 <= number < count for number in value)
         if numbers and len(set(value)) == len(value) < count:
-            left = (place for place, number in enumerate(plan.kept) if number in value)
-            setattr(holder, name, type(value)(left))
+            positions = (position for position, number in enumerate(plan.kept) if number in value)
+            setattr(holder, name, type(value)(positions))

@@ -10,21 +10,24 @@ import torch
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return a model's loss, else the mean of its first float tensor; raise TypeError for an output without one."""
+    """Return the loss in a model's output, or the mean of the output's first float tensor if there is no loss.
+
+    Raises TypeError if the output has no float tensor.
+    """
     loss = find_loss(output)
     if loss is not None:
         return loss
-    first = next((leaf for leaf in _floats(output)), None)
+    first = next(_floats(output), None)
     if first is None:
         raise TypeError(f"the model returned {type(output).__name__} without a float tensor to train on")
     return first.float().mean()
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss: the output's field `loss`, else a scalar anywhere in it (shape []); else None.
+    """Return the field `loss` of a model's output, or a scalar of shape `[]` in it that is a loss, or None.
 
-    A scalar is the loss if it depends on every parameter that any output depends on: nanoGPT returns
-    `(logits, loss)`; CLIP's temperature is no loss. Several scalars in one mapping (a detector's losses) are summed.
+    A scalar is a loss if it depends on every parameter that any tensor of the output depends on: nanoGPT returns
+    `(logits, loss)`; CLIP's temperature is no loss. Several scalars of one mapping (a detector's losses) are summed.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
@@ -47,19 +50,14 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 def _leaves_behind(tensor: torch.Tensor) -> set[Any]:
     """Return the autograd nodes that accumulate gradients of parameters on which `tensor` depends."""
-    if tensor.grad_fn is None:
-        return set()
-    leaves: set[Any] = set()
-    seen, waiting = {tensor.grad_fn}, [tensor.grad_fn]
+    visited: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
-        if not node.next_functions:
-            leaves.add(node)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return leaves
+        if node is not None and node not in visited:
+            visited.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {node for node in visited if not node.next_functions}
 
 
 def _floats(output: Any) -> Iterator[torch.Tensor]:

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from isotype.compat.torch import FakeTensor, own_buffers, own_modules, own_parameters
+from isotype.compat.torch import FakeTensor, own_buffers, own_modules, own_parameters, tree_map
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import UsageError
 from isotype.core.names import base_name, starred
-from isotype.model.boundary import BoundarySettings, boundary_of, set_boundary
+from isotype.model.boundary import BoundarySettings, boundary_of, cast_floats, set_boundary
 from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.enforce import fresh_rotary
 from isotype.model.fold import stands_for
@@ -172,38 +172,26 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
 
 
 class _Cast:
-    """Hook that casts float tensors; a class, so that the model can be pickled and copied."""
+    """Base of hooks that cast float tensors. They are classes, so that the model can be pickled and copied."""
 
     def __init__(self, value: str) -> None:
         self.dtype = parse_dtype(value)
 
-    def leaves(self, value: Any) -> Any:
-        from isotype.compat.torch import tree_map
-
-        def cast(leaf: Any) -> Any:
-            return (
-                leaf.to(self.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-            )
-
-        return tree_map(cast, value)
-
 
 class _CastOutput(_Cast):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.leaves(output)
+        return cast_floats(output, self.dtype)
 
 
 class _CastInput(_Cast):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.leaves(args), self.leaves(kwargs)
+        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
 
 class _RequireGradient:
-    """Hook that makes a module's outputs require gradients, as transformers' `enable_input_require_grads`."""
+    """Hook that makes a module's outputs require gradients, as transformers' `enable_input_require_grads` does."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        from isotype.compat.torch import tree_map
-
         def requiring(leaf: Any) -> Any:
             floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
             return leaf.requires_grad_(True) if floats and not leaf.requires_grad else leaf
