@@ -1,4 +1,4 @@
-"""Modes to build a model without initialization, and to run one, or code on a few numbers, without side effects."""
+"""Modes under which a model is built without initialization, or runs without side effects."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ from isotype.compat.torch import (
 from isotype.core.operators import BFLOAT16_WITHOUT_MEMORY, operator_name, schema_of
 from isotype.core.random_states import random_states_kept
 
-# What layers and transformers' `init_weights` end in; each writes into its first argument and returns it.
-_DRAWN = frozenset(
-    {
-        *(nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_),
-        *(torch.Tensor.uniform_, torch.Tensor.normal_),
-    }
+# Functions by which layers and transformers' `init_weights` draw values. All write into their first argument, and return it.
+_DRAWS = (
+    *(nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_),
+    *(torch.Tensor.uniform_, torch.Tensor.normal_),
 )
 
 
 class NoDraws(TorchFunctionMode):
-    """Mode that skips random initialization on the meta device, which takes half a second for a thousand layers."""
+    """Mode that skips random initialization of meta tensors, which takes half a second for a thousand layers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DRAWN:
+        if func in _DRAWS:
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor
@@ -47,17 +45,16 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which a tensor with values is not moved to the meta device; its dtype may change.
+    """Mode in which `Tensor.to` does not move a tensor with values to the meta device, and changes only its dtype.
 
-    PEFT initializes an adapter and then moves it to the device of its base layer.
+    PEFT initializes an adapter, and then moves it to the device of its base layer.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.to and not args[0].is_meta:
-            device, dtype, *_ = parsed_to(
-                *args[1:], **{name: value for name, value in kwargs.items() if name != "copy"}
-            )
+            options = {name: value for name, value in kwargs.items() if name != "copy"}
+            device, dtype, *_ = parsed_to(*args[1:], **options)
             if device is not None and device.type == "meta":
                 return args[0] if dtype is None else args[0].to(dtype)
         return func(*args, **kwargs)
@@ -66,24 +63,23 @@ class KeepsValues(TorchFunctionMode):
 _CONTAINERS = (dict, OrderedDict, list, set)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
-"""Operators that return Python numbers, which tensors without memory do not have."""
+"""Operators that return a Python number, which a tensor without memory does not have."""
 _PLACED = (PARAMETERS, CHILDREN)
-"""Entries that a sharded model changes as it runs, in step with its hooks' state."""
+"""Attributes of a module that FSDP2 changes during a forward, together with the state of its hooks."""
 
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run the model in evaluation mode without gradients; restore the model and the random states afterwards.
+    """Set the model to evaluation mode without gradients inside the `with` block; then restore it and the random states.
 
-    Restored are modes, attributes of modules and their containers, parameters and buffers: routers keep the
-    capacity of their first batch, positions the longest length, caches the last keys, and PEFT's Arrow
-    changes adapters in its first forward. On the meta device, conditions (`if mask.all():`) are true, and
-    numbers are 1.
+    The modules' training modes, attributes, dicts and lists are restored, and parameters and buffers: a forward may change
+    them. Routers keep the capacity of their first batch, caches keep the last keys, and PEFT's Arrow changes adapters in
+    its first forward. On the meta device, conditions (`if mask.all():`) are true, and numbers are 1.
     """
     attributes = [vars(module) for module in model.modules()]
-    held = (item for each in attributes for item in each.items())
-    containers = [value for name, value in held if type(value) in _CONTAINERS and name not in _PLACED]
-    restorers = [_restorer(each) for each in (*containers, *attributes)]
+    items = (item for values in attributes for item in values.items())
+    containers = [value for name, value in items if type(value) in _CONTAINERS and name not in _PLACED]
+    restorers = [_restorer(container) for container in (*containers, *attributes)]
     writes = _Writes(model)
     try:
         with torch.no_grad(), random_states_kept(), writes:
@@ -96,17 +92,17 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Saves parameters and buffers before an operator writes into them; gives meta tensors values."""
+    """Mode that saves parameters and buffers before an operator writes into them, and returns numbers of meta tensors."""
 
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._unsaved: dict[int, list[torch.Tensor]] = defaultdict(list)  # by the address of their storage
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in chain(model.parameters(), model.buffers()):
             if _has_memory(tensor):
-                self._held[tensor.untyped_storage().data_ptr()].append(tensor)
+                self._unsaved[tensor.untyped_storage().data_ptr()].append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NUMBERS and args[0].is_meta:
@@ -125,7 +121,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _keep(self, place: int) -> None:
-        self._saved += [(tensor, tensor.detach().clone()) for tensor in self._held.pop(place, ())]
+        self._saved += [(tensor, tensor.detach().clone()) for tensor in self._unsaved.pop(place, ())]
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -148,7 +144,7 @@ def _restorer(container: Any) -> Callable[[], None]:
 
 
 def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
-    """Return `call` of operands on one device, without autograd and autocast; None if it rejects them."""
+    """Return `call(*operands)` without autograd and autocast, or None if it raises; the operands are on one device."""
     device = operands[0].device.type
     try:
         with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):
@@ -158,7 +154,7 @@ def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
 
 
 def is_close(result: Any, wanted: torch.Tensor, rtol: float, atol: float) -> bool:
-    """Return whether a result has the shape and numbers of `wanted`, compared in float64 on the CPU."""
+    """Return whether `result` is a tensor with the shape and values of `wanted`, a float64 tensor on the CPU."""
     return (
         isinstance(result, torch.Tensor)
         and result.shape == wanted.shape

@@ -11,39 +11,38 @@ from isotype.model.walk import FoldedList, lists_of_blocks
 
 LANGUAGE, PROJECTOR, VISION, AUDIO = "language", "projector", "vision", "audio"
 PARTS = (LANGUAGE, PROJECTOR, VISION, AUDIO)
-"""In display order."""
+"""The parts of a multimodal model, in the order in which reports list them."""
 ALL = "all"
 _TOWERS = {VISION: "image", AUDIO: "audio"}
-"""Part -> transformers' name of its tower's input; a config with the part has `vision_config` or `audio_config`."""
-
+"""Part -> transformers' name for the input of its tower; the model's config has `vision_config` or `audio_config`."""
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
-"""The projector inside Qwen's and GLM's towers: layers after the blocks, with the language model's size."""
+"""Name of the projector inside Qwen's and GLM's towers: layers after the blocks, with the language model's width."""
 
 
 class Parts:
-    """The part of each module of a transformers model, without PEFT's wrapper; without towers, all is language."""
+    """The parts of a transformers model without PEFT's wrapper; a model without towers is one part, language."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
         names = {id(module): name for name, module in base.named_modules()}
         self.towers = {names[id(tower)]: part for part, tower in towers_of(base)}
-        """Name of a tower -> its part."""
+        """Name of a tower -> the tower's part."""
         decoder = base.get_decoder() if self.towers else base
         head = base.get_output_embeddings() if self.towers else None
-        self._language = tuple(names[id(each)] for each in (decoder, head) if id(each) in names)
+        self._language = tuple(names[id(module)] for module in (decoder, head) if id(module) in names)
 
     def of(self, name: str) -> str:
         for tower, part in self.towers.items():
             if f"{name}.".startswith(f"{tower}."):
                 return PROJECTOR if _MERGER.search(name[len(tower) :]) else part
-        inside = not self.towers or any(f"{name}.".startswith(f"{each}.") for each in self._language)
+        inside = not self.towers or any(f"{name}.".startswith(f"{module}.") for module in self._language)
         return LANGUAGE if inside else PROJECTOR
 
     def outside_of_language(self) -> Iterator[str]:
-        """Yield the outermost modules with weights outside the language model; none without towers."""
+        """Yield names of the outermost modules with weights outside of the language model; no name without towers."""
         last = ""
         for name, module in self._base.named_modules() if self.towers else ():
-            around = any(f"{each}.".startswith(f"{name}.") for each in self._language)
+            around = any(f"{inner}.".startswith(f"{name}.") for inner in self._language)
             if not name or around or f"{name}.".startswith(f"{last}.") or self.of(name) == LANGUAGE:
                 continue
             last = name
@@ -51,26 +50,29 @@ class Parts:
                 yield name
 
 
-def read_parts(given: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the parts of a list or of `language,projector`, in order; `all` is every part; ValueError for other words."""
-    words = {each.strip() for each in (given.split(",") if isinstance(given, str) else given)}
+def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the parts that a list or a text (`language,projector`) names, in the order of `PARTS`; `all` means every part.
+
+    Raises ValueError with the first unknown word.
+    """
+    words = {word.strip() for word in (parts.split(",") if isinstance(parts, str) else parts)}
     if unknown := sorted(words - {*PARTS, ALL}):
         raise ValueError(unknown[0])
     return PARTS if ALL in words else tuple(part for part in PARTS if part in words)
 
 
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of tower parts with unused output: blocks after the layer in the model's config.
+    """Yield (name, reason) of blocks in a tower whose output the model does not read.
 
-    LLaVA's `vision_feature_layer` indexes the tower's hidden states; 0 is the input of its blocks.
+    LLaVA's `vision_feature_layer` is an index, or several, into the tower's hidden states; 0 is the input of the blocks.
     """
-    taken = getattr(getattr(base, "config", None), "vision_feature_layer", None)
-    layers = [taken] if isinstance(taken, int) else list(taken or ())
+    indices = getattr(getattr(base, "config", None), "vision_feature_layer", None)
+    layers = [indices] if isinstance(indices, int) else list(indices or ())
     names = {id(module): name for name, module in base.named_modules()}
     for _, tower in towers_of(base) if layers else ():
         for _, blocks in lists_of_blocks(tower, 1):
             if isinstance(blocks, FoldedList):
-                continue  # a folded list
+                continue
             count = len(list(blocks.children()))
             last = max(layer if layer >= 0 else count + 1 + layer for layer in layers)
             reason = f"the model reads the tower's layer {listed(map(str, layers))}, before them"
@@ -78,7 +80,7 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
 
 
 def entrances(base: Any) -> Iterator[Any]:
-    """Yield the modules that take a model's float inputs: its towers, and the encoder of a speech model (Whisper)."""
+    """Yield the modules that get a model's float inputs: its towers, and the encoder of a speech model (Whisper)."""
     yield from (tower for _, tower in towers_of(base))
     if getattr(base, "main_input_name", "input_ids") == "input_features" and hasattr(base, "get_encoder"):
         encoder = base.get_encoder()
@@ -87,7 +89,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) of each tower of a transformers model; none for a text model or a tower itself."""
+    """Yield (part, module) for every tower of a transformers model; a text model or a single tower has none."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

@@ -1,11 +1,11 @@
-"""nf4, fp4 and int8 quantization on a CPU: bitwise equal to bitsandbytes', several times faster.
+"""nf4, fp4 and int8 quantization on a CPU: bitwise equal to that of bitsandbytes, and several times faster.
 
-bitsandbytes (0.50.2, `backends/default/ops.py`) uses whole-tensor operators on CPUs, mostly a binary search
-per element. Here pieces that fit the caches use a table.
+On CPUs bitsandbytes (0.50.2, `backends/default/ops.py`) calls operators on the whole tensor, mostly a binary search for
+every element. This file reads codes from a table, for pieces of the tensor that fit the caches.
 
-An element is scaled by its block's 1 / absmax into [-1, 1]; its code is the number of boundaries (midpoints
-between neighbouring values) below it. The table has the code for each of 65536 cells of that range. In a cell
-with a boundary, the element is searched with bitsandbytes' arithmetic.
+An element is divided by its block's absmax, which gives a number in [-1, 1]; its code is the number of boundaries
+(midpoints between neighbouring values) below this number. The table has a code for each of 65536 cells of the
+range. If a cell contains a boundary, the code is searched with bitsandbytes' arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST = 1e-38  # bitsandbytes' smallest divisor; a block of zeros has a smaller
 
 @dataclass(frozen=True)
 class _Format:
-    """A 4-bit format: `bounds` [15], `codes` [16] of the intervals between them, `cells` [65536] of codes."""
+    """A 4-bit format: 15 boundaries, the codes of the 16 intervals between them, and the codes of the 65536 cells."""
 
     bounds: torch.Tensor
     codes: torch.Tensor
@@ -78,9 +78,9 @@ def quantize_4bit(
 
 
 def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> Any:
-    """Return bitsandbytes' (0.50.2) `QuantState` for float32 `absmax` `[blocks]`, as in `quantize_4bit`.
+    """Return the `QuantState` that bitsandbytes' (0.50.2) `quantize_4bit` creates for float32 `absmax` `[blocks]`.
 
-    `settings`: `shape` and `dtype` of the weight, `blocksize` and `quant_type`.
+    `settings` are the weight's `shape` and `dtype`, `blocksize` and `quant_type`.
     """
     from bitsandbytes import functional
 
@@ -113,17 +113,17 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = weight[part].to(torch.float16).float()
         torch.amax(values.abs(), dim=1, out=scales[part])
         values.mul_((127.0 / scales[part]).unsqueeze(1)).round_()
-        codes[part] = values.nan_to_num_()  # 0 x (127 / 0), in rows of zeros
+        codes[part] = values.nan_to_num_()  # in rows of zeros, 0 x (127 / 0) is NaN
     return codes, scales
 
 
 def _on_cpu(weight: torch.Tensor) -> bool:
-    # Two codes are packed as an int16, in the machine's byte order.
+    # `_codes_4bit` packs two codes by way of an int16, which depends on the machine's byte order.
     return weight.device.type == "cpu" and sys.byteorder == "little"
 
 
 def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return packed codes [ceil(n / 2)] and absmax [blocks]; None if a value is not finite."""
+    """Return packed codes [ceil(n / 2)] and absmax [blocks] of a weight, or None if a value is not finite."""
     flat = weight.reshape(-1)
     total = flat.numel()
     whole = total - total % blocksize
@@ -138,7 +138,7 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
         single = _piece(table, flat[begin:end].view(-1, blocksize), absmax[blocks], work)
         if single is None:
             return None
-        # low + 256 high -> 16 low + high, in the high byte
+        # 4097 (low + 256 high) has 16 low + high in its high byte
         codes[begin // 2 : end // 2] = single.view(torch.int16).mul_(4097).bitwise_right_shift_(8)
     if whole < total:
         absmax[-1], rest = _last_block(flat[whole:].float(), table)
@@ -149,9 +149,10 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return codes, one per byte, of blocks [blocks, blocksize], and write their absmax; None if one is not finite.
+    """Return the codes of `blocks` [blocks, blocksize], one in a byte, and write the blocks' absmax.
 
-    `work` is float32 memory [3, at least elements]: allocating it for each piece would cost half as much again.
+    Returns None if a value is not finite. `work` is float32 memory [3, at least the number of elements]: to allocate it for
+    each piece would take half as much time again.
     """
     values, sizes, cells = work[:, : blocks.numel()].view(3, *blocks.shape)
     torch.abs(values.copy_(blocks), out=sizes)
@@ -169,12 +170,12 @@ def _piece(
 
 
 def _nearest(form: _Format, scaled: torch.Tensor) -> torch.Tensor:
-    """Return the codes of scaled elements; ties go to the lower value."""
+    """Return the codes of elements in [-1, 1]; a midpoint gets the code of the lower value."""
     return form.codes[torch.bucketize(scaled.clamp(-1, 1), form.bounds)]
 
 
 def _last_block(flat: torch.Tensor, form: _Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return absmax (not zero in bitsandbytes) and packed codes of an incomplete block."""
+    """Return absmax and packed codes of an incomplete block; as in bitsandbytes, absmax is not zero."""
     most = flat.abs().max().clamp(min=_LEAST)
     scaled = torch.nn.functional.pad(flat / most, (0, flat.numel() % 2))
     single = _nearest(form, scaled.nan_to_num())
@@ -197,7 +198,7 @@ def _format(name: str) -> _Format:
 
 
 def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
-    """Quantize a bitsandbytes layer's weight without values by the library's operators on the meta device."""
+    """Replace the weight of a bitsandbytes layer by a quantized weight on the meta device, without values."""
     dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     old = layer.weight
     settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}

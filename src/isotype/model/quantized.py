@@ -1,4 +1,4 @@
-"""bitsandbytes layers: their quantization states, aligning them with a policy, and replacing them in a blank model."""
+"""Layers of bitsandbytes: their quantization states, their dtypes under a policy, and layers of a model without weights."""
 
 from __future__ import annotations
 
@@ -20,26 +20,36 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def quantization_state(layer: nn.Module) -> Any:
-    """Return the quantization state of a 4-bit layer; None if it was lost."""
-    return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
+    """Return the quantization state of a 4-bit layer, or None if it was lost."""
+    return next(iter(quantization_states(layer)), None)
+
+
+def quantization_states(layer: Any) -> list[Any]:
+    """Return the distinct quantization states of a 4-bit layer: that of its weight, and that of the layer.
+
+    bitsandbytes keeps the second reference for FSDP, which drops the attributes of a weight.
+    """
+    states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
+    return list({id(state): state for state in states if state is not None}.values())
 
 
 def row_scales(layer: Any) -> torch.Tensor | None:
-    """Return the float32 row scales `[out_features]` of an int8 layer; None if they were lost."""
-    own = getattr(layer.weight, "SCB", None)  # missing in a sharded weight
-    scales = layer.state.SCB if own is None else own
+    """Return the float32 row scales `[out_features]` of an int8 layer, or None if they were lost."""
+    scales = getattr(layer.weight, "SCB", None)
+    if scales is None:  # a sharded weight has no attributes
+        scales = layer.state.SCB
     return scales if isinstance(scales, torch.Tensor) else None
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
-    """Return the bytes of a quantized weight's constants: absmax for 4 bits, scales for int8.
+    """Return the bytes of the constants of a quantized weight: absmax for 4 bits, scales for int8.
 
-    `layer` holds the weight by its name; `weight` are the codes.
+    `layer` is the module whose parameter holds the codes, `weight` is this parameter.
     """
     state = getattr(weight, "quant_state", None)
     if state is not None:
-        held = (state.absmax, state.state2.absmax) if state.nested else (state.absmax,)
-        return sum(int(tensor.nbytes) for tensor in held)
+        nested = int(state.state2.absmax.nbytes) if state.nested else 0
+        return int(state.absmax.nbytes) + nested
     stack = held_stack(layer)
     if stack is not None:
         return sum(int(constants.nbytes) for constants in stack.buffers())
@@ -48,29 +58,29 @@ def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
 
 
 def is_int8(weight: torch.Tensor) -> bool:
-    """Return whether a parameter is bitsandbytes' int8 weight, by name to avoid importing the library."""
+    """Return whether a parameter is an int8 weight of bitsandbytes, by its class's name to avoid an import."""
     return type(weight).__name__ == "Int8Params"
 
 
 def holds_turned(layer: Any) -> bool:
-    """Return whether a bitsandbytes layer replaced transformers' Conv1D, with checkpoint weights `[in, out]`."""
-    replaced = getattr(layer, "source_cls", None)
-    return any(cls.__name__ == "Conv1D" for cls in getattr(replaced, "__mro__", ()))
+    """Return whether a bitsandbytes layer has replaced transformers' Conv1D, whose weights in files are `[in, out]`."""
+    source = getattr(layer, "source_cls", None)
+    return any(cls.__name__ == "Conv1D" for cls in getattr(source, "__mro__", ()))
 
 
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
-    """Set a `Linear4bit`'s compute dtype, and the dtypes of its quantization state and constants; return the changes.
+    """Set the dtypes of a `Linear4bit`, its quantization state and its constants; return the changes in words.
 
-    The state has the dtype of dequantized weights; it is saved with the checkpoint and keeps the checkpoint's
-    dtype (https://github.com/unslothai/unsloth/issues/4005). The absmax constants stay float32.
+    The quantization state names the dtype of dequantized weights. It is saved with the checkpoint, whose dtype it keeps
+    when it is loaded (https://github.com/unslothai/unsloth/issues/4005). The absmax constants become float32.
 
-    Raises PrecisionError if the state was lost or the packed bytes were cast.
+    Raises PrecisionError if the state was lost or the packed codes were cast.
     """
     changes = []
     dequantize_by_blocks()
     if quantization_state(layer) is None:
         raise _lost(name, layer, "packed 4-bit weight", "the absmax constants that its 4-bit codes")
-    # A sharded weight lacks the attributes.
+    # A sharded weight has no attributes.
     storage = getattr(layer.weight, "quant_storage", layer.quant_storage)
     if layer.weight.dtype != storage:
         what = f"{name}: codes packed as {dtype_name(storage)} are now {dtype_name(layer.weight.dtype)}"
@@ -81,10 +91,8 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
         changes.append(f"compute dtype {_name(layer.compute_dtype)} -> {dtype_name(compute)}")
         layer.compute_dtype = compute
         layer.compute_type_is_set = True
-    # The layer has a second reference to the state for FSDP, which drops the weight's attributes.
-    held = (getattr(layer.weight, "quant_state", None), layer.quant_state)
-    states = {id(state): state for state in held if state is not None}
-    changes += [change for state in states.values() for change in _align_state(state, compute)]
+    for state in quantization_states(layer):
+        changes += _align_state(state, compute)
     keep_training_layout(layer)
     return changes
 
@@ -102,7 +110,7 @@ def _align_state(state: Any, compute: torch.dtype) -> list[str]:
 
 
 def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
-    """Set the dtype of dense values of stacked expert weights; return the change."""
+    """Set the dtype to which stacked expert weights are dequantized; return the change in words."""
     if stack.dtype == compute:
         return []
     before, stack.dtype = stack.dtype, compute
@@ -110,7 +118,7 @@ def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
 
 
 def align_8bit(name: str, layer: Any) -> list[str]:
-    """Prepare a `Linear8bitLt` for computing, with float32 row scales on the layer; return the changes.
+    """Prepare a `Linear8bitLt` for a forward, with float32 row scales on the layer; return the changes in words.
 
     Raises PrecisionError if the row scales were lost.
     """
@@ -118,7 +126,7 @@ def align_8bit(name: str, layer: Any) -> list[str]:
     if scales is None:
         raise _lost(name, layer, "int8 weight", "the row scales that its codes")
     if getattr(layer.weight, "CB", None) is not None:
-        # `Module.to` copies the weight without its scales; on the layer they are safe.
+        # `Module.to` copies a weight without its scales, but keeps scales of the layer.
         layer.init_8bit_state()
         layer.state.SCB = scales.to(layer.weight.device)
     if scales.dtype == torch.float32:
@@ -153,7 +161,7 @@ _BLOCK_ROWS = 32
 
 
 def keep_training_layout(layer: Any) -> tuple[tuple[str, Any], ...]:
-    """Disable repacking of a 4-bit layer; return its attributes for `restore_layout`."""
+    """Disable repacking of a 4-bit layer; return the attributes from before, for `restore_layout`."""
     before = tuple((name, getattr(layer, name)) for name in (_SWITCH, _KEPT) if hasattr(layer, name))
     if hasattr(layer, _SWITCH):
         setattr(layer, _SWITCH, False)
@@ -162,17 +170,17 @@ def keep_training_layout(layer: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
-    """Undo `keep_training_layout`."""
+    """Restore the attributes that `keep_training_layout` returned."""
     layer.__dict__.pop(_KEPT, None)
     for name, value in before:
         setattr(layer, name, value)
 
 
 def repacking(layer: Any) -> str | None:
-    """Return why the first evaluation forward fails to repack a 4-bit layer on a CPU with AVX512-BF16.
+    """Return why the first evaluation forward cannot repack a 4-bit layer on a CPU with AVX512-BF16.
 
-    Returns a problem of its shape, "" if it is repacked, None if its layout stays: kept, already repacked, or
-    not repacked by this bitsandbytes.
+    Returns "" if it can repack the layer, and None if it leaves the layout unchanged: because of `keep_training_layout`,
+    because the layer is repacked already, or because this bitsandbytes does not repack.
     """
     state = quantization_state(layer)
     if state is None or getattr(layer, _KEPT, False) or not hasattr(layer, _SWITCH):
@@ -197,37 +205,38 @@ def repacking(layer: Any) -> str | None:
 # transformers' `BitsAndBytesConfig` has one format for all layers (4 or 8 bits) and a list of skipped ones.
 
 _OUTLIERS = 6.0
-"""Larger inputs are multiplied in 16 bits: transformers' `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
+"""Inputs above this magnitude are multiplied in 16 bits: `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
 _BITS = {"linear4bit": 4, "linear8bit": 8}
 
 
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """Replace layers in place by ones in the policy's format; return the weights of those in another quantized format.
+    """Give the layers that the policy names their formats, in place; return the names of weights that become int8.
 
-    The model has bitsandbytes' layers, their weights on the meta device and not yet quantized. Raises PrecisionError if it
-    lacks layers named in the policy.
+    The model has layers of bitsandbytes with weights on the meta device that are not yet quantized. Raises PrecisionError
+    if the model lacks a layer that the policy names.
     """
     modules = dict(model.named_modules())
-    unknown = [each.module for each in policy.layers if kind_of(modules.get(each.module, model)) not in _BITS]
+    names = [choice.module for choice in policy.layers]
+    unknown = [name for name in names if kind_of(modules.get(name, model)) not in _BITS]
     if unknown:
         what = f"{listed(unknown)} under a policy that stores them otherwise"
         expected = "quantized linear layers of this model"
         fix = "resolve the policy for this model: isotype.resolve_precision(model, quantization='mixed')"
         raise PrecisionError.of("the policy is for other layers", what, expected, fix)
-    for each in policy.layers:
-        layer: Any = modules[each.module]
-        form = FORMATS.get(each.storage)
+    for choice in policy.layers:
+        layer: Any = modules[choice.module]
+        form = FORMATS.get(choice.storage)
         if form is None:
-            model.set_submodule(each.module, dense_layer(layer, policy.plain))
+            model.set_submodule(choice.module, dense_layer(layer, policy.plain))
         elif form.bits != _BITS[kind_of(layer)]:
-            model.set_submodule(each.module, _int8(layer))
+            model.set_submodule(choice.module, _int8(layer))
         elif form.block:
             layer.weight.quant_type, layer.weight.blocksize = form.code, form.block
-    return frozenset(f"{each.module}.weight" for each in policy.layers if each.storage == "int8")
+    return frozenset(f"{choice.module}.weight" for choice in policy.layers if choice.storage == "int8")
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace quantized layers whose weights are in no file by dense ones, which are initialized and trained."""
+    """Replace quantized layers whose weights are in no file by dense layers, which are then initialized and trained."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:
@@ -235,7 +244,7 @@ def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) ->
 
 
 def _int8(layer: Any) -> nn.Module:
-    """Return bitsandbytes' int8 layer, as created by transformers, for a 4-bit one."""
+    """Return an int8 layer in place of a 4-bit layer, as transformers would create it."""
     from bitsandbytes.nn import Linear8bitLt
 
     with torch.device("meta"):
@@ -246,7 +255,10 @@ def _int8(layer: Any) -> nn.Module:
 
 
 def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the dense layer that a quantized one replaced, with its bias; weight on meta, `[in, out]` for Conv1D."""
+    """Return the dense layer that a quantized layer has replaced: `nn.Linear`, or Conv1D with a weight `[in, out]`.
+
+    The weight is on the meta device, the bias is that of `layer`.
+    """
     with torch.device("meta"):
         if holds_turned(layer):
             linear = layer.source_cls(layer.out_features, layer.in_features)

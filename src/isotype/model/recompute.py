@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-"""A trainer's default arguments of `gradient_checkpointing_enable`."""
+"""The arguments of `gradient_checkpointing_enable` that a trainer uses by default."""
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """Return the trainer's arguments of `gradient_checkpointing_enable`; None if it is off.
+    """Return the arguments with which a trainer calls `gradient_checkpointing_enable`, or None if it does not call it.
 
-    Without `offload`: a traced step has no other memory for activations.
+    `offload` is left out: a traced step has no other memory for activations.
     """
     if not arguments.gradient_checkpointing:
         return None
@@ -23,32 +23,34 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
 
 
 def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
-    """Return whether checkpointing with these arguments needs gradients of embeddings (torch's reentrant kind)."""
+    """Return whether checkpointing with these arguments needs embeddings with gradients, as torch's reentrant kind does."""
     return bool((arguments or {}).get("use_reentrant"))
 
 
 def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
     """Enable gradient checkpointing as isotype's trainers do, if the model supports it.
 
-    `settings`: arguments of the model's `gradient_checkpointing_enable`; `adapters`: whether adapters are
-    trained on a frozen model.
+    Args:
+        model: a transformers model.
+        settings: arguments of its `gradient_checkpointing_enable`.
+        adapters: whether adapters are trained on a frozen model.
     """
     if not getattr(model, "supports_gradient_checkpointing", True):
         return
-    own = dict(settings)
-    arguments = own.pop("gradient_checkpointing_kwargs", None)
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers' name, as in its Trainer
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments, **own)
+    others = dict(settings)
+    arguments = others.pop("gradient_checkpointing_kwargs", None)
+    if hasattr(model, "activation_checkpointing_enable"):  # transformers' newer name
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments, **others)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **own)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **others)
     if adapters and not needs_input_gradients(arguments):
         model.disable_input_require_grads()  # as the trainer does
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the TrainingArguments values that enable checkpointing with `arguments` (None: disable it).
+    """Return the fields of TrainingArguments that enable checkpointing with `arguments`, or disable it for None.
 
-    transformers 5.23 has `activation_checkpointing` as a newer name of `gradient_checkpointing`.
+    In transformers 5.23 `activation_checkpointing` is a newer name of `gradient_checkpointing`.
     """
     names = ("gradient_checkpointing", "activation_checkpointing")
     if arguments is None:

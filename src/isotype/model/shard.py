@@ -1,10 +1,10 @@
-"""Sharding of a model under a policy by FSDP2: every tensor keeps its dtype.
+"""Sharding of a model under a policy by FSDP2, in which every tensor keeps its dtype.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the parameters of a group and reduces its gradients
-together, and requires one dtype for all trained parameters of a group. A model under a policy has several:
-pinned norms in float32 among bfloat16 weights, integer codes, float32 adapters. So gathering casts nothing
-(`param_dtype=None`: the model casts where it computes, sharded or not), and parameters trained in another
-dtype than their block's get their own group.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the parameters of a group together and reduces their gradients
+together, and requires one dtype for all trained parameters of a group. A model under a policy has several dtypes:
+float32 norms among bfloat16 weights, integer codes, float32 adapters. So FSDP2 casts nothing when it gathers
+(`param_dtype=None`: the model casts where it computes), and parameters that are trained in another dtype than the rest of
+their block become a group.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ def has_shards(model: nn.Module) -> bool:
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers this module's parameters by the module's own hooks."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    """Return whether hooks of this module gather its parameters by FSDP2."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before it is imported
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered parameters, which some groups keep after a run without a backward."""
+    """Free gathered parameters: some groups keep them if no backward follows a forward."""
     for module in filter(is_gathered, model.modules()):
         module.reshard()  # type: ignore[operator]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a tensor; all of an unsharded one."""
+    """Return this process's part of a sharded tensor, or `tensor` itself if it is not sharded."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def device_of(policy: PrecisionPolicy) -> torch.device:
-    """Return the device of a process's part: the accelerator here, unless the policy is for a CPU."""
+    """Return the device for this process's part of a model: an accelerator if there is one, unless the policy is for a CPU."""
     accelerator = torch.accelerator.current_accelerator() if policy.device != "cpu" else None
     return accelerator or torch.device("cpu")
 
 
 def mesh_over_all(device: torch.device) -> Any:
-    """Return a one-dimensional mesh of all processes; raises UsageError without a process group."""
+    """Return a one-dimensional `DeviceMesh` of all processes; raises UsageError without a process group."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -75,22 +75,21 @@ def mesh_over_all(device: torch.device) -> Any:
 
 
 def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshard: bool = True) -> Any:
-    """Shard `model`, which is under `policy`, in place by FSDP2: each process keeps some rows of every
-    parameter.
+    """Shard `model`, which is under `policy`, in place by FSDP2: each process keeps some rows of every parameter.
 
-    Groups: one per block, one for frozen input embeddings that are not shared, and one for the rest (final
-    norm, head), which stays gathered from the forward to the end of the backward. Gradients are summed in the
-    policy's reduce dtype.
+    Each block is a group; frozen input embeddings that are not shared are a group; and the rest (final norm, head) is a
+    group that stays gathered from the forward to the end of the backward. Gradients are summed in the policy's reduce
+    dtype.
 
     Args:
         model: any module; its parameters may be on the meta device.
         policy: the model's policy.
         mesh: a one-dimensional `DeviceMesh`; by default all processes.
-        reshard: free a block's gathered weights after its forward and gather them again for its backward;
-            False keeps them.
+        reshard: whether a block's gathered weights are freed after its forward and gathered again for its
+            backward.
 
     Returns:
-        The same model; its class is one of FSDP's.
+        The same model; FSDP2 has changed its class.
 
     Raises:
         PrecisionError: one module has trained parameters of different dtypes, which FSDP2 cannot reduce
@@ -115,7 +114,7 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that FSDP2 gathers before `module`'s forward, and whose gradients it reduces, together."""
+    """Parameters that FSDP2 gathers together before the forward of `module`, and whose gradients it reduces together."""
 
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
@@ -125,14 +124,14 @@ class Group:
 def groups_of(
     model: nn.Module, *, reshard: bool = True, more_blocks: Iterable[nn.Module] = ()
 ) -> tuple[Group, ...]:
-    """Return the groups that `shard_model` creates, in order: inner ones first, the rest last.
+    """Return the groups that `shard_model` creates, in order: inner groups first, the rest of the model last.
 
-    `more_blocks`: modules treated as blocks too (those of folded lists). Raises PrecisionError if one module
-    has trained parameters of different dtypes.
+    `more_blocks` are further modules that become groups, such as those of folded lists. Raises PrecisionError if one
+    module has trained parameters of different dtypes.
     """
-    known = {id(block): block for block in (*blocks_in(model), *more_blocks)}
-    inner = {id(part) for block in known.values() for part in block.modules() if part is not block}
-    blocks = [block for number, block in known.items() if number not in inner]
+    all_blocks = {id(block): block for block in (*blocks_in(model), *more_blocks)}
+    inner = {id(part) for block in all_blocks.values() for part in block.modules() if part is not block}
+    blocks = [block for number, block in all_blocks.items() if number not in inner]
     pairs: list[tuple[nn.Module, bool]] = []
     for block in blocks:
         pairs += [*((module, reshard) for module in _of_another_dtype(block)), (block, reshard)]
@@ -140,21 +139,21 @@ def groups_of(
     pairs += [(embedding, True)] if embedding is not None else []
     pairs += [(module, False) for module in _of_another_dtype(model, outside=blocks)]
     pairs.append((model, False))
-    taken: set[int] = set()
+    grouped: set[int] = set()
     groups = []
     for module, freed in pairs:
-        parameters = tuple(p for p in module.parameters() if id(p) not in taken)
-        taken |= {id(parameter) for parameter in parameters}
+        parameters = tuple(p for p in module.parameters() if id(p) not in grouped)
+        grouped |= {id(parameter) for parameter in parameters}
         groups.append(Group(module, parameters, freed))
     return tuple(groups)
 
 
 @contextmanager
 def integers_named() -> Iterator[None]:
-    """Raise PrecisionError if this torch cannot shard integers.
+    """Raise PrecisionError in place of torch's error if this torch cannot shard integers.
 
-    Older releases (2.10 among them) create every sharded parameter with a gradient first, which integers
-    cannot have.
+    Older releases (2.10 among them) first create every sharded parameter with `requires_grad`, which integers cannot
+    have.
     """
     try:
         yield
@@ -168,10 +167,10 @@ def integers_named() -> Iterator[None]:
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Make quantized codes plain parameters with constants on the layer: FSDP drops a parameter's attributes.
+    """Make quantized codes plain parameters, with their constants on the layer: FSDP2 drops a parameter's attributes.
 
-    bitsandbytes restores the constants from there (`fix_4bit_weight_quant_state_from_module`); for an 8-bit layer, the
-    boundary does.
+    For a 4-bit layer bitsandbytes reads the constants from there (`fix_4bit_weight_quant_state_from_module`), for an
+    8-bit layer the boundary does.
     """
     for place in places(model):
         layer: Any = place.module
@@ -185,9 +184,9 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """Return the modules whose trained parameters have another dtype than most of the group's."""
-    apart = {id(part) for block in outside or () for part in block.modules()}
-    owners = [module for module in model.modules() if id(module) not in apart]
+    """Return the modules whose trained parameters have another dtype than most, without those in modules of `outside`."""
+    excluded = {id(part) for block in outside or () for part in block.modules()}
+    owners = [module for module in model.modules() if id(module) not in excluded]
     trained = {
         id(module): {
             p.dtype for p in module.parameters(recurse=False) if p.requires_grad and not is_sharded(p)
@@ -209,9 +208,9 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
 
 
 def _lone_embedding(model: Any) -> nn.Module | None:
-    """Return the frozen, unshared input embedding, which can be freed after the lookup."""
+    """Return the input embedding if it is frozen and not shared: then its weight can be freed after the lookup."""
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None
-    every = ((module, p) for module in model.modules() for p in module.parameters(recurse=False))
-    return embedding if [module for module, p in every if p is embedding.weight] == [embedding] else None
+    pairs = ((module, p) for module in model.modules() for p in module.parameters(recurse=False))
+    return embedding if [module for module, p in pairs if p is embedding.weight] == [embedding] else None

@@ -1,8 +1,8 @@
-"""Layers of `all-linear`, and the parts of a model without adapters.
+"""The layers that `all-linear` adapts, and sentences about weights without adapters.
 
-Excluded are routers, and layers whose weight the model reads directly (`F.linear(x, self.out_proj.weight)`,
-Mamba's fused scans), which bypasses an adapter: PEFT 0.21 knows two names in five architectures of these
-(`_check_lora_target_modules_mamba`), and raises. Explicit targets of the user are kept.
+`all-linear` leaves out routers, and layers whose weight the model reads itself (`F.linear(x, self.out_proj.weight)`,
+Mamba's fused scans), because that bypasses an adapter. PEFT 0.21 has two names of such layers in five architectures
+(`_check_lora_target_modules_mamba`), for which it raises. Targets that the user names are kept.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ _ENDS = {
     "ForQuestionAnswering": "QUESTION_ANS",
     "Model": "FEATURE_EXTRACTION",
 }
-"""Suffix of a transformers class -> PEFT's task type."""
-
-
+"""Suffix of the name of a transformers class -> PEFT's task type."""
 TRAINED_WHOLE = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
     "QUESTION_ANS": ("qa_outputs",),
 }
-"""Task type -> names of modules that PEFT trains and saves with every adapter."""
+"""PEFT's task type -> names of modules that PEFT trains and saves with every adapter."""
 
 
 def task_of(config: Any) -> str | None:
@@ -51,7 +49,7 @@ def task_of(config: Any) -> str | None:
 
 
 def task_type_of(model: Any) -> str | None:
-    """Return PEFT's task type of a model by its class; None if it does not take `input_ids` (speech, images)."""
+    """Return PEFT's task type of a model by its class, or None if the model takes no `input_ids` (speech, images)."""
     cls = type(model)
     takes = inspect.signature(cls.forward).parameters.keys()
     if not cls.__module__.startswith("transformers.") or not {"input_ids", "inputs_embeds"} <= takes:
@@ -59,20 +57,24 @@ def task_type_of(model: Any) -> str | None:
     task = next((task for end, task in _ENDS.items() if cls.__name__.endswith(end)), None)
     if "labels" not in takes or task not in (None, "FEATURE_EXTRACTION"):
         return task
-    answers = hasattr(model, "prepare_inputs_for_generation")
-    return ("SEQ_2_SEQ_LM" if "decoder_input_ids" in takes else "CAUSAL_LM") if answers else None
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        return None
+    return "SEQ_2_SEQ_LM" if "decoder_input_ids" in takes else "CAUSAL_LM"
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Store on a loaded model the names of parameters in no file (`drawn_parameters`): adapters have to save them."""
+    """Set the attribute `drawn_parameters` of a loaded model to the names of randomly initialized parameters.
+
+    `names` are those of all parameters that are in no file of the checkpoint. An adapter has to save them.
+    """
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Add modules with weights in no file to an adapter's `modules_to_save`; return a sentence about new ones.
+    """Add modules with weights that are in no file to an adapter's `modules_to_save`; return a sentence about them.
 
-    Raises UsageError if a module mixes them with weights from files, or this kind of adapter saves no modules.
+    Raises UsageError if such a module also has weights from files, or if this kind of adapter saves no modules.
     """
     drawn = getattr(model, "drawn_parameters", ())
     saved = list(getattr(config, "modules_to_save", None) or ())
@@ -80,7 +82,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
     new, stuck = [], []
     for name in drawn:
         path = _module_of(model, name, set(drawn))
-        if any(f".{path}.".endswith(f".{each}.") or f".{each}." in f".{path}." for each in saved):
+        if any(f".{module}." in f".{path}." for module in saved):
             continue
         if path and hasattr(config, "modules_to_save"):
             new.append(path)
@@ -99,11 +101,11 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the outermost module around a parameter with only drawn parameters; "" if there is none."""
+    """Return the outermost module around a parameter whose parameters are all in `drawn`, or "" if there is none."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
-        if any(f"{path}.{each}" not in drawn for each, _ in module.named_parameters()):
+        if any(f"{path}.{key}" not in drawn for key, _ in module.named_parameters()):
             break
         best = best if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else path
         path = path.rpartition(".")[0]
@@ -111,18 +113,18 @@ def _module_of(model: Any, name: str, drawn: set[str]) -> str:
 
 
 _UNABLE = ("use_dora", "lora_bias")
-"""Settings that PEFT does not support for parameters, which have no output to scale and no bias (`ParamWrapper`)."""
+"""Settings that PEFT does not support for adapters on parameters (`ParamWrapper`)."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The decision about a config's targets.
+    """The decision about the targets of an adapter's config.
 
     Attributes:
-        wide: whether the config has all linear layers.
-        unable: its settings that prevent adapters on the stacked experts it names.
-        reads: layer name -> class that reads its weight directly.
-        left: name of a layer in a part without adapters -> reason.
+        wide: whether the config targets `all-linear`.
+        unable: settings of the config for which PEFT cannot adapt the stacked experts that it targets.
+        reads: name of a layer without an adapter -> the class that reads the layer's weight itself.
+        left: name of a layer in a part without adapters -> the reason.
     """
 
     wide: bool = False
@@ -133,17 +135,16 @@ class Targets:
 
 @dataclass(frozen=True)
 class Adapt:
-    """The parts of a model that get adapters (names of `isotype.model.parts`), and why others do not, as a clause."""
+    """The parts of a model that get adapters (names of `isotype.model.parts`), and a clause why the others get none."""
 
     parts: tuple[str, ...] = PARTS
     why: str = "adapt= leaves their part out"
 
 
 def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
-    """Remove targets that cannot be adapted as requested from a config, and those excluded from `all-linear`.
+    """Set the targets of a config to those that get adapters, and return the decision.
 
-    Raises:
-        UsageError: the parts of `adapt` have no targets.
+    Raises UsageError if the parts of `adapt` have no targets.
     """
     if not getattr(config, "target_modules", None):
         return Targets()
@@ -157,7 +158,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         convert_peft_config_for_transformers(converted, base, None)
         if wide:
             converted.target_parameters = _with_experts(base, converted.target_parameters)
-    before, after = (set(getattr(each, "target_parameters", None) or ()) for each in (config, converted))
+    before, after = (set(getattr(c, "target_parameters", None) or ()) for c in (config, converted))
     experts = after - before
     unable = tuple(name for name in _UNABLE if experts and getattr(config, name, None))
     if unable:
@@ -166,7 +167,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         converted.target_parameters = {name for name in after if not wide or name != "gate.weight"}
         config.target_modules = converted.target_modules
         config.target_parameters = converted.target_parameters
-        if not wide:  # PEFT doubles the rank of gate and up, for the names of two layers
+        if not wide:  # for the names of gate and up, which are one parameter, PEFT doubles the rank
             config.rank_pattern, config.alpha_pattern = converted.rank_pattern, converted.alpha_pattern
     left = _left_by_parts(base, adapt)
     if not wide:
@@ -180,7 +181,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
     kept = {
         name
         for name in linear - reads.keys() - left.keys()
-        if not any(f".{name}.".endswith(f".{each}.") for each in whole)
+        if not any(f".{name}.".endswith(f".{module}.") for module in whole)
         and not _routes(base, name)
         and (isinstance(converted.target_modules, str) or check_target_module_exists(converted, name))
     }
@@ -192,7 +193,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
 
 
 def _left_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
-    """Return the name of each layer without adapters because of its part, or of an unused output -> reason."""
+    """Return layer name -> reason, for layers outside of the adapted parts and for layers whose output is not read."""
     parts, unread = Parts(base), dict(unread_layers(base))
     chosen = Adapt() if adapt is None else adapt
     if not parts.towers and LANGUAGE not in chosen.parts:
@@ -208,7 +209,7 @@ def _left_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
 
 
 def _narrow(base: Any, config: Any, left: Mapping[str, str], adapt: Adapt) -> None:
-    """Restrict a config's explicit targets to the layers of adapted parts."""
+    """Remove the layers of `left` from the targets of a config that names its targets."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     named = {plain_name(place.name) for place in places(base) if not place.tuner}
@@ -228,7 +229,7 @@ def _nothing_left(adapt: Adapt | None) -> UsageError:
 
 
 def _with_experts(base: Any, names: Iterable[str] | None) -> set[str]:
-    """Return the target parameters, with both weights of every experts module that supports adapters."""
+    """Return `names`, and the names of both weights of every experts module that can have adapters."""
     targets = set(names or ())
     for path, module in outermost(base):
         layout = layout_of(module)
@@ -256,7 +257,7 @@ _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """Return sentences on weights with and without adapters, if these are not all that the config requested."""
+    """Return sentences about weights with and without adapters; none if all weights that the config names have one."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
@@ -271,7 +272,7 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
 
 
 def _size_on_experts(model: Any) -> tuple[str, ...]:
-    """Return a sentence with the size of experts' adapters, often more than all others; nothing without any."""
+    """Return a sentence about the size of adapters on experts, which often have more values than all other adapters."""
     values, experts, layers, base = 0, 0, 0, model.get_base_model()
     ranks: set[int] = set()
     repeats = repeats_of(base)
@@ -286,8 +287,9 @@ def _size_on_experts(model: Any) -> tuple[str, ...]:
         experts, ranks = wrapper.num_experts, ranks | {wrapper.r[name] for name in names}
     if not values:
         return ()
-    each = f"rank {' or '.join(map(str, sorted(ranks)))} for each of {experts} experts"
-    return (f"adapters of experts hold {values:,} values: {each} in {plural(layers, 'layer')}",)
+    rank = f"rank {' or '.join(map(str, sorted(ranks)))}"
+    in_layers = f"for each of {experts} experts in {plural(layers, 'layer')}"
+    return (f"adapters of experts hold {values:,} values: {rank} {in_layers}",)
 
 
 def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
@@ -306,7 +308,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
 
 
 def _counted(weights: list[_Weight], total: int) -> str:
-    """Return `4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`."""
+    """Return weights in words: `4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`."""
     size = sum(weight.size * weight.count for weight in weights)
     names = ", ".join(sorted({weight.name.rpartition(".")[2] for weight in weights}))
     noun = plural(sum(weight.count for weight in weights), weights[0].kind)
@@ -314,7 +316,7 @@ def _counted(weights: list[_Weight], total: int) -> str:
 
 
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
-    """Yield the base's weights that multiply activations, except embeddings, head and wholly trained modules."""
+    """Yield the weights of linear layers, routers and experts, except the head and modules that are trained whole."""
     base, adapted = model.get_base_model(), set()
     repeats = repeats_of(base)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -326,41 +328,40 @@ def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
             continue
         if place.adapter or module is head or ".original_module" in place.name:
             continue
-        stacks = {own: quantized_stack(module, own) for own in getattr(module, "parametrizations", ())}
-        for own, stack in stacks.items():
-            if stack is not None:
-                size, has_adapter = stack.shape.numel(), (id(module), own) in adapted
-                yield _Weight(_STACKED, f"{name}.{own}", size, repeats[place.name], has_adapter, None)
-        for own, value in module.named_parameters(recurse=False):
-            kind = _kind(base, place.name, module, own, value)
+        for key in getattr(module, "parametrizations", ()):
+            if (stack := quantized_stack(module, key)) is not None:
+                size, has_adapter = stack.shape.numel(), (id(module), key) in adapted
+                yield _Weight(_STACKED, f"{name}.{key}", size, repeats[place.name], has_adapter, None)
+        for key, value in module.named_parameters(recurse=False):
+            kind = _kind(base, place.name, module, key, value)
             if kind is not None:
                 state = getattr(value, "quant_state", None)
                 size = value.numel() if state is None else state.shape.numel()
-                full = name if own == "weight" else f"{name}.{own}"
-                has_adapter, reader = (id(module), own) in adapted, targets.reads.get(name)
+                full = name if key == "weight" else f"{name}.{key}"
+                has_adapter, reader = (id(module), key) in adapted, targets.reads.get(name)
                 yield _Weight(kind, full, size, repeats[place.name], has_adapter, reader)
 
 
-def _kind(base: Any, name: str, module: Any, own: str, value: Any) -> str | None:
-    if own == "weight" and value.ndim == 2 and _routes(base, name):
+def _kind(base: Any, name: str, module: Any, key: str, value: Any) -> str | None:
+    if key == "weight" and value.ndim == 2 and _routes(base, name):
         return _ROUTER
-    if own == "weight" and (isinstance(module, nn.Linear) or hasattr(module, "nx")):
+    if key == "weight" and (isinstance(module, nn.Linear) or hasattr(module, "nx")):
         return _LINEAR
     cls = type(module).__name__
-    experts = EXPERT.search(cls + name) and value.is_floating_point() and "bias" not in own
+    experts = EXPERT.search(cls + name) and value.is_floating_point() and "bias" not in key
     layer = isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))
     stacked = value.ndim == 3 or (value.ndim == 2 and "expert" in cls.lower())
     return _STACKED if experts and stacked and not layer else None
 
 
 def _routes(base: Any, name: str) -> bool:
-    """Return whether a layer routes experts: by its name and its parents', or by one output per expert."""
+    """Return whether a layer is a router: by names of the layer and its parents, or if it has one output per expert."""
     parts = name.split(".")
     around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]
-    named = [type(each).__name__ for each in around] + parts
-    if any("router" in each.lower() for each in named):
-        return bool(experts) or any(EXPERT.search(each) for each in named)
+    words = [type(module).__name__ for module in around] + parts
+    if any("router" in word.lower() for word in words):
+        return bool(experts) or any(map(EXPERT.search, words))
     return bool(experts) and getattr(around[0], "out_features", None) in _counts(experts[0])
 
 
@@ -368,20 +369,19 @@ def _counts(block: Any) -> set[int]:
     lists = [child for child in block.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     stacked = (p for child in block.children() for p in child.parameters(recurse=False) if p.ndim == 3)
     quantized = (held_stack(part) for child in block.children() for part in child.modules())
-    counts = {len(each) for each in lists if len(each) > 1} | {p.shape[0] for p in stacked}
+    counts = {len(modules) for modules in lists if len(modules) > 1} | {p.shape[0] for p in stacked}
     return counts | {stack.shape[0] for stack in quantized if stack is not None}
 
 
-# ------------------------------------------------------------------------------------------------------ read past an adapter
+# ------------------------------------------------------------------------------ weights that the model reads itself
 
-_MAKES = frozenset(
-    {"t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze"}
-)
-_ASKS = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
+_RESULTS = ("t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze")
+"""Attributes of a tensor that return its values."""
+_QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 
 def _reads(base: Any) -> dict[str, str]:
-    """Return the name of each linear layer whose weight a parent's method reads -> the parent's class."""
+    """Return the name of every linear layer whose weight a parent's method reads -> the parent's class."""
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)
@@ -395,13 +395,13 @@ def _reads(base: Any) -> dict[str, str]:
 
 @cache
 def _read_by(cls: Any) -> frozenset[str]:
-    """Return the submodules of a class whose `weight` its methods use."""
+    """Return the names of submodules whose `weight` the methods of a class read."""
     paths: set[str] = set()
-    for each in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, method in vars(each).items():
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, method in vars(base).items():
             method = inspect.unwrap(method) if callable(method) else method
             code = getattr(method, "__code__", None)
-            if not callable(method) or code is None or "weight" not in code.co_names or _ASKS.search(name):
+            if not callable(method) or code is None or "weight" not in code.co_names or _QUERIES.search(name):
                 continue
             try:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
@@ -418,8 +418,8 @@ def _paths(tree: ast.AST) -> Iterator[str]:
         path = re.fullmatch(r"self\.([\w.]+)\.weight", text)
         computes = isinstance(parent, (ast.keyword, ast.BinOp, ast.List))
         if isinstance(parent, ast.Attribute):
-            computes = parent.attr in _MAKES
+            computes = parent.attr in _RESULTS
         elif isinstance(parent, ast.Call):
-            computes = node in parent.args and not _ASKS.search(ast.unparse(parent.func))
+            computes = node in parent.args and not _QUERIES.search(ast.unparse(parent.func))
         if path and computes:
             yield path[1]

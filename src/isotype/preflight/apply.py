@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from isotype.compat.replaced import replace
 from isotype.compat.torch import FakeTensor, own_buffers, own_modules, own_parameters, tree_map
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import UsageError
@@ -18,7 +19,7 @@ from isotype.model.boundary import BoundarySettings, boundary_of, cast_floats, s
 from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.enforce import fresh_rotary
 from isotype.model.fold import stands_for
-from isotype.model.quantized import keep_training_layout, quantization_state, restore_layout
+from isotype.model.quantized import keep_training_layout, quantization_states, restore_layout
 from isotype.model.walk import own_float_parameters, places, plain_tensors
 from isotype.precision.policy import ModuleException, PrecisionPolicy
 from isotype.records.finding import Action, RangeBoundaries
@@ -164,11 +165,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
     source = before if fresh is None else getattr(fresh, name).to(before.device)
     holder[key] = source.to(parse_dtype(value))
-
-    def undo() -> None:
-        holder[key] = before
-
-    return [undo]
+    return [partial(holder.__setitem__, key, before)]
 
 
 class _Cast:
@@ -200,41 +197,18 @@ class _RequireGradient:
 
 
 def _set_state(layer: Any, value: str) -> list[Undo]:
-    dtype = parse_dtype(value)
-    states = {
-        id(state): state
-        for state in (
-            quantization_state(layer) if hasattr(layer, "weight") else None,
-            getattr(layer, "quant_state", None),
-        )
-        if state is not None
-    }
-    undos: list[Undo] = []
-    for state in states.values():
-        undos.append(_setting_back(state, "dtype", state.dtype))
-        state.dtype = dtype
-    return undos
+    return [replace(state, "dtype", parse_dtype(value)) for state in quantization_states(layer)]
 
 
 def _set_compute(layer: Any, value: str) -> list[Undo]:
-    undos = [
-        _setting_back(layer, "compute_dtype", layer.compute_dtype),
-        _setting_back(layer, "compute_type_is_set", layer.compute_type_is_set),
+    return [
+        replace(layer, "compute_dtype", parse_dtype(value)),
+        replace(layer, "compute_type_is_set", True),
     ]
-    layer.compute_dtype, layer.compute_type_is_set = parse_dtype(value), True
-    return undos
 
 
 def _keep_layout(layer: Any, value: str) -> list[Undo]:
-    before = keep_training_layout(layer)
-    return [lambda: restore_layout(layer, before)]
-
-
-def _setting_back(holder: Any, name: str, value: Any) -> Undo:
-    def undo() -> None:
-        setattr(holder, name, value)
-
-    return undo
+    return [partial(restore_layout, layer, keep_training_layout(layer))]
 
 
 def _set_boundary(module: nn.Module, value: str) -> list[Undo]:
