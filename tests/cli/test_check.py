@@ -333,7 +333,7 @@ def test_text_alone_is_not_called_clean_of_a_model_that_takes_pictures(capsys, s
     assert status == 0
     assert "runs clean" not in out
     assert "The text of this step runs on NVIDIA H100" in out
-    assert "nothing went through model.visual: text alone was checked" in " ".join(out.split())
+    assert "the step does not use model.visual: only text was checked" in " ".join(out.split())
     assert "--image 1024x768 gives each one of that size" in " ".join(out.split())
 
 

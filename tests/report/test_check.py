@@ -84,7 +84,7 @@ def test_verdict_of_a_step_that_fails_in_every_way() -> None:
     seen = replace(crash().trace, failure=not_traced().trace.failure, memory=too_large().trace.memory)
     report = replace(crash(), trace=seen)
     assert verdict(report) == (
-        "This step fails on NVIDIA T4: 1 error; traced only up to forward of model.layers.3.mlp.experts; "
+        "This step fails on NVIDIA T4: 1 error; traced only up to the forward of model.layers.3.mlp.experts; "
         "also needs 21.1 GiB, more than 12.5 GiB (85 % of NVIDIA T4's 14.7 GiB)"
     )
 

@@ -133,8 +133,8 @@ Matmuls
 Libraries
   torch 2.13.0+cpu   peft 0.21.2   bitsandbytes 0.50.2
 
-  bitsandbytes  works through its native CPU library (an nf4 round trip was
-                tried)
+  bitsandbytes  works through its native CPU library (tried: a tensor quantized
+                to nf4 and back)
 
 Ready for float32 LoRA and QLoRA on AMD EPYC
 --dtype auto means float32, the only dtype that is native"""
@@ -182,7 +182,7 @@ def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
     assert "float32    native      8.1 TFLOP/s   matmuls run 8.0x slower than float16" in text
     assert "bfloat16   emulated              -   no published rate" in text
     assert text.endswith(
-        "NVIDIA T4 runs float16 natively; it is not in this machine, so nothing was tried on it\n"
+        "NVIDIA T4 runs float16 natively; this machine has no such device, so nothing was tried\n"
         "--dtype auto means the checkpoint's own dtype if native (float32, float16), else float16; "
         "float16 trains with loss\nscaling"
     )

@@ -314,12 +314,12 @@ def test_summary_of_nothing() -> None:
         ),
         (
             (3.0, math.nan, 2.0),
-            "Training loss went from 3.000 to 2.000 in 3 steps, too few for a trend. In 1 of 3 steps it was not a finite number.",
+            "Training loss went from 3.000 to 2.000 in 3 steps, too few for a trend. In 1 of 3 steps the loss was not finite.",
         ),
-        ((3.0, 2.0, math.nan, math.nan), "Training loss became NaN at step 3 and stayed non-finite."),
+        ((3.0, 2.0, math.nan, math.nan), "Training loss became NaN at step 3 and was never finite again."),
         (
             (math.inf, 2.0),
-            "Training loss went from ∞ to 2.000 in 2 steps, too few for a trend. In 1 of 2 steps it was not a finite number.",
+            "Training loss went from ∞ to 2.000 in 2 steps, too few for a trend. In 1 of 2 steps the loss was not finite.",
         ),
         ((math.nan,), "The training loss was never a finite number."),
         ((1e-5, *[1.0] * 9, 2e7), "Training loss rose from 1.00e−05 to 2.00e+07."),
@@ -388,7 +388,7 @@ def test_a_run_without_a_reward_function_has_no_reward_sentence() -> None:
 def test_that_no_group_differs_is_a_warning() -> None:
     (warning,) = reward_warnings(rewarded((2, 0.5, 0.0, 1.0), (3, 0.0, 0.0, 1.0)))
     assert warning.startswith(
-        "all rewards of a group are equal in 100 % of the groups: nothing is learned from them."
+        "all rewards of a group are equal in 100 % of the groups: nothing is learned from such groups."
     )
     assert reward_warnings(rewarded((2, 0.5, 0.0, 1.0), (3, 0.1, 0.1, 0.5))) == ()
 
@@ -576,9 +576,9 @@ def test_everything_is_said() -> None:
             "Loss scale",
             "3 steps skipped",
         ),
-        "Peak memory is the most that was in use during a step. On a GPU it is what torch had allocated there; on a "
-        "CPU it is the resident size of the process, sampled every 20 ms, so shorter peaks can be missed. Loading, "
-        "evaluation and saving are not in it.",
+        "Peak memory is the largest memory in use during a step. On a GPU this is the memory that torch had allocated; "
+        "on a CPU the resident size of the process, sampled every 20 ms, so that shorter peaks can be missed. "
+        "Loading, evaluation and saving are not included.",
         "made by isotype",
     ]
     assert [part for part in parts if part not in said] == []
@@ -655,7 +655,7 @@ def test_data_is_said_and_settings_break_between_words_only() -> None:
     said = Page(to_html(record)).text()
     for part in (
         "rows1,840, 96 held back", "effective batch16 rows a step", "epochs1.30", "1.30 epochs",
-        "tokens a row180 in the middle, 420 at 90 %, 997 at 99 %", "37 rows, 2.1 % of all tokens", "padding31 %",
+        "tokens a row180 in the median, 420 at 90 %, 997 at 99 %", "37 rows, 2.1 % of all tokens", "padding31 %",
     ):  # fmt: skip
         assert part in said
     assert "gradient_<wbr>accumulation_<wbr>steps" in to_html(record)
@@ -823,11 +823,11 @@ def test_headroom_in_words() -> None:
     )
     grown = in_words(sampled(growth=4.0))
     assert grown.endswith(
-        "That is little: batches differ by as much. bfloat16 or a float32 residual stream has more. "
+        "This headroom is small, since batches differ by as much. bfloat16 or a float32 residual stream has more headroom. "
         "The values grew by a factor of 2.69 over the run."
     )
     assert in_words(sampled("float32")) == (
-        f"{closest} The blocks' outputs are carried in float32, which holds far more."
+        f"{closest} The blocks return their outputs in float32, which holds far larger values."
     )
 
 

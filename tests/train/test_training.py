@@ -305,7 +305,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_update(
     assert (
         "error: the loss is not finite: stopped before the update\n  - step 2: loss nan, learning rate" in err
     )
-    assert "  - mul gives NaN, written by the code\n" in err
+    assert "  - mul gives NaN, which the code writes\n" in err
     assert "aten.mul.Tensor   forward   train/test_training.py:" in err
     assert f"  = {out / 'checkpoint-1'} was saved before and is complete" in err
     assert not (out / "checkpoint-2").exists()

@@ -1,4 +1,4 @@
-"""`isotype doctor` in words: if this machine and its libraries can fine-tune, in which dtype, and what prevents it."""
+"""The report of `isotype doctor`: dtypes of a device and their speed, libraries, what to change, and a verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
-from isotype.core.names import format_bytes
+from isotype.core.names import format_bytes, grouped
 from isotype.lora import kernels
 from isotype.lora.loss.head_choice import TIMES, card_of, times_file
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
@@ -24,11 +24,9 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.versions import Incompatibility, pip_command
 from isotype.report.text import fitting
 
-# ------------------------------------------------------------------------------------------------- what it means
-
 
 def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
-    """Return FLOP/s by dtype: measured if the device is present, else from its data sheet; unknown ones are omitted."""
+    """Return the known FLOP/s by compute dtype: measured if the device is present, else from its data sheet."""
     if not report.profile.present:
         return {dtype: rate for dtype, rate in report.profile.peak_flops.items() if dtype in COMPUTE_DTYPES}
     measured = {dtype: rate.flops_per_second for dtype, rate in report.rates.items()}
@@ -36,7 +34,7 @@ def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
 
 
 def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
-    """Return the cost of `dtype` relative to the fastest dtype of the device, as a clause."""
+    """Compare the speed of `dtype` with the fastest dtype of the device, as a clause."""
     rates = speeds(report)
     if dtype not in rates:
         rate = report.rates.get(dtype)
@@ -53,7 +51,7 @@ def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
 
 
 def auto_dtype(profile: DeviceProfile) -> str:
-    """Return the dtype of `--dtype auto` on a device, as a clause."""
+    """Describe the dtype that `--dtype auto` selects on a device, as a clause."""
     native = [dtype_name(dtype) for dtype in COMPUTE_DTYPES if dtype in profile.native]
     best = dtype_name(profile.best_dtype())
     if native == [best]:
@@ -63,7 +61,7 @@ def auto_dtype(profile: DeviceProfile) -> str:
 
 
 def contradiction(report: DoctorReport) -> str | None:
-    """Return a sentence if the best dtype by the profile is measured as far slower than another one."""
+    """Return a sentence if the dtype that the profile calls best is at least 3 times slower than another, else None."""
     best, rates = report.profile.best_dtype(), speeds(report)
     if not report.profile.present or best not in rates or _unsteady(report):
         return None
@@ -76,29 +74,25 @@ def contradiction(report: DoctorReport) -> str | None:
 
 
 def _unsteady(report: DoctorReport) -> str | None:
-    """Return a sentence if some calls of a dtype took much longer than others, so that nothing is compared."""
+    """Return a sentence if some calls of a dtype took much longer than others, else None; dtypes are then not compared."""
     rates = [rate for rate in report.rates.values() if rate.message is None and not rate.steady]
     if not rates:
         return None
     names = ", ".join(dtype_name(rate.dtype) for rate in rates)
-    return (
-        f"{names}: calls took unequally long, as on a busy machine; run isotype doctor again when it is idle"
-    )
+    return f"{names}: calls took unequally long, as on a busy machine; run isotype doctor again on an idle machine"
 
 
 def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[Incompatibility]]:
     """Group incompatibilities by the package that has to change."""
-    groups: dict[str, list[Incompatibility]] = {}
-    for incompatibility in incompatibilities:
-        groups.setdefault(Requirement(incompatibility.change).name, []).append(incompatibility)
-    return groups
+    return grouped(incompatibilities, lambda incompatibility: Requirement(incompatibility.change).name)
 
 
 def verdict(report: DoctorReport) -> str:
+    """Say in one line if LoRA and QLoRA can be trained on the device, or what has to change first."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
-    errors = by_change(each for each in report.incompatibilities if each.severity == "error")
+    errors = by_change(conflict for conflict in report.incompatibilities if conflict.severity == "error")
     if errors:
         return f"Not ready: change {', '.join(errors)} first"
     needed = [requirement for requirement in report.missing if not requirement.startswith("bitsandbytes")]
@@ -106,14 +100,17 @@ def verdict(report: DoctorReport) -> str:
         return f"Ready to check set-ups for {title}; training needs {', '.join(needed)}"
     status = report.bitsandbytes
     if not report.profile.present:
-        return f"{title} runs {dtype} natively; it is not in this machine, so nothing was tried on it"
+        return f"{title} runs {dtype} natively; this machine has no such device, so nothing was tried"
     if status.works:
         return f"Ready for {dtype} LoRA and QLoRA on {title}"
     return f"Ready for {dtype} LoRA on {title}, not for QLoRA: bitsandbytes: {status.message}"
 
 
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
-    """Return the GPU kernels between products in the best dtype: tried if the GPU is present, else expected."""
+    """Return (operation, kernel) of the operations between matmuls in the device's best dtype; empty for a CPU.
+
+    If the GPU is present the kernels have been tried, else they are expected.
+    """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:
         return []
@@ -128,12 +125,9 @@ def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
         rows.append((operation.replace("_", " "), f"{kernel.name}{why}"))
     if profile.present:
         times = TIMES.all(times_file(card_of(torch.device(profile.name))))
-        known = "; ".join(f"{each} ({shape})" for shape, each in times.items())
+        known = "; ".join(f"{head} ({shape})" for shape, head in times.items())
         rows.append(("language-model head", known or "isotype's or TRL's: measured when a training begins"))
     return rows
-
-
-# -------------------------------------------------------------------------------------------------------- render
 
 
 def _heading(text: str) -> Text:
@@ -173,7 +167,7 @@ def _dtype_table(report: DoctorReport) -> Table:
 
 
 def format_rate(rate: float) -> str:
-    """Format `95_000_000_000` FLOP/s as `"95.0 GFLOP/s"`; TFLOP/s from 1000 GFLOP/s on."""
+    """Format FLOP/s as `"95.0 GFLOP/s"`, or from 1000 GFLOP/s on as `"1.0 TFLOP/s"`."""
     return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
 
 
@@ -193,7 +187,7 @@ def _device_rows(report: DoctorReport) -> list[tuple[str, str]]:
 
 def _bitsandbytes_line(status: BitsandbytesStatus) -> Text:
     if status.works:
-        return Text(f"works through {status.backend} (an nf4 round trip was tried)")
+        return Text(f"works through {status.backend} (tried: a tensor quantized to nf4 and back)")
     if status.works is None:
         return Text(f"not tried: {status.message}", style="yellow")
     return Text(f"does not work: {status.message}", style="red")
@@ -202,7 +196,7 @@ def _bitsandbytes_line(status: BitsandbytesStatus) -> Text:
 def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
     rows: list[tuple[Text | str, Text | str]] = []
     for group in by_change(report.incompatibilities).values():
-        severity = "error" if any(each.severity == "error" for each in group) else "warning"
+        severity = "error" if any(conflict.severity == "error" for conflict in group) else "warning"
         label = Text(severity, style="bold red" if severity == "error" else "bold yellow")
         for incompatibility in group:
             rows.append((label, Text(incompatibility.fact)))
@@ -268,7 +262,7 @@ def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def doctor_json(report: DoctorReport) -> dict[str, Any]:
-    """Return the report as plain dicts, lists, strings and numbers; bytes, FLOP/s and seconds unrounded."""
+    """Return the report as plain dicts, lists, strings and numbers; bytes, FLOP/s and seconds are not rounded."""
     return {
         "ok": report.ok,
         "verdict": verdict(report),

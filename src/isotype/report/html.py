@@ -1,7 +1,7 @@
-"""Pages by Jinja2 templates, and their shared functions.
+"""HTML reports by Jinja2 templates: rendering, colours of dtypes, axes, bars and charts.
 
-Templates contain the markup, Python prepares texts and lists. Every text is escaped except those marked `safe`: files
-of the package and charts of `report.charts`.
+Templates contain the markup, and Python prepares texts and lists. Every text is escaped, except style sheets, scripts
+and charts of this package, which templates mark as `safe`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Swatch:
-    """Colour of one dtype as `#rrggbb`, on a light and on a dark page."""
+    """Colours of one dtype on a light and on a dark page, as `#rrggbb`."""
 
     light: str
     dark: str
@@ -44,20 +44,20 @@ PALETTE: dict[str, Swatch] = {
     "mxfp4": Swatch("#c81241", "#e86265"),
     "int8": Swatch("#631e16", "#b94136"),
 }
-"""Storage and compute dtypes of reports; the float8 formats share one colour."""
+"""Colours of storage and compute dtypes by name; all float8 formats share one."""
 
 OTHER = Swatch("#7d838c", "#7f8791")
-"""Colour of everything else: integer and boolean buffers, `none`, unknown names."""
+"""Colour of all other names: integer and boolean dtypes, `none`, unknown names."""
 
 
 def dtype_class(name: str) -> str:
-    """Return the CSS class of a dtype's colour: `"bfloat16"` -> `"dtype-bfloat16"`, unknown -> `"dtype-other"`."""
+    """Return the CSS class with a dtype's colour: `"dtype-bfloat16"`, or `"dtype-other"` for unknown names."""
     key = "float8" if name.startswith("float8") else name
     return f"dtype-{key}" if key in PALETTE else "dtype-other"
 
 
 def palette_css() -> str:
-    """Return CSS rules that set the property `--dtype` in each dtype's class, for both colour schemes."""
+    """Return CSS rules that set `--dtype` to the colour in the class of each dtype, for light and dark pages."""
     swatches = {**PALETTE, "other": OTHER}
     light = "".join(f".dtype-{name}{{--dtype:{swatch.light}}}" for name, swatch in swatches.items())
     dark = "".join(f".dtype-{name}{{--dtype:{swatch.dark}}}" for name, swatch in swatches.items())
@@ -65,18 +65,18 @@ def palette_css() -> str:
 
 
 def render(template: str, **content: object) -> str:
-    """Render a page of `report/templates`; a name that `content` lacks raises jinja2.UndefinedError."""
+    """Return the page of a template in `report/templates`; a variable that `content` lacks raises UndefinedError."""
     return _environment().get_template(template).render(content)
 
 
 def package_file(name: str) -> str:
-    """Return the text of a style sheet or script of this package, `"style.css"`."""
+    """Return the text of a file in `isotype/report`, such as `"style.css"`."""
     return resources.files("isotype.report").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def _environment() -> Environment:
-    # Only pages need it: a report in a terminal starts without.
+    # Reports in a terminal start faster without this import.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -94,59 +94,60 @@ def _environment() -> Environment:
 
 
 def _fit(value: Any) -> Any:
-    # Markup is a subclass of `str`; its text is already escaped.
+    # Markup, a subclass of `str`, is already escaped.
     return xml_text(value) if type(value) is str else value
 
 
 def _digest(text: str) -> str:
-    """Return the hash by which a content security policy allows a style sheet or script."""
+    """Return the hash by which a page's content security policy allows a style sheet or script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _joints(text: str) -> list[str]:
-    """Split text after the characters `_ / = , . : -`, where a line may break."""
+    """Split a text behind each of `_ / = , . : -`, where the page may break a line."""
     return re.split(r"(?<=[_/=,.:-])(?=[^\s\d])", text)
 
 
 def write_report(path: Path, text: str) -> Path:
-    """Write a report atomically, creating its folder; raise SaveError if it cannot be written."""
+    """Write a report atomically, create its folder if needed, and return the path.
+
+    Raises:
+        SaveError: the report cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
     except OSError as error:
-        what, fix = f"{path}: {error.strerror or error}", "free the path or give another one"
+        what, fix = f"{path}: {error.strerror or error}", "free this path or name another path"
         expected = "a path that can be written to, with room for the report"
         raise SaveError.of("the report could not be written", what, expected, fix) from error
 
 
-# Differences of larger numbers could overflow.
 PLOTTABLE = 1e150
+"""Largest magnitude in a chart: differences of larger numbers could overflow."""
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def xml_text(text: str) -> str:
-    """Replace characters that XML forbids by U+FFFD."""
+    """Return a text with U+FFFD in place of characters that XML forbids."""
     return _NOT_XML.sub("\ufffd", text)
 
 
 def escape(text: str) -> str:
-    """Escape text for HTML and XML, also in attributes; characters that XML forbids become U+FFFD."""
+    """Return a text escaped for HTML and XML, also in attributes; characters that XML forbids become U+FFFD."""
     return _escape(xml_text(text), quote=True)
 
 
-# --- axes -------------------------------------------------------------------------------------------------
-
-
 def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
-    """Return the multiples of 1, 2 or 5 times a power of ten in `[low, high]`.
+    """Return round values in `[low, high]` for the ticks of an axis: multiples of 1, 2 or 5 times a power of ten.
 
     Args:
-        low, high: ends of the axis; they differ by more than 1e-12 of the larger magnitude and more than 1e-300.
-        target: wanted number of intervals; the result has at most this many, and at least a fifth.
+        low, high: ends of the axis, which differ by more than 1e-300 and more than 1e-12 of the larger magnitude.
+        target: maximum number of intervals between ticks; at least a fifth of it is reached.
 
     Raises:
-        ValueError: the ends are not ordered, too close or beyond ten times `PLOTTABLE`.
+        ValueError: the ends are not ordered, are too close together or exceed ten times `PLOTTABLE`.
     """
     magnitude = max(abs(low), abs(high))
     if not (magnitude <= 10 * PLOTTABLE and high - low > max(1e-12 * magnitude, 1e-300)):
@@ -156,7 +157,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
     mantissa = next((m for m in (1, 2, 5) if m * 10.0**exponent >= raw), 10)
     step = mantissa * 10.0**exponent
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    # Dividing by an exact power of ten gives 0.3 where multiplying by 0.1 gives 0.30000000000000004.
+    # 3 / 10 is 0.3, but 3 * 0.1 is 0.30000000000000004.
     scale = 10.0 ** abs(exponent)
     return tuple(
         i * mantissa * scale if exponent >= 0 else i * mantissa / scale for i in range(first, last + 1)
@@ -164,11 +165,11 @@ def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Return labels with as many decimals as the ticks' distance needs; exponents below 0.001 and from 1e6."""
+    """Return the labels of ticks, with the decimals that their distance needs; below 0.001 and from 1e6 on as `1e6`."""
     if len(ticks) < 2:
         return tuple(_minus(f"{tick:,.10g}") for tick in ticks)
     largest = max(abs(tick) for tick in ticks)
-    # The step is recovered from rounded ticks, so its exponent is read from a rounded mantissa.
+    # Ticks are rounded, so their distance is rounded to four digits before its exponent is read.
     step = int(f"{(ticks[-1] - ticks[0]) / (len(ticks) - 1):.3e}".split("e")[1])
     if not 1e-3 <= largest < 1e6:
         digits = int(f"{largest:.3e}".split("e")[1]) - step
@@ -177,7 +178,7 @@ def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """Format a number with that many significant digits: `2.843`, `12,345`, `2e-4`, `NaN`, `∞`."""
+    """Format a number with `digits` significant digits: `2.843`, `12,345`, `2e-4`, `NaN`, `∞`."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -202,12 +203,9 @@ def _minus(text: str) -> str:
     return f"−{text[1:]}" if text.startswith("-") else text
 
 
-# --- drawing ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Part:
-    """A part of a whole: its name, its amount (not negative) and its CSS class."""
+    """A part of a bar: its name, its amount (not negative) and its CSS class."""
 
     label: str
     amount: float
@@ -215,7 +213,7 @@ class Part:
 
 
 def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str] = format_number) -> str:
-    """Return one horizontal bar of full width, divided in proportion to the parts; empty if they add up to 0."""
+    """Return a horizontal bar of full width as SVG, divided in proportion to the parts; empty if all amounts are 0."""
     total = sum(part.amount for part in parts)
     words = "; ".join(f"{part.label} {number(part.amount)}" for part in parts)
     rects, left = [], 0.0
@@ -231,13 +229,13 @@ def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str
 
 
 def percent(share: float) -> str:
-    """Format a place or length in a chart: `12.50%`."""
+    """Format a position or length in a chart as a CSS percentage: `12.50%`."""
     return f"{100 * share:.2f}%"
 
 
 @dataclass(frozen=True)
 class Area:
-    """A layer of a stack of areas: its name, its amount at each point (not negative) and its CSS class."""
+    """An area of `stacked_areas`: its name, its amount at each point (not negative) and its CSS class."""
 
     label: str
     amounts: tuple[float, ...]
@@ -246,7 +244,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Span:
-    """A range of points with a name under it; `start` is the position of its first point."""
+    """A named range of points below `stacked_areas`; `start` is the position of its first point."""
 
     label: str
     start: int
@@ -255,9 +253,13 @@ class Span:
 def stacked_areas(
     title: str, areas: Sequence[Area], spans: Sequence[Span], unit: str, limit: float | None = None
 ) -> str:
-    """Return areas stacked over points in order from the bottom up, with an axis of values in `unit`.
+    """Return a chart of areas stacked from the bottom up as SVG, with an axis of values.
 
-    `spans`: ranges of the points, in order; `limit`: amount to mark with a line.
+    Args:
+        areas: the areas from the bottom up, with equally many points.
+        spans: named ranges of the points, in order.
+        unit: unit of the amounts, written at the axis.
+        limit: amount that a line marks, or None.
     """
     count = len(areas[0].amounts)
     sums = [0.0] * count
@@ -290,7 +292,7 @@ def stacked_areas(
 
 
 def value_axis(high: float, target: int, unit: str = "") -> str:
-    """Return horizontal lines of a chart up to `high`, with their values at the left; `target` as for `nice_ticks`."""
+    """Return the horizontal lines of a chart from 0 to `high` as SVG, with values at the left; see `nice_ticks`."""
     ticks = nice_ticks(0.0, high, target)
     places = [percent(1 - tick / high) for tick in ticks]
     return "".join(
@@ -302,10 +304,10 @@ def value_axis(high: float, target: int, unit: str = "") -> str:
 
 def _span_label(span: Span, end: int, count: int, at: str) -> str:
     if end - span.start < count / 12:
-        return ""  # a short stretch has no room for its name
+        return ""  # a short range has no room for its name
     return f'<text class="tick" x="{at}" y="100%" dx="4" dy="1.4em">{escape(span.label)}</text>'
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Return each value as a step from its point to the next."""
+    """Return the corners of a staircase that keeps each value from its point to the next."""
     return [corner for i, value in enumerate(values) for corner in ((i, value), (i + 1, value))]

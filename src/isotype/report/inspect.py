@@ -1,4 +1,4 @@
-"""The content of a checkpoint and the plan of a load, for the terminal and as JSON."""
+"""Reports of `isotype inspect` (content of a checkpoint, plan of a load, fit of an adapter) and of `isotype merge`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES_SHOWN = 4
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
-    """Print the groups, the totals by dtype, and tensors whose storage differs from the others."""
+    """Print the groups of tensors, the totals by dtype, and the tensors whose dtype differs from the rest of the group."""
     head = f"{inspection.path}  ({inspection.format}, {inspection.kind})"
     console.print(Text(head, style="bold"), soft_wrap=True)
     console.print(fitting(_group_table(inspection), console))
@@ -54,7 +54,7 @@ _STYLES = {
 
 
 def render_fit(fit: Fit, console: Console) -> None:
-    """Print what a program does with an adapter: each kind of module, the reasons with fixes, the verdict."""
+    """Print what a program does with an adapter: its effect on each kind of module, reasons and fixes, the verdict."""
     console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
     table = _table("module", "tensors", f"in {fit.consumer}")
     for use in fit.uses:
@@ -72,7 +72,7 @@ def render_fit(fit: Fit, console: Console) -> None:
 
 
 def _table(first: str, *columns: str) -> Table:
-    """Return an empty table of what the first column names, with numbers at the right of their columns."""
+    """Return an empty table with these columns; columns of numbers are aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column(first, overflow="fold")
     for name in columns:
@@ -83,12 +83,12 @@ def _table(first: str, *columns: str) -> Table:
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """Return one line per group with tensors in another dtype, and per note."""
+    """Return a line for each group that has tensors of another dtype, and for each note."""
     lines = [
-        f"mismatched: {listed([mismatched.name for mismatched in some], _NAMES_SHOWN)} {'is' if len(some) == 1 else 'are'} {dtype}, "
+        f"mismatched: {listed([tensor.name for tensor in tensors], _NAMES_SHOWN)} {'is' if len(tensors) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
         for group in inspection.groups
-        for dtype, some in grouped(group.mismatched, lambda each: each.dtype).items()
+        for dtype, tensors in grouped(group.mismatched, lambda tensor: tensor.dtype).items()
     ]
     for group in inspection.groups:
         if group.unlike is not None:
@@ -97,7 +97,7 @@ def mismatch_lines(inspection: Inspection) -> list[str]:
 
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:
-    """Return the inspection as plain dicts, lists, strings and numbers; bytes unrounded."""
+    """Return the inspection as plain dicts, lists, strings and numbers; bytes are not rounded."""
     return {
         **asdict(inspection),
         "bytes": inspection.bytes,
@@ -143,7 +143,7 @@ def _total_table(inspection: Inspection) -> Table:
 
 
 def shapes_of(group: Group | PlanGroup) -> str:
-    """Return the first shape of a group of tensors, and the number of others."""
+    """Return the first shape in a group of tensors, and the number of other shapes."""
     first = " × ".join(map(str, group.shapes[0])) or "scalar"
     others = len(group.shapes) - 1
     return f"{first} (+{plural(others, 'other')})" if others else first
@@ -155,12 +155,11 @@ def _share(part: int, whole: int) -> str:
 
 
 _REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantized")
-_DEQUANTIZED = (MXFP4,)  # stored in fewer bits than anything is computed in
 _ROLES = ("storage", "compute", "pinned")
 
 
 def render_plan(inspection: PlanInspection, console: Console) -> None:
-    """Print the result of loading each group of tensors, its reason, and what is not read from a file."""
+    """Print how each group of tensors would be loaded, the reasons of the policy, and tensors that are in no file."""
     console.print(Text(f"{inspection.path}  ({inspection.model})", style="bold"), soft_wrap=True)
     console.print(fitting(_plan_table(inspection), console))
     console.print()
@@ -176,7 +175,7 @@ def render_plan(inspection: PlanInspection, console: Console) -> None:
 
 
 def plan_lines(inspection: PlanInspection) -> list[str]:
-    """Return one line per tied, initialised, surplus or computed tensor, and per warning of the policy."""
+    """Return lines on tied, initialised, surplus and computed tensors, other formats, and warnings of the policy."""
     plan = inspection.plan
     lines = [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
     for reason, names in grouped(plan.match.initialised, plan.match.initialised.__getitem__).items():
@@ -187,14 +186,14 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
         lines.append(f"surplus: {listed(surplus)} ({count}): not in the model")
     computed = list(dict.fromkeys(starred(name) for name in plan.match.buffers))
     if computed:
-        lines.append(f"computed: {listed(computed)}: in no file, the model computes them")
+        lines.append(f"computed: {listed(computed)}: not in the files, the model computes these buffers")
     lines += [f"stored otherwise: {line}" for line in inspection.policy.layer_lines()]
     lines += storage_lines(inspection)
     return [*lines, *(f"warning: {warning}" for warning in inspection.policy.warnings)]
 
 
 def storage_lines(inspection: PlanInspection) -> list[str]:
-    """Describe tensors that stay unquantized, and those stored in fewer bits than they are loaded in."""
+    """Return lines on 3-D weights that are not quantized, and on mxfp4 weights that are dequantized."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
     wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in ASKED]
@@ -204,21 +203,19 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
             f"not quantized: {plural(len(wide), stacked(tensor.name for tensor in wide))} {kept}: "
             f"{why_kept(((tensor.name, tensor.shape) for tensor in wide), policy.storage)}"
         )
-    for stored in _DEQUANTIZED:
-        some = [tensor for tensor in tensors if tensor.stored == stored and tensor.storage != stored]
-        floats = [tensor for tensor in some if hasattr(torch, tensor.storage)]
+    floats = [tensor for tensor in tensors if tensor.stored == MXFP4 and hasattr(torch, tensor.storage)]
+    if floats:
+        read = format_bytes(sum(tensor.bytes for tensor in floats))
         loaded = sum(math.prod(tensor.shape) * getattr(torch, tensor.storage).itemsize for tensor in floats)
-        if floats:
-            read = format_bytes(sum(tensor.bytes for tensor in floats))
-            lines.append(
-                f"dequantized: {plural(len(floats), 'tensor')} of {stored}, {read} in the files, {format_bytes(loaded)} "
-                f"loaded in {listed(sorted({tensor.storage for tensor in floats}))} (--quantization {stored} keeps it so)"
-            )
+        lines.append(
+            f"dequantized: {plural(len(floats), 'tensor')} of {MXFP4}, {read} in the files, {format_bytes(loaded)} "
+            f"loaded in {listed(sorted({tensor.storage for tensor in floats}))} (--quantization {MXFP4} keeps {MXFP4})"
+        )
     return lines
 
 
 def plan_json(inspection: PlanInspection) -> dict[str, Any]:
-    """Return the plan as plain values: groups, and every tensor with its place in the files."""
+    """Return the plan of a load as plain values: groups, and every tensor with its places in the files."""
     plan = inspection.plan
     return {
         "path": inspection.path,
@@ -278,7 +275,10 @@ def _how(group: PlanGroup) -> str:
 
 
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
-    """Print the merge, its rounding error, the model's path and uses; `export`: the command for llama.cpp."""
+    """Print a merge: its rounding error, the path of the model and the commands to run next.
+
+    `export` has the tokens of the command that writes a GGUF file for llama.cpp, without a format.
+    """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -294,10 +294,12 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
         show_commands(console, chat_commands(report.model or report.output, pictures=pictures))
     if report.exportable and export:
         form = shlex.split("" if report.cheapest is None else report.cheapest.arguments)
-        # A dtype: 8 bits were tried, and keep too little.
+        # If the smallest format is a float dtype, 8 bits were tried and keep too little.
         wide = form[1].replace("float", "f") if form[:1] == ["--dtype"] else "q8_0"
         chosen = form if "--gguf" in form else ("--gguf", wide)
-        show_commands(console, {"write it for llama.cpp, and programs built on it": (*export, *chosen)})
+        show_commands(
+            console, {"write a GGUF file for llama.cpp and programs built on it": (*export, *chosen)}
+        )
 
 
 def _weight_share(error: float) -> str:
@@ -319,11 +321,11 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
         rows.append(("lost to rounding", f"{lost}, {most} in {report.worst.name}"))
     if report.weights and report.vanished is not None:
         what = f"have the base's {'codes' if report.coded else 'values'} ({report.vanished_share:.2%})"
-        rows.append(("as before", f"{report.vanished:,} of these entries {what}"))
+        rows.append(("unchanged", f"{report.vanished:,} of these entries {what} after rounding"))
     if report.logits is not None:
         rows += _kept(report.logits)
     if report.cheapest is not None:
-        rows.append(("smallest", f"of what keeps {share(ENOUGH)}: {report.cheapest}"))
+        rows.append(("smallest", f"format that keeps {share(ENOUGH)}: {report.cheapest}"))
     return [*rows, ("output", f"{report.output} ({format_bytes(report.bytes)})")]
 
 
@@ -333,8 +335,8 @@ def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
     if logits.kept is not None:
         formula = "1 - KL(trained || merged) / KL(trained || base)"
         yield "kept", f"{share(logits.kept)} of what was learned: {formula}, on {texts}"
-    apart = f"differ by at most {logits.max_abs:.3g}, KL {logits.mean_kl:.3g} nats, from the trained model's in float32"
-    yield "logits", f"{apart}; those of the base KL {logits.base_kl:.3g}"
+    apart = f"by at most {logits.max_abs:.3g}, KL {logits.mean_kl:.3g} nats; the base's differ by KL {logits.base_kl:.3g}"
+    yield "logits", f"differ from the trained model's in float32 {apart}"
     if logits.losses is not None:
         base, trained, merged = logits.losses
         fall = "" if logits.fall is None else f" ({share(logits.fall)} of the fall)"

@@ -1,4 +1,4 @@
-"""The first NaN or infinity of a step in words: its place, its operator, the cause and the fix."""
+"""Description of the first NaN or infinity of a step: its operator, module and source line, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
 
 
 def problem_of(event: NonFinite) -> Problem:
-    """Return the problem: the operator with its operands, the expectation and the fix."""
+    """Return the problem of the first NaN or infinity: the operator with its operands, the expected values and the fix."""
     lines = [_headline(event), f"      --> {_place(event)}"]
     shown = (*event.operands, event.result)
     width = max(len(value.role) for value in shown)
@@ -28,20 +28,20 @@ def problem_of(event: NonFinite) -> Problem:
 def _headline(event: NonFinite) -> str:
     if event.culprit is not None and event.cause != "constant":
         culprit = event.culprit
-        what = {"weight": "the weight", "input": "the input"}.get(event.cause, "a tensor")
+        kind = {"weight": "the weight", "input": "the input"}.get(event.cause, "a tensor")
         name = f" {culprit.name}" if culprit.name else ", which no operator of the step computed,"
-        return f"{what}{name} holds {_counts(culprit)}"
+        return f"{kind}{name} holds {_counts(culprit)}"
     value = "infinity" if not event.result.nan else "NaN"
-    of = {
+    reason = {
         "range": f": {number(event.exact or 0.0)} is beyond {dtype_name(event.result.dtype)}",
-        "inside": f", though the result itself, {number(event.exact or 0.0)}, fits",
+        "inside": f", though the exact result, {number(event.exact or 0.0)}, fits",
         "row": " for a row in which everything is masked",
         "labels": " as the mean over no labels",
         "empty": " of an empty tensor",
         "domain": f": {_arithmetic(event)}",
-        "constant": ", written by the code",
+        "constant": ", which the code writes",
     }.get(event.cause, " of finite operands")
-    return f"{_name(event)} gives {value}{of}"
+    return f"{_name(event)} gives {value}{reason}"
 
 
 def _place(event: NonFinite) -> str:
@@ -84,46 +84,45 @@ def _expected(event: NonFinite) -> str:
     return {
         "row": "at least one entry that is not -inf",
         "labels": "at least one label that is not ignored",
-        "constant": "-inf only where a softmax or a `where` takes it away again",
+        "constant": "-inf only where a softmax or torch.where removes it",
     }.get(event.cause, "finite numbers")
 
 
 def _fix(event: NonFinite) -> str:
-    fixes = {
-        "weight": "resume an earlier checkpoint with a lower learning rate; in the first step, the loaded checkpoint is "
-        "damaged itself",
-        "input": f"look at {_rows(event)} and at what makes it",
-        "outside": "look at the code that makes it: a kernel or a tensor from outside of the step",
-        "inside": "compute this operator in float32: cast its operands up, its result down",
-        "row": f"look at {_rows(event)}: omit fully masked rows, or fill their masks with "
-        "torch.finfo(dtype).min in place of -inf",
-        "labels": "omit rows whose labels are all -100: all of them were cut off or masked",
-        "empty": "omit empty batches",
-        "domain": f"keep the operand away from it (clamp it, or add a small number); look at {_rows(event)}",
-        "constant": "mask what is summed up after it, or write a large finite number",
-        "unknown": f"look at {_rows(event)}",
-    }
-    if event.cause == "domain" and event.entries == (0.0, 0.0):
-        return f"look at {_rows(event)}: a mean over no labels (all are -100) is 0 / 0"
-    wide = event.result.dtype.itemsize > 2
+    rows, wide = _rows(event), event.result.dtype.itemsize > 2
     if event.cause == "range" or (event.cause == "inside" and wide):
         return _fix_of_range(event)
-    return fixes[event.cause]
+    if event.cause == "domain" and event.entries == (0.0, 0.0):
+        return f"look at {rows}: a mean over no labels (all are -100) is 0 / 0"
+    return {
+        "weight": "resume an earlier checkpoint with a lower learning rate; if this is the first step, the loaded "
+        "checkpoint itself is damaged",
+        "input": f"look at {rows} and at the code that computes the input",
+        "outside": "look at the code that computes this tensor: a kernel, or code outside of the step",
+        "inside": "compute this operator in float32: cast the operands to float32 and the result back",
+        "row": f"look at {rows}: omit fully masked rows, or fill their masks with torch.finfo(dtype).min in place of -inf",
+        "labels": "omit rows whose labels are all -100, because all labels were cut off or masked",
+        "empty": "omit empty batches",
+        "domain": f"clamp the operand or add a small number, so that the operator is defined; look at {rows}",
+        "constant": "mask the values that are summed up later, or write a large finite number in place of the infinity",
+        "unknown": f"look at {rows}",
+    }[event.cause]
 
 
 def _fix_of_range(event: NonFinite) -> str:
     dtype, exact = event.result.dtype, event.exact or 0.0
     if dtype != torch.float16:
-        return f"values have diverged: a lower learning rate, warm-up, or gradients clipped; look at {_rows(event)}"
+        return f"the values have diverged: lower the learning rate, warm it up or clip the gradients; look at {_rows(event)}"
     if event.scale is not None and exact / event.scale <= torch.finfo(dtype).max / 2:
         scale = 2.0 ** math.floor(math.log2(event.scale * torch.finfo(dtype).max / exact))
-        return f"a loss scale of {number(scale)} or less (GradScaler lowers it by itself while it can)"
+        return f"use a loss scale of {number(scale)} or less (GradScaler lowers its scale after an overflow)"
     if event.phase == "unscale":
-        return "keep gradients in float32: float32 masters of the trained weights"
-    return "bfloat16, where the device runs it, or a float32 residual stream with float16 matmuls"
+        return "keep the gradients in float32, by float32 masters of the trained weights"
+    return "use bfloat16 if the device runs it, or a float32 residual stream with float16 matmuls"
 
 
 def _rows(event: NonFinite) -> str:
+    """Name the rows of the batch that the value comes from."""
     if not event.rows or event.batch == 1:
         return "the batch"
     if len(event.rows) == event.batch:

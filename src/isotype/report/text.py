@@ -1,4 +1,4 @@
-"""Formats of amounts and places, the same in every report."""
+"""Formats of amounts and source lines, and text wrapped for a console, the same in every report."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def short_source(source: str) -> str:
 
 
 NARROW = 60
-"""Below this many columns, a table's cells are printed one under another."""
+"""On a console of fewer columns the cells of a table's row are printed one under another."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""Text before a line's first word: its indent, a bullet, a label of one or two words."""
+"""The part of a line under which its other lines are indented: spaces, a bullet, a label of one or two words."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
-    """Return the table; on a console narrower than `NARROW`, each row's cells under its first, with the headers."""
+    """Return the table, indented; on a console narrower than `NARROW`, each row as lines of (header, cell)."""
     if console.width >= NARROW:
         return Padding(table, (0, 0, 0, indent))
     heads = [Text(str(column.header), style="dim") for column in table.columns]
@@ -91,15 +91,15 @@ def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
 
 
 def width_of(console: Console) -> int | None:
-    """Return the columns of a line; None for a log file or a pipe."""
+    """Return the maximum columns of a line, or None for a log file or a pipe."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Wrap each line longer than the console at words, under the line's first word.
+    """Wrap each line that is longer than the console at spaces, and indent the rest to the line's first word.
 
-    A log file gets the lines unchanged. Words are not cut: paths stay whole. A command (indented by four) stays
-    pasteable.
+    Paths and other long words are not cut, and a command (indented by four spaces) can be pasted. For a log file the
+    text is returned unchanged.
     """
     width = width_of(console)
     if width is None:
@@ -108,24 +108,24 @@ def wrapped(text: str, console: Console) -> str:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text, `wrapped` to the console."""
+    """Print a text wrapped to the console."""
     console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
-    """Print commands to type next: a description, and the tokens below on lines that can be pasted."""
-    for words, tokens in commands.items():
-        say(console, f"\n{words}:\n{printed_command(tokens, indent=4)}")
+    """Print the commands to run next: for each a description, and its tokens on lines that can be pasted."""
+    for description, tokens in commands.items():
+        say(console, f"\n{description}:\n{printed_command(tokens, indent=4)}")
 
 
 def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
-    """Return the command that talks to a model, for `show_commands`; `pictures`: with one of them."""
-    words = "try it, with a picture's path for FILE" if pictures else "try it"
-    return {words: chat_command(model, pictures=pictures)}
+    """Return the tokens of the command that chats with a model, by a description, for `show_commands`."""
+    description = "try it, with a picture's path for FILE" if pictures else "try it"
+    return {description: chat_command(model, pictures=pictures)}
 
 
 def chat_command(model: Path, *, pictures: bool) -> tuple[str, ...]:
-    """Return the tokens of the command that talks to a model; `pictures`: with a place for the path of one."""
+    """Return the tokens of the command that chats with a model; with `pictures` it ends in `--image FILE`."""
     return ("isotype", "chat", str(model), *(("--image", "FILE") if pictures else ()))
 
 
@@ -137,15 +137,16 @@ def _wrapped(line: str, width: int) -> list[str]:
     match = _LABEL.match(line)
     label = match.group() if match else ""
     indent, lines = len(label), []
-    if indent > width // 2:  # the label is a line of its own
+    if indent > width // 2:  # a long label gets its own line
         indent, lines = len(label) - len(label.lstrip()) + 4, [label.rstrip()]
     rest = line[len(label) :]
-    words = textwrap.wrap(rest, width - indent, break_long_words=False, break_on_hyphens=False) or [""]
+    parts = textwrap.wrap(rest, width - indent, break_long_words=False, break_on_hyphens=False) or [""]
     first = label if not lines else " " * indent
-    return [*lines, first + words[0], *(" " * indent + part for part in words[1:])]
+    return [*lines, first + parts[0], *(" " * indent + part for part in parts[1:])]
 
 
 def _at_dots(name: str, width: int) -> str:
+    """Break a module's name behind dots into lines of at most `width` columns."""
     if len(name) <= width or " " in name:
         return name
     lines = [""]

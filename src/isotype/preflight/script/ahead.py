@@ -24,7 +24,6 @@ from isotype.core.optimizers import learning_rate_of
 from isotype.preflight.run import run
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.report.check.report import Report
-from isotype.report.check.text import repairable
 from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import enumerate_inputs
 from isotype.trace.live.recorder import device_of
@@ -100,7 +99,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def tried(report: Report) -> bool:
     """Return whether the fixes were tried: a tried fix has an outcome."""
-    fixes = [fix for finding in report.findings for fix in finding.fixes if repairable(fix)]
+    fixes = [fix for finding in report.findings for fix in finding.fixes if fix.scope != "advice"]
     return not fixes or any(fix.outcome for fix in fixes)
 
 

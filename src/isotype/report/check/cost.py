@@ -1,4 +1,4 @@
-"""Device and cost of a step in words: set-up, memory, FLOPs, least time."""
+"""Descriptions of a step's devices, set-up, memory, FLOPs and least time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from isotype.report.text import format_duration, format_flops, format_share
 
 
 def device_words(setup: Setup) -> str:
-    """Return the devices of the step: `"NVIDIA T4"`, `"8 × NVIDIA T4"`."""
+    """Name the devices of the step: `"NVIDIA T4"`, `"8 × NVIDIA T4"`."""
     return f"{setup.devices} × {setup.profile.title}" if setup.devices > 1 else setup.profile.title
 
 
 def sharding_words(setup: Setup) -> str:
-    """Return how several devices train together: `"FSDP2 over 8 devices"`; "" if nothing is sharded."""
+    """Describe how several devices train together: `"FSDP2 over 8 devices"`; "" for one device without FSDP."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
     if not setup.fsdp:
@@ -26,7 +26,7 @@ def sharding_words(setup: Setup) -> str:
 
 
 def setup_words(setup: Setup, whole: bool = True) -> str:
-    """Describe the set-up; not `whole`: in one line, with the first input only and without adapted layers."""
+    """Describe the set-up of the step; without `whole` in one line, with only the first input and no adapted layers."""
     if not whole:
         name, shape = next(iter(setup.batch.items()), ("", ()))
         batch = f"{name} {list(shape)}" if name else ""
@@ -52,21 +52,21 @@ def setup_words(setup: Setup, whole: bool = True) -> str:
 
 
 def step_words(report: Record) -> str:
-    """Return a step's memory, if it fits, and its least time at the device's rates; "" if neither is known."""
+    """Describe the memory of a step that fits, and its least time at the device's rates; "" if both are unknown."""
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:
-        room = "" if limit.size is None else f" of the {format_bytes(limit.size)} it may use"
-        words.append(f"peak {format_bytes(memory.peak)}{room}{_each(setup)}")
+        room = "" if limit.size is None else f" of {format_bytes(limit.size)} that a step may use"
+        words.append(f"peak {format_bytes(memory.peak)}{room}{_on_each(setup)}")
     if time is not None:
         rate = time.tokens_per_second
-        tokens = "" if rate is None else f", at most {_figure(rate)} tokens/s{_each(setup)}"
+        tokens = "" if rate is None else f", at most {_figure(rate)} tokens/s{_on_each(setup)}"
         words.append(f"at least {format_duration(time.seconds)} a step{tokens}")
     return "; ".join(words)
 
 
 def parts_words(report: Record) -> str:
-    """Return the parts of the peak, and its phase."""
+    """Describe the phase of the peak and the kinds of memory in it."""
     memory = report.memory
     if memory.peak_phase is None:
         return "not measured"
@@ -76,18 +76,18 @@ def parts_words(report: Record) -> str:
 
 
 def memory_words(report: Record) -> str:
-    """Return the peak, the memory limit, the peak's phase and its parts."""
+    """Describe the peak, the memory limit, the phase of the peak and the kinds of memory in it."""
     memory, limit = report.memory, report.trace.setup.limit
     if memory.peak_phase is None:
         return "not measured"
     within = "" if limit.size is None else f", {'within' if report.fits else 'more than'} {limit}"
     devices = report.trace.setup.devices
-    each = f" on each of {devices} devices" if devices > 1 else ""
-    return f"peak {format_bytes(memory.peak)} of any step{each}{within}, {parts_words(report)}"
+    on_each = f" on each of {devices} devices" if devices > 1 else ""
+    return f"peak {format_bytes(memory.peak)} of any step{on_each}{within}, {parts_words(report)}"
 
 
 def flops_words(report: Record) -> str:
-    """Return the FLOPs of a step and their shares by dtype, the largest first."""
+    """Describe the FLOPs of a step and their shares by dtype, the largest first."""
     total = sum(report.flops.values())
     if not total:
         return "no matmul was traced"
@@ -101,14 +101,14 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """Return the least time of the step by the device's data sheet, and its bound; "" without rates."""
+    """Describe the least time of the step by the device's data sheet, and what bounds it; "" without published rates."""
     time = report.time
     if time is None:
         return ""
     title = device_words(report.trace.setup)
     apart = "; without communication" if report.trace.setup.devices > 1 else ""
     rate = time.tokens_per_second
-    tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_each(report.trace.setup)})"
+    tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_on_each(report.trace.setup)})"
     return (
         f"at least {format_duration(time.seconds)} a step on {title}{tokens}: matmuls alone, at the data sheet's rates, which no "
         f"card reaches; {format_duration(time.traced_seconds)} if all traced operators run one after another, bound by "
@@ -117,17 +117,15 @@ def seconds_words(report: Record) -> str:
 
 
 def roofline_words(report: Record) -> str:
-    """Return the parts of the step's least time; "" without the device's rates."""
+    """Describe the parts of the step's least time; "" without published rates."""
     time = report.time
     if time is None:
         return ""
     products = []
-    for dtype, each in sorted(time.products.items(), key=lambda entry: -entry[1].seconds):
-        other, rate = (
-            each.emulated_in,
-            f"{format_flops(each.flops)} at {format_flops(each.flops_per_second)}/s",
-        )
+    for dtype, product in sorted(time.products.items(), key=lambda entry: -entry[1].seconds):
+        other = product.emulated_in
         emulated = "" if other is None else f", the rate of {dtype_name(other)}, which emulates it"
+        rate = f"{format_flops(product.flops)} at {format_flops(product.flops_per_second)}/s"
         products.append(f"{dtype_name(dtype)} {rate}{emulated}")
     return (
         f"products {format_duration(time.products_seconds)} ({', '.join(products)}); memory traffic {format_duration(time.traffic_seconds)} "
@@ -137,11 +135,11 @@ def roofline_words(report: Record) -> str:
 
 
 def time_rows(report: Record) -> tuple[tuple[str, str], ...]:
-    """Return (label, sentence) of the least time and of its parts."""
+    """Return (label, description) of the step's least time and of its parts."""
     return ("time", seconds_words(report)), ("roofline", roofline_words(report))
 
 
-def _each(setup: Setup) -> str:
+def _on_each(setup: Setup) -> str:
     return " on each" if setup.devices > 1 else ""
 
 

@@ -104,9 +104,6 @@ def to_html(report: Record) -> str:
     )
 
 
-# --- head -------------------------------------------------------------------------------------------------
-
-
 def _about(report: Record) -> str:
     setup = report.trace.setup
     batch = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in setup.batch.items())
@@ -149,21 +146,18 @@ def _part(row: Row, findings: Sequence[Finding]) -> Content:
     }
 
 
-# --- memory and work --------------------------------------------------------------------------------------
-
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def _memory(report: Record) -> Content | None:
-    """Return a bar per phase on one scale, the axis, the kinds at the peak, and memory over the step."""
+    """Return the template's data: a bar for each phase, their axis, the kinds at the peak, and memory over the step."""
     memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
-    # A capacity far above the peak would squeeze the bars; it is then said in words.
+    # A line for a capacity far above the peak would squeeze the bars; that capacity is only written.
     shown = capacity if capacity is not None and capacity <= 2.5 * memory.peak else None
     scale = 1.04 * max(memory.peak, shown or 0)
     peak = memory.phases[memory.peak_phase] if memory.peak_phase else {}
-    # The axis is in the unit that suits its end.
     size, unit = next((size, unit) for size, unit in _UNITS if scale >= size)
     ticks = nice_ticks(0.0, scale / size, 5)
     return {
@@ -191,7 +185,7 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
 def _memory_row(
     phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None, peak: bool
 ) -> Content:
-    """Return the bar of one phase, divided by kind."""
+    """Return the template's data of one phase's bar, divided by kind."""
     total, left, parts = sum(kinds.values()), 0, []
     for kind in MEMORY_KINDS:
         amount = kinds.get(kind, 0)
@@ -212,7 +206,7 @@ def _memory_row(
 
 
 def _timeline(memory: Memory, capacity: int | None) -> str:
-    """Return a chart of memory by kind over the step; empty if no moments were recorded."""
+    """Return a chart of memory by kind over the step as SVG; "" if no course of the memory was recorded."""
     points = memory.timeline
     if len(points) < 2:
         return ""
@@ -242,7 +236,6 @@ def _work(report: Record) -> Content | None:
                 "dtype": dtype_name(dtype),
                 "share": format_share(amount / total),
                 "flops": format_flops(amount),
-                # A lower bound, to compare dtypes.
                 "at_best": f"{_duration(amount / rates[dtype])} at best" if dtype in rates else "",
                 "support": profile.supports(dtype),
                 "reason": profile.reason(dtype),
@@ -254,9 +247,6 @@ def _work(report: Record) -> Content | None:
 
 def _duration(seconds: float) -> str:
     return format_duration(seconds) if seconds >= 1 else f"{format_number(1000 * seconds, 3)} ms"
-
-
-# --- findings ---------------------------------------------------------------------------------------------
 
 
 def _finding(number: int, finding: Finding, report: Record) -> Content:
@@ -288,7 +278,7 @@ def _maker(operand: Operand) -> str:
 
 
 def _places(finding: Finding, report: Record) -> Content | None:
-    """Return the number of places of a finding in the real model, and their names; None for a single one."""
+    """Return the number and the names of a finding's places in the real model; None for a single place."""
     folded = fold_places(finding.places, layer_counts(report.trace))
     total = sum(count for _, _, count in folded)
     if total < 2:
@@ -318,9 +308,6 @@ def _fix(fix: Fix) -> Content:
     }
 
 
-# --- set-up -----------------------------------------------------------------------------------------------
-
-
 def _setup(report: Record) -> list[tuple[str, str]]:
     setup, profile = report.trace.setup, report.trace.setup.profile
     rate = "" if setup.learning_rate is None else f", learning rate {setup.learning_rate:g}"
@@ -346,11 +333,11 @@ def _setup(report: Record) -> list[tuple[str, str]]:
 
 
 SIDE = 14
-"""Pixels between squares."""
+"""Pixels between squares of the picture of reach."""
 
 
-def reach_picture(reach: Reach | None) -> dict[str, object] | None:
-    """Return the template's data; None without a measurement."""
+def reach_picture(reach: Reach | None) -> Content | None:
+    """Return the template's data of the picture: which tokens reach which predictions; None if it was not measured."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None
@@ -375,6 +362,6 @@ def reach_picture(reach: Reach | None) -> dict[str, object] | None:
         "width": len(matrix.sequences) * SIDE,
         "height": len(matrix.reached) * SIDE,
         "about": f"row {matrix.row} of the batch: {len(matrix.sequences)} tokens from left to right, a line for each prediction",
-        "words": f"{len(squares)} squares, {wrong} of them where a token reaches a prediction that must not see it",
+        "words": f"{len(squares)} squares; in {wrong} of them a token reaches a prediction that it must not reach",
         "wrong": wrong,
     }

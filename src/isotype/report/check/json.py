@@ -1,4 +1,4 @@
-"""A check as JSON; `python -m tools.schemas` writes its `schema.json` from the records."""
+"""The report of a check as JSON and as SARIF. `python -m tools.schemas` writes `schema.json` from the records."""
 
 from __future__ import annotations
 
@@ -26,46 +26,47 @@ from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes
 from isotype.rules import Rule, all_rules
 
 SCHEMA_VERSION = 1
-"""Version of the JSON form; raised if a reader of the previous version would misread it."""
+"""Version of the JSON form. It is raised if a reader of the previous version would misread the new one."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A training step, traced on fake tensors and judged, as `isotype check --json` and `Report.to_json()` write it;
-    numbers are not rounded.
+    """A training step, traced on fake tensors and judged, as `isotype check --json` and `Report.to_json()` write it.
+
+    Numbers are not rounded.
 
     Attributes:
-        isotype: version of isotype that wrote it.
-        model: name of the model; empty if it has none.
-        ok: true without error findings; see `complete`.
+        isotype: version of isotype that wrote the report.
+        model: name of the model; empty if the model has no name.
+        ok: true if there is no error finding; see `complete`.
         complete: true if the step was traced to its end.
-        fits: true if the peak is at most what a step may take of the device's memory; null if either is unknown.
+        fits: true if the peak is at most the device memory that a step may take; null if one of these is unknown.
         status: the worst known result.
         ranges: source of the value ranges of a step with float16: measured, published for the model's family, or
             unknown; null without float16.
         headroom: 65504 over the largest measured value that the forward computes in float16; null if not measured.
-        measured_at: date and time of the measurement, ISO 8601 in UTC; null without one.
+        measured_at: date and time at which the values were measured, ISO 8601 in UTC; null if they were not.
         verdict: the status in a sentence.
         seconds: wall-clock time of the check, in seconds.
-        setup: how the step is run.
-        findings: errors first, then by code.
-        resolved_by: number of errors and warnings by what resolves them, each with its first fix tried alone:
-            `isotype.repair`, `isotype.repair(unsafe=True)`, fixes not tried in a second trace, a change of a setting
-            or of code, or no known fix.
+        setup: settings of the step.
+        findings: findings of the rules, errors first, then sorted by code.
+        resolved_by: number of errors and warnings by who can apply their first fix: `isotype.repair` without and with
+            `unsafe=True` (`repair`, `unsafe`) or the user (`caller`); `untried` if the fix was not verified, `left` if
+            no fix is known.
         peak_bytes: bytes at the peak of any step and evaluation; 0 if not measured.
         peak_phase: phase of the overall peak; null if not measured.
         capacity_bytes: bytes of the device's memory; null if unknown.
-        room_bytes: bytes of it that a step may take; null if unknown.
-        room: how the room was determined, in words.
-        phases: bytes of tensors alive at the peak of each phase, by kind.
+        room_bytes: bytes of the device's memory that a step may take; null if unknown.
+        room: description of `room_bytes`: its size, and how it was determined.
+        phases: bytes of the tensors alive at the peak of each phase, by kind.
         flops: FLOPs of the matmul-like operators of one step, by compute dtype.
-        time: null if the device has no published rates or the step was not traced to its end.
-        operators: operators in a step of the real model.
-        assumed: operators with a broken contract taken from their family's rule, not measured on the device.
+        time: least time of the step; null if the device has no published rates or the step was not traced to its end.
+        operators: number of operators in a step of the real model.
+        assumed: operators with refused operands by the rule of the operator's family, not measured on the device.
         contracts: the measured table of operands that the device accepts, or its substitute.
         doubts: reasons why that table may be wrong for the device.
-        not_traced: parts that the trace does not contain.
-        failure: null if the step was traced to its end.
+        not_traced: descriptions of what the trace does not contain.
+        failure: the error that ended the trace; null if the step was traced to its end.
     """
 
     isotype: str
@@ -118,7 +119,7 @@ NAMES: Names = {
 
 
 def to_json(report: Record) -> str:
-    """Return strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are unrounded numbers."""
+    """Return a check as strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are not rounded."""
     trace, memory = report.trace, report.memory
     setup = trace.setup
     check = Check(
@@ -135,7 +136,7 @@ def to_json(report: Record) -> str:
         seconds=report.seconds,
         setup=setup,
         findings=report.findings,
-        resolved_by={kind: len(some) for kind, some in repair_outlook(report).items()},
+        resolved_by={kind: len(findings) for kind, findings in repair_outlook(report).items()},
         peak_bytes=memory.peak,
         peak_phase=memory.peak_phase,
         capacity_bytes=setup.profile.memory_bytes,
@@ -159,7 +160,7 @@ _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 
 def to_sarif(report: Record) -> str:
-    """Return a log with one run: rules with findings, findings with their places, the end of the trace."""
+    """Return a check as a SARIF log with one run: the rules that reported, their findings, the end of the trace."""
     known = {rule.code: rule for rule in all_rules()}
     codes = sorted({finding.code for finding in report.findings})
     index = {code: position for position, code in enumerate(codes)}
@@ -179,7 +180,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """Return the rule's page; an unknown code (of another package) is represented by the code alone."""
+    """Return SARIF's description of a rule: its page, or only the code if the rule belongs to another package."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         page = rule.page.strip()
@@ -196,7 +197,7 @@ def _invocation(report: Record) -> dict[str, Any]:
     failure = report.trace.failure
     notices = [{"level": "note", "message": {"text": note}} for note in report.trace.notes]
     if failure is not None:
-        at = f"{failure.phase} {failure.module}".strip()
+        at = f"{failure.phase} {failure.module}".rstrip()
         text = f"the step was traced only up to {at}: {failure.error}"
         notices.append({"level": "error", "message": {"text": text}})
     invocation: dict[str, Any] = {"executionSuccessful": report.complete}
@@ -227,7 +228,7 @@ def _result(finding: Finding, index: Mapping[str, int], report: Record) -> dict[
         "level": finding.severity,
         "message": {"text": "\n".join(lines)},
         "locations": [_location(finding)],
-        # Lines move and layers are renamed; the cause and the place are what makes it the same finding tomorrow.
+        # Code scanning matches findings of two commits by this key: lines move, but cause and place stay.
         "partialFingerprints": {"isotype/v1": "|".join(finding.key)},
         "properties": properties,
     }
@@ -247,7 +248,7 @@ def _location(finding: Finding) -> dict[str, Any]:
 
 
 def _uri(path: str) -> str:
-    """Return a path as a URI reference: absolute paths with their scheme, relative ones unchanged."""
+    """Return a path as a URI reference; only absolute paths get the scheme `file:`."""
     windows = PureWindowsPath(path)
     if windows.drive:
         return windows.as_uri()

@@ -1,7 +1,7 @@
-"""The dtype map of a model as data: its parts in order of execution, with the dtypes they store and compute in.
+"""The dtype map of a model: its parts in order of execution, with the dtypes of their weights and of their computation.
 
-No architecture is assumed. Modules with the same name up to the first number form a stack; further numbers (experts)
-become `*`. The same part of consecutive equal layers is one row.
+The map works for every architecture. Modules with the same name up to the first number form a stack of layers; further
+numbers (experts) become `*`. The same part of consecutive equal layers is one row.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ _LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<part>.+)")
 
 @dataclass(frozen=True)
 class Row:
-    """A part of the model, or the same part of several equal layers.
+    """A row of the dtype map: a part of the model, or the same part of several equal layers.
 
     Attributes:
-        part: its name, relative to a layer or to the model; `*` for numbers.
-        stack: the common name of its layers.
-        first: number of the first layer; None outside of a stack.
+        part: name of the part, relative to a layer or to the model, with `*` for numbers.
+        stack: common name of the layers; "" outside of a stack.
+        first, last: numbers of the first and the last layer; None outside of a stack.
         layers: number of layers of the real model in this row.
-        module_class: its class, "" for a part without weights.
-        count: number of modules per layer (experts count, layers do not).
-        stored: storage dtypes of its base weights, the most frequent first.
-        runs: dtypes of its products, the most FLOPs first; without products, the dtypes of its outputs.
-        pinned: the model's author keeps a weight in float32.
-        bytes: of its weights, adapters and buffers in all layers of the row.
-        findings: positions in `Report.findings` of its findings.
+        module_class: class of the module; "" for a part without weights.
+        count: number of modules in a layer, such as experts.
+        stored: storage dtypes of the base weights, the most frequent first.
+        buffers: dtypes of the buffers, the most frequent first.
+        runs: dtypes of the matmuls, the most FLOPs first; without matmuls, the dtypes of the outputs.
+        adapters, adapter_runs: dtypes of the adapters' weights and of their matmuls.
+        trainable: True if base weights are trained.
+        pinned: True if the model's author keeps a weight in float32.
+        bytes: bytes of the weights, adapters and buffers in all layers of the row.
+        findings: positions in `Report.findings` of the findings about this part.
     """
 
     part: str
@@ -58,31 +61,31 @@ class Row:
 
     @property
     def name(self) -> str:
-        """`model.layers.0–29.mlp.up_proj`, with the real model's numbers."""
+        """Name of the row with the layer numbers of the real model: `model.layers.0–29.mlp.up_proj`."""
         last = "" if self.last == self.first else f"–{self.last}"
         number = "" if self.first is None else f"{self.first}{last}"
         return ".".join(filter(None, (self.stack, number, self.part)))
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
-    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`; None outside of a stack."""
+    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`; return None outside of a stack."""
     match = _LAYER.fullmatch(name)
     return match and (match["stack"] or "", int(match["number"]), match["part"])
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Return (stack, number) -> number of layers of the real model that this traced layer represents."""
+    """Return (stack, number) of a traced layer -> number of the real model's layers that it stands for."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))
         if split is not None:
-            # A stack of experts inside a layer may be folded as well, so the fewest are the layers.
+            # Experts inside of a layer may be folded as well and then repeat more often than the layer.
             counts[split[:2]] = min(weight.repeats, counts.get(split[:2], weight.repeats))
     return counts
 
 
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
-    """Return the map in order of execution, followed by layers with findings in none of their parts."""
+    """Return the rows in order of execution, then a row for each layer whose findings belong to none of its parts."""
     parts = _gather(trace)
     host = _Hosts(parts)
     for call in trace.calls:
@@ -98,8 +101,8 @@ def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
     for (stack, part), by_layer in groups.items():
         joined: list[Row] = []
         for number, names in sorted(by_layer.items()):
-            standing = 1 if number is None else layers.get((stack, number), 1)
-            row = _row(Row(part, stack, number, number, standing), [parts[name] for name in names])
+            repeats = 1 if number is None else layers.get((stack, number), 1)
+            row = _row(Row(part, stack, number, number, repeats), [parts[name] for name in names])
             positions = {position for name in names for position in marks.pop(name, ())}
             row = replace(row, findings=tuple(sorted(positions)))
             if joined and _look(joined[-1]) == _look(row):
@@ -107,9 +110,6 @@ def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
             joined.append(row)
         rows += joined
     return (*rows, *(Row(name, findings=tuple(positions)) for name, positions in marks.items()))
-
-
-# --- gathering --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Part:
 
 
 class _Hosts:
-    """Lookup of the part that a module belongs to: itself or its nearest ancestor."""
+    """Lookup of the part that contains a module: the module itself, or its nearest ancestor that is a part."""
 
     def __init__(self, parts: dict[str, _Part]) -> None:
         self.parts = parts
@@ -151,9 +151,8 @@ def _gather(trace: Trace) -> dict[str, _Part]:
             first.setdefault(plain_name(call.module), position)
     parts: dict[str, _Part] = {}
     before = -1
-    own = [weight for weight in trace.weights if not weight.adapter]
-    # What is never called stays beside the part that the model's author wrote before it.
-    for position, weight in enumerate(own):
+    # A module that is never called stays behind the module that precedes it in the model.
+    for position, weight in enumerate(weight for weight in trace.weights if not weight.adapter):
         name = plain_name(weight.module)
         before = first.get(name, before)
         parts.setdefault(name, _Part((before, position), weight.module_class, weight.repeats))
@@ -201,11 +200,8 @@ def _add_call(parts: dict[str, _Part], host: _Hosts, call: Call) -> None:
         part.returns = dtype_name(dtype)
 
 
-# --- findings ---------------------------------------------------------------------------------------------
-
-
 def _marks(findings: Sequence[Finding], host: _Hosts) -> dict[str, list[int]]:
-    """Return the positions of findings by part, or by layer if no part matches."""
+    """Return the positions of the findings by part, or by layer for a finding that belongs to no part."""
     marks: dict[str, list[int]] = {}
     for position, finding in enumerate(findings):
         for place in dict.fromkeys((finding.module, *finding.places)):
@@ -218,9 +214,6 @@ def _marks(findings: Sequence[Finding], host: _Hosts) -> dict[str, list[int]]:
 def _layer_of(name: str) -> str | None:
     split = split_layer(f"{name}.part")
     return None if split is None else ".".join(filter(None, (split[0], str(split[1]))))
-
-
-# --- drawing together -------------------------------------------------------------------------------------
 
 
 def _row(place: Row, parts: Sequence[_Part]) -> Row:
@@ -246,8 +239,9 @@ def _ranked(counters: Iterable[Counter[str]]) -> Dtypes:
 
 
 def _look(row: Row) -> Row:
+    """Return the row without what may differ between layers that share a row."""
     return replace(row, first=0, last=0, layers=0, bytes=0)
 
 
-def _join(one: Row, other: Row) -> Row:
-    return replace(one, last=other.last, layers=one.layers + other.layers, bytes=one.bytes + other.bytes)
+def _join(row: Row, other: Row) -> Row:
+    return replace(row, last=other.last, layers=row.layers + other.layers, bytes=row.bytes + other.bytes)

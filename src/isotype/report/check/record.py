@@ -1,4 +1,4 @@
-"""The result of a check as data, read by its writers (text, JSON, SARIF, HTML)."""
+"""The result of a check as data, from which its writers make text, JSON, SARIF and HTML."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ Known = Literal["measured", "known", "unknown"]
 
 @dataclass(frozen=True)
 class Record:
-    """A traced and judged step.
+    """A training step that was traced and judged by the rules.
 
     Attributes:
-        trace: the step on fake tensors, before any fix.
-        findings: errors first, then by code.
-        seconds: wall-clock time of the whole check.
-        again: traces the same step with actions applied and judges it; None if the report was read from a file.
+        trace: trace of the step on fake tensors, before any fix.
+        findings: findings of the rules, errors first, then sorted by code.
+        seconds: wall-clock time of the whole check, in seconds.
+        again: function that traces the step again with fixes applied, and returns the findings; None if the report was
+            read from a file.
     """
 
     trace: Trace
@@ -41,53 +42,53 @@ class Record:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings that crash or corrupt the step."""
+        """Findings about what crashes or corrupts the step."""
         return self._of("error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Findings that silently cost speed, memory or precision."""
+        """Findings about what silently costs speed, memory or precision."""
         return self._of("warning")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """Findings that cost nothing."""
+        """Findings about what costs nothing."""
         return self._of("note")
 
     @property
     def ok(self) -> bool:
-        """True without error findings; `complete` is true if the step was traced to its end."""
+        """True if there is no error finding. The step may not have been traced to its end; see `complete`."""
         return not self.errors
 
     @property
     def complete(self) -> bool:
-        """True if the step was traced to its end; operators after `trace.failure` were not judged."""
+        """True if the step was traced to its end; else the operators after `trace.failure` were not judged."""
         return self.trace.failure is None
 
     @property
     def memory(self) -> Memory:
-        """Bytes alive at the peak of each phase, by kind."""
+        """Bytes of the tensors alive at the peak of each phase, by kind."""
         return self.trace.memory
 
     @property
     def flops(self) -> dict[torch.dtype, int]:
-        """FLOPs of the matmul-like operators of one step by compute dtype."""
+        """FLOPs of the matmul-like operators of one step, by compute dtype."""
         return self.trace.flops
 
     @property
     def time(self) -> StepTime | None:
-        """Least time of the step by the device's data sheet, and its parts; None if unknown."""
+        """Least time of the step by the device's data sheet, and its parts; None without published rates."""
         return step_time(self.trace)
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak is at most what a step may take of the device's memory; None if either is unknown."""
+        """True if the peak is at most the device memory that a step may take; None if one of these is unknown."""
         limit, peak = self.trace.setup.limit, self.memory.peak
         return None if limit.size is None or not peak else limit.holds(peak)
 
     @property
     def status(self) -> Status:
-        """The worst known result, in one word."""
+        """The worst known result of the check, in one word."""
         if any(finding.kind != "memory" for finding in self.errors):
             return "fails"
         if self.errors or self.fits is False:
@@ -102,21 +103,22 @@ class Record:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Towers of the model that the step does not use, since its inputs have no picture or no sound."""
+        """Vision and audio towers that the step does not use, since its inputs have no picture or no sound."""
         towers = self.trace.setup.towers
-        if not towers:
-            return ()
-        modules = {plain_name(call.module) for call in self.trace.calls}
+        modules = {plain_name(call.module) for call in self.trace.calls} if towers else set()
         return tuple(t for t in towers if not any(f"{module}.".startswith(f"{t}.") for module in modules))
 
     @property
     def miswired(self) -> bool:
-        """True if the step runs and its only errors are about wiring."""
+        """True if the step runs and all its errors are about wiring (which token, label or adapter reaches which)."""
         return bool(self.errors) and all(finding.kind == "wiring" for finding in self.errors)
 
     @property
     def ranges(self) -> Known | None:
-        """Source of a float16 step's value ranges: measured, published for the family, or unknown; else None."""
+        """Source of the value ranges of a step with float16: measured, published for the model's family, or unknown.
+
+        None if the step does not compute in float16.
+        """
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:
@@ -125,31 +127,32 @@ class Record:
 
     @property
     def largest(self) -> Held | None:
-        """Largest measured value that the forward computes in float16; None if not measured."""
+        """Largest measured value that the forward computes in float16, or None if values were not measured."""
         return largest(self.trace)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators whose broken contract was taken from their family's rule, not measured on the device."""
-        operators = (
-            call.op for call in self.trace.breaches() if call.breach is not None and call.breach.assumed
-        )
-        return tuple(sorted(set(operators)))
+        """Operators with refused operands by the rule of the operator's family, which was not measured on the device."""
+        breaches = ((call.op, call.breach) for call in self.trace.breaches())
+        return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 
 
 Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 
 
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
-    """Group the errors and warnings by what resolves them with their first fix, each tried alone.
+    """Group the errors and warnings by who can apply their first fix.
 
-    `repair`: `isotype.repair` by a change of the model; `unsafe`: the same with `unsafe=True`; `caller`: a setting, a
-    line of code or advice; `untried`: fixes not tried in a second trace; `left`: no known fix.
+    - `repair`: `isotype.repair` changes the model.
+    - `unsafe`: `isotype.repair` with `unsafe=True` changes the model.
+    - `caller`: the user changes a setting or a line of code.
+    - `untried`: the fix was not verified by a second trace.
+    - `left`: there is no known fix.
     """
     outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):
         outlooks[_outlook(finding)].append(finding)
-    return {kind: tuple(some) for kind, some in outlooks.items()}
+    return {kind: tuple(findings) for kind, findings in outlooks.items()}
 
 
 def _outlook(finding: Finding) -> Outlook:

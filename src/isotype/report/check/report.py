@@ -1,4 +1,4 @@
-"""The report of a check: the record, with its writers as methods."""
+"""The public report of a check: the record with its writers (text, JSON, SARIF, HTML) as methods."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from isotype.report.html import write_report
 
 @dataclass(frozen=True)
 class Report(Record):
-    """A traced and judged step; see `Record` for its data."""
+    """The report of a traced and judged training step. `Record` describes its data."""
 
     def raise_for_errors(self) -> None:
-        """Raise if the report is not `ok`.
+        """Raise an error if the report has error findings.
 
         Raises:
-            PrecisionError: one problem per error finding, with its first fix.
+            PrecisionError: the report is not `ok`. The error has a problem with the first fix for each error finding.
         """
         error = self.error()
         if error is not None:
             raise error
 
     def error(self) -> PrecisionError | None:
-        """Return the error of `raise_for_errors`; None if `ok`."""
+        """Return the error that `raise_for_errors` raises, or None if the report is `ok`."""
         if not self.errors:
             return None
         problems = [_problem(finding, self.trace.setup) for finding in self.errors]
@@ -38,15 +38,15 @@ class Report(Record):
         return PrecisionError(verdict(self), problems, hint)
 
     def to_json(self) -> str:
-        """Return strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are unrounded numbers."""
+        """Return the report as strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are not rounded."""
         return to_json(self)
 
     def to_sarif(self) -> str:
-        """Return a SARIF 2.1.0 log with one run, for code scanning and editors."""
+        """Return the report as a SARIF 2.1.0 log with one run, for code scanning and editors."""
         return to_sarif(self)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the report as one self-contained HTML file, atomically.
+        """Write the report as one self-contained HTML file, atomically, and return its path.
 
         Raises:
             SaveError: the file cannot be written.

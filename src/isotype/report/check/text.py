@@ -1,7 +1,7 @@
-"""A check in a terminal: the verdict, findings in a compiler's style, what to do, and the cost of the step.
+"""The report of a check as text: the verdict, findings in the style of a compiler, next steps, the cost of the step.
 
-A line is a sequence of (text, style) spans; the plain text is the same lines without styles. Words wrap under their
-column, so that the left margin stays readable at any width.
+A line is a sequence of (text, style) spans; plain text has the same lines without styles. Words wrap below the first
+word of their column, so that the left margin stays readable at any width.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Line = tuple[tuple[str, str], ...]
 
 WIDTH = 110
-"""Columns if the text is not for a terminal."""
+"""Columns of a text that is not printed to a terminal."""
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan", "help": "bold green"}
 _VERDICTS = {
@@ -51,25 +51,22 @@ _VERDICTS = {
     "clean": "bold green",
 }
 _PATTERNS_SHOWN = 8
-# A figure and its unit stay on one line.
+# The space between a number and its unit, where a line must not break.
 _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
-
-
-# --- words that every renderer uses -----------------------------------------------------------------------
 
 
 def counts(report: Record) -> str:
     """Count findings: `"1 error, 2 warnings"`; `""` without findings."""
     numbers = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
-    return ", ".join(plural(len(some), noun) for some, noun in numbers if some)
+    return ", ".join(plural(len(findings), noun) for findings, noun in numbers if findings)
 
 
 def verdict(report: Record) -> str:
-    """Return the verdict in one line: if the step runs on the device, and how."""
+    """Say in one line if the step runs on the device, and with which findings."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
-    each = " each" if report.trace.setup.devices > 1 else ""
-    lacking = f"needs {peak}{each}, more than {report.trace.setup.limit}"
+    per_device = " each" if report.trace.setup.devices > 1 else ""
+    lacking = f"needs {peak}{per_device}, more than {report.trace.setup.limit}"
     unseen = "" if failure is None else f"traced only up to {_where(failure.phase, failure.module)}"
     rest = [clause for clause in (counted, unseen) if clause]
     match report.status:
@@ -81,11 +78,11 @@ def verdict(report: Record) -> str:
         case "does not fit":
             return "; ".join([f"This step does not fit on {title}: it {lacking}", *rest])
         case "unknown":
-            return f"Unknown whether this step runs on {title}: {'; '.join([unseen, *([counted] if counted else [])])}"
+            return f"Unknown whether this step runs on {title}: {'; '.join(filter(None, (unseen, counted)))}"
         case "costs":
-            unmeasured = [] if report.ranges in (None, "measured") else [_UNMEASURED]
-            unseen_towers = [_unseen(report)] if report.unseen else []
-            return f"This step runs on {title}, with {'; '.join([counted, *unmeasured, *unseen_towers])}"
+            unmeasured = "" if report.ranges in (None, "measured") else _UNMEASURED
+            unseen_towers = _unseen(report) if report.unseen else ""
+            return f"This step runs on {title}, with {'; '.join(filter(None, (counted, unmeasured, unseen_towers)))}"
         case "unmeasured":
             return f"Every dtype of this step fits on {title}; {'; '.join([_UNMEASURED, *rest])}"
         case "partial":
@@ -99,18 +96,18 @@ def verdict(report: Record) -> str:
 
 
 def _unseen(report: Record) -> str:
-    return f"nothing went through {listed(report.unseen)}: text alone was checked (--image 1024x768 adds a picture)"
+    return f"the step does not use {listed(report.unseen)}: only text was checked (--image 1024x768 adds a picture)"
 
 
 _UNMEASURED = "its values in float16 were not measured"
 
 
 def _where(phase: str, module: str) -> str:
-    return f"{phase} of {module}" if module else phase
+    return f"the {phase} of {module}" if module else phase
 
 
 def cost_clauses(cost: Cost, title: str) -> list[str]:
-    """Return the costs of a finding, largest unit first; empty if nothing could be counted."""
+    """Return the costs of a finding as clauses: slowdown, FLOPs, casts, memory; an empty list if none was counted."""
     clauses = []
     times = "" if cost.slowdown is None else f"{cost.slowdown:.{0 if cost.slowdown >= 10 else 1}f}"
     if times not in ("", "1.0"):
@@ -134,22 +131,22 @@ _SCOPES: Mapping[Scope, str] = {
 
 
 def fix_scope(fix: Fix) -> str:
-    """Return what the caller has to change: `"a setting"`; `""` if `repair` does it."""
+    """Name what the user has to change for a fix: `"a setting"`; `""` if `isotype.repair` applies it."""
     return _SCOPES[fix.scope]
 
 
 def fix_standing(fix: Fix) -> str:
-    """Describe a fix: `"safe; verified: the step then runs clean"`; `"a setting; safe; not verified"`."""
+    """Describe how a fix is applied, its safety and outcome: `"a setting; safe; verified: the step then runs clean"`."""
     tried = "verified" if fix.verified else "not verified"
     words = [word for word in (fix_scope(fix), fix.safety, tried) if word]
     return "; ".join(words) + (f": {fix.outcome}" if fix.outcome else "")
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """Return (layers, part, number of places in the real model), one for places that differ only in their layer.
+    """Return (layers, part, number of places in the real model), one for all places that differ only in their layer.
 
-    `model.layers.0.mlp` … `model.layers.29.mlp` -> `("model.layers.0-29", "mlp", 30)`; gaps show as `0-2,5`; outside
-    of a layer the first is empty. Names of wrappers are removed. `layers`: see `layer_counts`.
+    `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`; layers with gaps are written
+    `0-2,5`. Outside of layers the first item is "". `layers` is the result of `layer_counts`.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -158,7 +155,7 @@ def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) ->
     folded = []
     for (stack, part), numbers in groups.items():
         counts = [layers.get((stack, number), 1) for number in numbers]
-        # In a folded model the last number represents those between.
+        # In a folded model the last traced layer stands for all layers after the first ones.
         shown = ranges(sorted(numbers)) if sum(counts) == len(counts) else f"{min(numbers)}-{max(numbers)}"
         folded.append((f"{stack}.{shown}".strip("."), named(part), sum(counts) or 1))
     return folded
@@ -176,7 +173,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def elide(name: str, width: int) -> str:
-    """Shorten a name to at most `width` columns with `…` in its middle."""
+    """Shorten a name to at most `width` columns by a `…` in its middle."""
     if len(name) <= width:
         return name
     head = max(0, (width - 1) // 3)
@@ -184,7 +181,7 @@ def elide(name: str, width: int) -> str:
 
 
 def ranges_words(report: Record) -> str:
-    """Describe the measured values in float16; "" if there are none."""
+    """Describe the largest measured value in float16 and its measurement; "" if no values were measured."""
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""
@@ -195,18 +192,18 @@ def ranges_words(report: Record) -> str:
 
 
 def trust(report: Record) -> list[tuple[str, str]]:
-    """Return (label, sentence) of what the verdict rests on: unmeasured or untraced parts, and other notes."""
+    """Return (label, sentence) of each limit of the verdict: unmeasured contracts, untraced parts, other notes."""
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
-        unmeasured = f"no contract was measured on {title}; the rule of the family was used"
+        unmeasured = f"no contract was measured on {title}; the rule of the operator's family was used"
         rows.append(("assumed", f"{', '.join(report.assumed)}: {unmeasured}"))
     rows += [("assumed", doubt) for doubt in doubts(report.trace.setup.profile)]
     if failure is not None:
         mixed = "; operands of different dtypes were involved" if failure.dtype_related else ""
         at = f" ({short_source(failure.source)})" if failure.source else ""
         place = f"{_where(failure.phase, failure.module)}{at}"
-        rows.append(("not seen", f"whatever follows {place}: {failure.error}{mixed}"))
+        rows.append(("not seen", f"all operators after {place}: {failure.error}{mixed}"))
     rows += [("not seen", note) for note in sharding_notes(report.trace.setup)]
     rows += [("note", note) for note in report.trace.notes]
     if report.ranges in ("known", "unknown"):
@@ -219,25 +216,28 @@ def trust(report: Record) -> list[tuple[str, str]]:
 def sharding_notes(setup: Setup) -> Iterator[str]:
     """Yield the assumptions behind the memory of a sharded step."""
     if setup.fsdp and setup.devices == 1:
-        yield "the number of devices that FSDP shards over: the memory is that of one with all weights; give --devices N (devices=N)"
+        yield "the number of devices that FSDP shards over: memory is counted for one device with all weights; give --devices N (devices=N)"
     elif setup.fsdp == 1:
-        yield "FSDP1's own buffers: the memory is counted as FSDP2 takes it"
+        yield "buffers that only FSDP1 has: memory is counted as for FSDP2"
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
-    """Return (label, sentence) of what to do next; `commands`: with the commands of fixes instead of references."""
+    """Return (label, sentence) of what to do next.
+
+    With `commands` a fix has its command, else a reference to the command that the text prints above.
+    """
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
-    done = "isotype.repair(model, isotype.check(model, …))"
-    asked = "isotype.repair(model, report, unsafe=True)"
+    repair = "isotype.repair(model, isotype.check(model, …))"
+    unsafe = "isotype.repair(model, report, unsafe=True)"
     rows = [
-        ("repair", f"{done} resolves {len(outlook['repair']):,} of {every}; isotype check --fix prints the plan", outlook["repair"]),
-        ("unsafe", f"{asked} resolves {len(outlook['unsafe']):,} of {every} by a change that is unsafe", outlook["unsafe"]),
+        ("repair", f"{repair} resolves {len(outlook['repair']):,} of {every}; isotype check --fix prints the changes", outlook["repair"]),
+        ("unsafe", f"{unsafe} resolves {len(outlook['unsafe']):,} of {every} by an unsafe change", outlook["unsafe"]),
         ("untried", f"isotype.repair(model, report) tries the fixes of {len(outlook['untried']):,} of {every}", outlook["untried"]),
         *(("to do", order, outlook["caller"]) for order in _orders(outlook["caller"], commands)),
         ("left", f"no fix is known for {len(outlook['left']):,} of {every}", outlook["left"]),
     ]  # fmt: skip
-    steps = [(label, text) for label, text, some in rows if some]
+    steps = [(label, text) for label, text, findings in rows if findings]
     if report.ranges in ("known", "unknown"):
         steps.append(("measure", _MEASURE))
     if report.findings:
@@ -255,7 +255,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """Return the caller's tasks, each once, with the code of its first finding."""
+    """Return a line for each distinct fix that the user applies, with the code of the first finding that it fixes."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]
@@ -267,28 +267,19 @@ def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
 
 
 def script_steps(report: Record) -> list[tuple[str, str]]:
-    """Return `next_steps` for a step of the user's script, which no isotype command repairs."""
+    """Return (label, sentence) of what to do next after a step of the user's script, which no command can repair."""
     rows, setup = [], report.trace.setup
-    ours = [
-        fix for finding in report.findings for fix in finding.fixes if fix.verified and fix.scope == "model"
-    ]
+    fixes = [fix for finding in report.findings for fix in finding.fixes]
+    safeties = {fix.safety for fix in fixes if fix.verified and fix.scope == "model"}
     autocast = f', autocast="{dtype_name(setup.autocast)}"' if setup.autocast else ""
     check = f"isotype.check(model, inputs{autocast}{', scaler=True' if setup.scaler else ''})"
-    if any(fix.safety == "safe" for fix in ours):
+    if "safe" in safeties:
         rows.append(("repair", f"in the script, before the first step: isotype.repair(model, {check})"))
-    elif ours:
+    elif safeties:
         rows.append(("unsafe", f"in the script: isotype.repair(model, {check}, unsafe=True)"))
     if report.findings:
         rows.append(("explain", f"isotype explain {report.findings[0].code}"))
     return rows
-
-
-def repairable(fix: Fix) -> bool:
-    """Return True if `isotype.repair` tries the fix: it has actions and is not only advice."""
-    return fix.scope != "advice"
-
-
-# --- lines ------------------------------------------------------------------------------------------------
 
 
 def lines(
@@ -301,10 +292,10 @@ def lines(
     """Return the report as styled lines: the verdict, the findings, what to do, and the cost of the step.
 
     Args:
-        width: maximum columns, except for long names and words.
-        in_script: the step is one of a script run by `isotype run`.
-        command_width: columns of a command; None: one line, as for a file.
-        whole: with all details of findings, and the parts of memory and time.
+        width: maximum columns of a line without very long words.
+        in_script: True if the step was run by a script under `isotype run`.
+        command_width: maximum columns of a command; None if commands are one line, as for a file.
+        whole: True for all details of findings, and the parts of memory and time.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     command = (("isotype run" if in_script else "isotype check", "bold"), ("   ", ""))
@@ -325,7 +316,7 @@ def lines(
 
 
 def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
-    """Return (label, words) of the step's cost, and of what the verdict rests on."""
+    """Return (label, description) of the step's costs and of the limits of the verdict."""
     setup = report.trace.setup
     weights = [("weights", words) for words in unquantized_experts(report.trace)]
     if not whole:
@@ -349,7 +340,7 @@ def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
 
 
 def _left_out(report: Record) -> str:
-    """Count the notes and fixes of findings that a short report omits."""
+    """Count the notes and fixes that a report without `-v` omits."""
     notes = sum(len(finding.notes[_NOTES_SHOWN:]) for finding in report.findings)
     fixes = sum(len(finding.fixes[_FIXES_SHOWN:]) for finding in report.findings)
     counted = [*([f"notes ({notes:,})"] if notes else []), *([f"fixes ({fixes:,})"] if fixes else [])]
@@ -357,21 +348,21 @@ def _left_out(report: Record) -> str:
 
 
 def to_text(report: Record, width: int = WIDTH) -> str:
-    """Return the whole report without colour, ending in a line break."""
+    """Return the whole report as text without styles; the last line ends with a line break."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
 
 
 def render(report: Record, console: Console, *, in_script: bool = False, whole: bool = False) -> None:
-    """Print the report; `in_script` and `whole` as for `lines`."""
+    """Print the report; `lines` describes `in_script` and `whole`."""
     from rich.text import Text
 
     for line in lines(report, console.width, in_script, width_of(console), whole):
-        # Wrapped already: rich must neither wrap again nor read markup out of a module's name.
+        # The lines are wrapped already, and a module's name may look like rich's markup.
         console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
 
 
 _NOTES_SHOWN, _FIXES_SHOWN = 2, 3
-"""Notes and fixes of a finding in a short report."""
+"""Maximum notes and fixes of a finding in a report without `-v`."""
 
 
 def _finding(

@@ -1,6 +1,6 @@
-"""The part of float16's range that a model's blocks use over a run, and its summary.
+"""The part of float16's range that the outputs of a model's blocks use over a run, in samples and in words.
 
-A single batch may contain an unusual row, so limits are quantiles over the samples, and changes compare medians.
+A single batch may contain an unusual row. So limits are quantiles over the samples, and changes compare medians.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.report.html import escape, format_number
 
 _LEAST = 6
-"""Minimum number of samples for a change over the run."""
+"""Minimum number of samples to measure a change over the run."""
 _LITTLE = 2.0
-"""Headroom below which a warning is printed: batches differ by as much."""
+"""Headroom below which a warning is printed: the largest values of batches may differ by this factor."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HeadroomSample:
 
     Attributes:
         step: optimizer step of the micro-batch.
-        largest: of each block, in order; infinite after an overflow.
+        largest: largest magnitude of each block's output, in the order of the blocks; infinite after an overflow.
     """
 
     step: int
@@ -34,12 +34,12 @@ class HeadroomSample:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Samples of a run that computes in float16.
+    """The largest magnitudes of the blocks' outputs over a run that computes in float16.
 
     Attributes:
-        blocks: fully qualified names, in order.
-        dtype: of the blocks' outputs: values beyond 65504 are lost only in `"float16"`.
-        samples: in the order of the steps.
+        blocks: fully qualified names of the blocks, in forward order.
+        dtype: dtype of the blocks' outputs. Values beyond 65504 are lost only in `"float16"`.
+        samples: sampled micro-batches, in the order of the steps.
     """
 
     blocks: tuple[str, ...]
@@ -49,13 +49,14 @@ class Headroom:
 
 @dataclass(frozen=True)
 class BlockHeadroom:
-    """A block over the run.
+    """The largest magnitudes of one block's output over the run.
 
     Attributes:
-        median: median over the samples of the largest magnitude.
-        high: the 0.9 quantile of the largest magnitude.
-        headroom: 65504 over `high`; infinite if the block returned only zeros.
-        change: median of the last third of the samples over that of the first; None if there are fewer than six.
+        median: median over the samples.
+        high: 0.9 quantile over the samples.
+        headroom: 65504 / `high`; infinite if the block returned only zeros.
+        change: median of the last third of the samples over the median of the first third; None if there are fewer
+            than six samples.
     """
 
     name: str
@@ -84,32 +85,34 @@ def _median(values: Sequence[float]) -> float:
 
 
 def in_words(headroom: Headroom) -> str:
-    """Describe the block with the least headroom, and its change over the run."""
+    """Describe the block with the least headroom, and how its values changed over the run."""
     blocks = by_block(headroom)
     least = min(blocks, key=lambda block: block.headroom)
-    count = len(headroom.samples)
-    looked = (
-        f"in nine of ten micro-batches ({count:,} sampled)" if count > 1 else "in the one sampled micro-batch"
+    sampled = f"{len(headroom.samples):,} sampled"
+    where = (
+        f"in nine of ten micro-batches ({sampled})"
+        if len(headroom.samples) > 1
+        else "in the one sampled micro-batch"
     )
     if math.isinf(least.high):
-        return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({count:,} sampled)."
+        return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({sampled})."
     said = (
-        f"{least.name} gives the largest values, up to {format_number(least.high, 4)} {looked}; "
+        f"{least.name} gives the largest values, up to {format_number(least.high, 4)} {where}; "
         f"65,504, float16's largest number, is {format_number(least.headroom, 3)} times that."
     )
     if headroom.dtype == "float16" and least.headroom < _LITTLE:
-        said += " That is little: batches differ by as much. bfloat16 or a float32 residual stream has more."
+        said += " This headroom is small, since batches differ by as much. bfloat16 or a float32 residual stream has more headroom."
     if least.change and not 0.9 < least.change < 1.1:
         ratio = least.change if least.change > 1 else 1 / least.change
         grew = "grew" if least.change > 1 else "shrank"
         said += f" The values {grew} by a factor of {format_number(ratio, 3)} over the run."
     if headroom.dtype != "float16":
-        said += f" The blocks' outputs are carried in {headroom.dtype}, which holds far more."
+        said += f" The blocks return their outputs in {headroom.dtype}, which holds far larger values."
     return said
 
 
 def bar(block: BlockHeadroom) -> str:
-    """Return the part of float16's range that a block uses, in powers of two."""
+    """Return a bar of the part of float16's range that a block uses, on a logarithmic scale, as SVG."""
     used = min(1.0, max(0.0, math.log2(max(block.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
     words = escape(f"{block.name}: up to {format_number(block.high, 4)}")
     return (

@@ -10,10 +10,11 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
+from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, plural
 from isotype.report.html import (
     Part,
@@ -40,9 +41,9 @@ from isotype.report.run.record import (
 from isotype.report.text import format_count, format_duration, format_share
 
 _MEMORY = (
-    "Peak memory is the most that was in use during a step. On a GPU it is what torch had allocated there; on a CPU "
-    "it is the resident size of the process, sampled every 20 ms, so shorter peaks can be missed. Loading, "
-    "evaluation and saving are not in it."
+    "Peak memory is the largest memory in use during a step. On a GPU this is the memory that torch had allocated; on a CPU "
+    "the resident size of the process, sampled every 20 ms, so that shorter peaks can be missed. Loading, evaluation and "
+    "saving are not included."
 )
 
 _STATUS = {
@@ -84,14 +85,14 @@ def to_html(record: RunRecord) -> str:
 def _script(curves: bool) -> str:
     if not curves:
         return package_file("copy.js")
-    # The first line of uPlot names a web address; its licence is beside it in the package.
+    # The first line of uPlot, which names a web address, is left out; uPlot's licence is in the package beside it.
     library = package_file("run/vendor/uplot/uPlot.iife.min.js").partition("*/")[2]
     licence = "/* uPlot 1.6.32, (c) Leon Sorokin, MIT licence */"
     return "\n".join([licence, library, package_file("run/run.js"), package_file("copy.js")])
 
 
 def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str]]:
-    """Return name, value and a remark of each number in the summary line."""
+    """Return (name, value, remark) of each number in the summary line."""
     skipped = f"{summary.skipped:,} skipped" if summary.skipped else ""
     final = "not measured" if summary.final_loss is None else format_loss(summary.final_loss)
     mean = f"mean of the last {summary.window}" if summary.window > 1 else ""
@@ -109,7 +110,7 @@ def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str
 
 
 def _weights(record: RunRecord) -> dict[str, object] | None:
-    """Return the weights by storage dtype: a sentence, a bar, and rows of dtype, size, bytes and share."""
+    """Return the template's data of the weights by storage dtype; None if no weights were recorded."""
     if not record.weight_bytes:
         return None
     total = sum(amount for _, amount in record.weight_bytes)
@@ -127,7 +128,7 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
 
 
 def _headroom(record: RunRecord) -> dict[str, object] | None:
-    """Return the used part of float16's range: a sentence, and rows of block, magnitudes, headroom, change and bar."""
+    """Return the template's data of the used part of float16's range; None for a run in another dtype."""
     if record.headroom is None:
         return None
     return {
@@ -162,7 +163,7 @@ def _data(data: DataSummary | None) -> list[tuple[str, str]]:
     ]
     if data.lengths is not None:
         middle, long, longest = data.lengths
-        rows.append(("tokens a row", f"{middle:,} in the middle, {long:,} at 90 %, {longest:,} at 99 %"))
+        rows.append(("tokens a row", f"{middle:,} in the median, {long:,} at 90 %, {longest:,} at 99 %"))
     if data.cut_rows:
         cut = f"{data.cut_rows:,} rows, {format_share(data.cut_share)} of all tokens"
         rows.append(("cut to the length limit", cut))
@@ -177,19 +178,20 @@ def _share(part: int, whole: int) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart.
+    """A chart of a run report; `run.js` draws it.
 
     Attributes:
-        id: of its element in the page.
-        columns: of the steps, derived from them by `run.js` (`tokens_per_second`, `memory_gib`,
-            `loss_scale_exponent`), or metrics that the trainer logged.
+        id: identifier of the chart's element in the page.
+        columns: names of the curves' values: fields of a step, values that `run.js` computes from them
+            (`tokens_per_second`, `memory_gib`, `loss_scale_exponent`), or metrics that the trainer logged.
         labels: names of the columns in legend and readout.
-        remark: shown while the pointer is elsewhere.
-        zero: the value axis includes 0.
-        smooth: draw a smoothed curve over the values.
-        stairs: a value holds until the next step.
-        format: of the values; `"power"` treats them as exponents of 2.
-        marks: steps to mark at the foot of the chart.
+        remark: text shown while the pointer is not over the chart.
+        zero: True if the value axis includes 0.
+        smooth: True if a smoothed curve is drawn over the values.
+        held: True if the losses on held-back data are drawn, too.
+        stairs: True if a value is drawn as a horizontal line to the next step.
+        format: format of the values; `"power"` treats them as exponents of 2.
+        marks: steps that are marked at the foot of the chart.
     """
 
     id: str
@@ -221,7 +223,7 @@ _METRICS = (
 
 
 def charts_of(record: RunRecord) -> tuple[Chart, ...]:
-    """Return the charts of a run with at least one measured value."""
+    """Return the charts of a run for which values were measured."""
     steps, summary = record.steps, summarize(record)
     if not steps and not record.evals:
         return ()
@@ -248,7 +250,7 @@ def charts_of(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def _line(name: str, title: str, unit: str, column: str, remark: str, label: str = "") -> Chart:
-    """Return a chart of one column from 0 on; `label`: default the unit."""
+    """Return a chart of one column whose axis begins at 0; without a `label` its name is the unit."""
     return Chart(name, title, unit, (column,), (label or unit,), remark, zero=True)
 
 
@@ -264,7 +266,7 @@ def _loss_scale(steps: Sequence[StepRecord]) -> list[Chart]:
 
 
 def in_words(chart: Chart, record: RunRecord) -> str:
-    """Describe a chart for a screen reader."""
+    """Describe a chart for screen readers."""
     if chart.id != "loss" or not record.steps:
         return f"{chart.title}, {chart.unit}{f': {chart.remark}' if chart.remark else ''}"
     first, last = record.steps[0], record.steps[-1]
@@ -272,27 +274,18 @@ def in_words(chart: Chart, record: RunRecord) -> str:
 
 
 def page_data(record: RunRecord, charts: Sequence[Chart]) -> str:
-    """Return the data of `run.js` as JSON that is safe inside `<script>`."""
+    """Return the data that `run.js` draws as JSON that is safe inside of `<script>`."""
     names = [field.name for field in fields(StepRecord) if field.name != "metrics"]
     metrics = list(dict.fromkeys(name for step in record.steps for name, _ in step.metrics))
     logged = [dict(step.metrics) for step in record.steps]
+    steps = {name: [getattr(step, name) for step in record.steps] for name in names}
     content = {
         "label": PurePath(record.output_dir).name,
         "running": record.status == "running",
         "csv": JSON_NAME.replace(".json", ".csv"),
-        "charts": [asdict(chart) for chart in charts],
-        "steps": {name: [_number(getattr(step, name)) for step in record.steps] for name in names}
-        | {name: [_number(values.get(name)) for values in logged] for name in metrics},
-        "evals": {
-            "step": [held.step for held in record.evals],
-            "loss": [_number(held.loss) for held in record.evals],
-        },
+        "charts": charts,
+        "steps": steps | {name: [values.get(name) for values in logged] for name in metrics},
+        "evals": {"step": [held.step for held in record.evals], "loss": [held.loss for held in record.evals]},
     }
-    return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _number(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by their names."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    text = json.dumps(encoded(content, {}), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""A training run as data: records, their JSON form, and the two files of a run report."""
+"""The record of a training run, its JSON form, and sentences about its losses and rewards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Literal
 from isotype.core.errors import IsotypeError, Problem
 from isotype.core.json_records import record_of, text_of
 from isotype.core.names import plural
+from isotype.report.html import format_number
 from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
 SCHEMA_VERSION = 2
-"""Version of the JSON form; raised if a reader of the previous version would misread it."""
+"""Version of the JSON form. It is raised if a reader of the previous version would misread the new one."""
 
 HTML_NAME = "run_report.html"
 JSON_NAME = "run_report.json"
@@ -31,15 +32,15 @@ class StepRecord:
         step: global step, counted from 1.
         loss: training loss; NaN and infinities are kept.
         learning_rate: learning rate of the step.
-        grad_norm: norm of the gradients, unscaled and before clipping, None if not measured.
-        tokens: tokens without padding of the sequences in the loss, in all processes. Completions that GRPO and RLOO
+        grad_norm: norm of the gradients, unscaled and before clipping; None if not measured.
+        tokens: tokens of the sequences in the loss, without padding, in all processes. Completions that GRPO and RLOO
             reuse count in every step that uses them.
         seconds: duration of the step in seconds, including the generation of completions.
-        memory_bytes: peak bytes in use in this process, 0 if not measured: on a GPU, allocated by torch; else the
-            largest resident size among samples 20 ms apart, which misses shorter peaks.
-        loss_scale: the GradScaler's scale of the step, None without loss scaling.
+        memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU these are the bytes that torch
+            allocated, else the largest resident size among samples 20 ms apart, which misses shorter peaks.
+        loss_scale: the GradScaler's scale of the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
-        metrics: other values that the trainer logged after the step, by its names (`rewards/margins`).
+        metrics: names and values of what else the trainer logged after the step (`rewards/margins`).
     """
 
     step: int
@@ -56,10 +57,10 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """The loss on held-back data.
+    """An evaluation on held-back data.
 
     Attributes:
-        step: number of steps before it.
+        step: number of optimizer steps before the evaluation.
         loss: mean loss.
     """
 
@@ -69,13 +70,13 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question and its answers.
+    """A question of the data set and its answers.
 
     Attributes:
-        question: of the data set.
+        question: text of the question.
         before, after: the model's answer before and after training; None if not recorded.
         reference: the data set's answer.
-        pictures: of the question, small, as data URLs.
+        pictures: the question's pictures, scaled down, as data URLs.
     """
 
     question: str
@@ -90,14 +91,14 @@ class DataSummary:
     """The training data of a run.
 
     Attributes:
-        rows: training rows.
-        held_back: rows for the held-back loss.
-        effective_batch: rows, or packs, per optimizer step, over gradient accumulation and all processes.
-        epochs: passes over the rows until the end of the run.
-        lengths: tokens per row at 50, 90 and 99 % of the rows, before any is cut; None if unknown.
-        cut_rows: rows longer than the length limit.
-        cut_share: share of all tokens beyond the limit, 0 to 1.
-        padding_share: share of a batch's tokens that is padding, 0 to 1; None if unknown.
+        rows: number of training rows.
+        held_back: number of rows for the held-back loss.
+        effective_batch: rows (or packs) of an optimizer step in all micro-batches and processes.
+        epochs: number of passes over the rows until the end of the run.
+        lengths: the 50, 90 and 99 % quantiles of the tokens of a row, before rows are cut; None if unknown.
+        cut_rows: number of rows longer than the length limit.
+        cut_share: share of all tokens beyond the length limit, 0 to 1.
+        padding_share: share of a batch's tokens that are padding, 0 to 1; None if unknown.
         packs: number of packs that fill `--max_length` (`--packing`); None if rows are not packed.
     """
 
@@ -113,13 +114,13 @@ class DataSummary:
 
     @property
     def step_words(self) -> str:
-        """Size of a step: `8 rows`, `1 pack`."""
+        """Size of an optimizer step in words: `8 rows`, `1 pack`."""
         return plural(self.effective_batch, "row" if self.packs is None else "pack")
 
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """A line of the precision policy: a role, its dtype and the reason."""
+    """A line of the precision policy: a role, its dtype and the reason for that dtype."""
 
     role: str
     dtype: str
@@ -128,25 +129,25 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A training run, as `run_report.json` in its output directory.
+    """A training run, as `run_report.json` in its output directory contains it.
 
     Attributes:
-        method: the recipe: "sft", "dpo", "grpo", …
+        method: the training method: "sft", "dpo", "grpo", …
         command: the shell command that started the run.
-        started: ISO-8601 time.
-        finished: ISO-8601 time, None if the end was not reached or not seen. Both or neither have a UTC offset.
+        started: time at which the command started, ISO 8601.
+        finished: time at which the run ended, ISO 8601, with a UTC offset if `started` has one; None if unknown.
         status: how the run ended, or `"running"`.
         error: the error that ended a failed run.
         policy: the precision policy.
         versions: libraries and their versions.
-        parameters_total: parameters of the model, adapters included.
+        parameters_total: number of parameters of the model, adapters included.
         parameters_trainable: number of trained parameters.
         weight_bytes: bytes of the weights by storage dtype, such as `("nf4", n)`.
-        settings: hyperparameters as name and value.
-        resumed_from: step of the checkpoint that the run was resumed from, None if it was not resumed.
-        data: the training data, None if unknown.
-        headroom: used part of float16's range; None for a run in another dtype.
-        earlier_seconds: seconds of the previous commands of a resumed run; `started` is of the last one.
+        settings: names and values of the hyperparameters.
+        resumed_from: step of the checkpoint from which the run was resumed; None if it was not resumed.
+        data: the training data; None if unknown.
+        headroom: the used part of float16's range; None for a run in another dtype.
+        earlier_seconds: seconds of the earlier commands of a resumed run, which ended before `started`.
 
     Raises:
         IsotypeError: a time is not ISO-8601, or only one of the two has a UTC offset.
@@ -189,36 +190,31 @@ class RunRecord:
                 fix = "use datetime.now(timezone.utc).isoformat()"
                 problems.append(Problem(f"{name} = {text!r}", expected, fix))
         if len({time.utcoffset() is None for time in parsed}) > 1:
-            what, fix = (
-                f"started = {self.started!r}, finished = {self.finished!r}",
-                "take both from datetime.now(timezone.utc).isoformat()",
-            )
+            what = f"started = {self.started!r}, finished = {self.finished!r}"
+            fix = "take both from datetime.now(timezone.utc).isoformat()"
             problems.append(Problem(what, "a UTC offset in both or in neither", fix))
         if problems:
             raise IsotypeError("this run cannot be recorded", problems)
 
 
 def parse_time(text: str) -> datetime:
-    """Parse an ISO-8601 time, with `Z` as `+00:00`; raise ValueError if it is none."""
-    return datetime.fromisoformat(f"{text[:-1]}+00:00" if text.endswith("Z") else text)
-
-
-# --- what a person asks first -----------------------------------------------------------------------------
+    """Return the time of an ISO-8601 text; raise ValueError for other texts."""
+    return datetime.fromisoformat(text)
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The summary of a run; None for what was not measured.
+    """The summary of a run. Values that were not measured are None.
 
     Attributes:
-        steps: optimizer steps recorded.
-        skipped: steps that the GradScaler skipped.
-        tokens: without padding, of all steps.
-        seconds: wall-clock time from start to end, previous commands of a resumed run included; the sum of the steps
-            if the end is unknown.
+        steps: number of recorded optimizer steps.
+        skipped: number of steps that the GradScaler skipped.
+        tokens: tokens of all steps, without padding.
+        seconds: wall-clock time from start to end, plus the earlier commands of a resumed run; the sum of the steps if
+            the end is unknown.
         first_loss: mean training loss of the first `window` steps.
-        final_loss: mean training loss of the last `window` steps; NaN if one of them is.
-        window: steps in each of these means: a tenth of the run, between 1 and 10.
+        final_loss: mean training loss of the last `window` steps; NaN if one of these losses is NaN.
+        window: number of steps in each of the two means: a tenth of the run, between 1 and 10.
         tokens_per_second: median over the steps.
         peak_memory_bytes: largest `memory_bytes` of a step; loading, evaluation and saving are not included.
     """
@@ -239,8 +235,8 @@ def summarize(record: RunRecord) -> RunSummary:
     window = min(10, max(1, len(steps) // 10))
     rates = [rate for step in steps if (rate := tokens_per_second(step)) is not None]
     if record.finished is None:
-        own = [step for step in steps if step.step > (record.resumed_from or 0)]
-        seconds = record.earlier_seconds + sum(step.seconds for step in own)
+        first = record.resumed_from or 0
+        seconds = record.earlier_seconds + sum(step.seconds for step in steps if step.step > first)
     else:
         took = parse_time(record.finished) - parse_time(record.started)
         seconds = record.earlier_seconds + took.total_seconds()
@@ -263,9 +259,9 @@ def tokens_per_second(step: StepRecord) -> float | None:
 
 
 def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], ...]:
-    """Return sentences on the training loss, the held-back loss and, with a reward function, the rewards.
+    """Return sentences about the training loss, the held-back loss and, with a reward function, the rewards.
 
-    Each sentence is a tuple of pieces; those at odd places are its numbers.
+    A sentence is a tuple of pieces: text and numbers alternate, and text is first.
     """
     rewards = _reward_sentence(record.steps)
     return (_training_sentence(record), _held_back_sentence(record.evals), *([rewards] if rewards else []))
@@ -280,19 +276,19 @@ def _training_sentence(record: RunRecord) -> tuple[str, ...]:
         return ("The training loss was never a finite number.",)
     if last_good + 1 < len(steps):
         lost = steps[last_good + 1]
-        where = f" at step {lost.step:,} and stayed non-finite."
+        where = f" at step {lost.step:,} and was never finite again."
         return ("Training loss became ", format_loss(lost.loss), where)
     if len(steps) == 1:
         return ("Training loss was ", format_loss(summary.final_loss), " in the only step.")
     means = "" if summary.window == 1 else f" (means of the first and the last {summary.window} steps)"
     losses = [step.loss for step in steps]
-    broken = sum(not math.isfinite(loss) for loss in losses)
-    if len(steps) - broken < _FEWEST:
+    nonfinite = sum(not math.isfinite(loss) for loss in losses)
+    if len(steps) - nonfinite < _FEWEST:
         means = f" in {len(steps)} steps, too few for a trend"
         change = _ends(summary.first_loss, summary.final_loss)
     else:
         change = _change(summary.first_loss, summary.final_loss, _noise(losses, summary.window))
-    tail = f". In {broken:,} of {len(steps):,} steps it was not a finite number." if broken else "."
+    tail = f". In {nonfinite:,} of {len(steps):,} steps the loss was not finite." if nonfinite else "."
     return (f"Training loss {change[0]}", *change[1:], f"{means}{tail}")
 
 
@@ -303,7 +299,7 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
     if len(evals) == 1:
         where = f" at step {first.step:,}, the only time it was measured."
         return ("Held-back loss was ", format_loss(first.loss), where)
-    # The same rows are measured each time: there is no noise of sampling.
+    # All evaluations measure the same rows, so there is no sampling noise.
     change = _change(first.loss, last.loss, _SAME * abs(first.loss))
     finite = [record for record in evals if math.isfinite(record.loss)]
     best = min(finite, key=lambda record: record.loss, default=last)
@@ -315,12 +311,13 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of GRPO's or RLOO's completions since they were last logged.
+    """The rewards of GRPO's or RLOO's completions between two logs of the trainer.
 
     Attributes:
-        step: after which they were logged.
+        step: step after which the trainer logged the rewards.
         mean, spread: mean and standard deviation over all completions.
-        equal: share of groups (completions of one prompt) with equal rewards, 0 to 1: they have no gradient.
+        equal: share of groups (completions of one prompt) whose rewards are all equal, 0 to 1. Such a group has no
+            gradient.
     """
 
     step: int
@@ -330,11 +327,9 @@ class Rewards:
 
 
 def rewards_of(step: StepRecord) -> Rewards | None:
-    """Return the rewards that TRL logged after a step; None if it logged none."""
-    logged = dict(step.metrics)
-    values = [logged.get(name) for name in ("reward", "reward_std", "frac_reward_zero_std")]
-    known = [value for value in values if value is not None]
-    return Rewards(step.step, *known) if len(known) == len(values) else None
+    """Return the rewards that TRL logged after a step, or None if TRL logged no rewards."""
+    logged, names = dict(step.metrics), ("reward", "reward_std", "frac_reward_zero_std")
+    return Rewards(step.step, *(logged[name] for name in names)) if logged.keys() >= {*names} else None
 
 
 def reward_words(rewards: Rewards) -> str:
@@ -344,11 +339,12 @@ def reward_words(rewards: Rewards) -> str:
 
 
 def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
-    """Return the share of all groups with equal rewards, 0 to 1; None without rewards."""
+    """Return the share of all groups whose rewards are all equal, 0 to 1; None without rewards."""
     logged = [rewards for step in steps if (rewards := rewards_of(step)) is not None]
-    numbers = [0, *(each.step for each in logged)]
-    steps_of = [after - before for before, after in pairwise(numbers)]
-    return sum(e.equal * n for e, n in zip(logged, steps_of, strict=True)) / numbers[-1] if logged else None
+    numbers = [0, *(rewards.step for rewards in logged)]
+    weights = [after - before for before, after in pairwise(numbers)]
+    weighted = (rewards.equal * weight for rewards, weight in zip(logged, weights, strict=True))
+    return sum(weighted) / numbers[-1] if logged else None
 
 
 def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
@@ -356,8 +352,8 @@ def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
     if equal_rewards(steps) != 1:
         return ()
     return (
-        "all rewards of a group are equal in 100 % of the groups: nothing is learned from them. A reward function that tells "
-        "answers apart, a higher --temperature or more --num_generations gives groups that differ",
+        "all rewards of a group are equal in 100 % of the groups: nothing is learned from such groups. Use a reward function "
+        "that distinguishes answers, a higher --temperature or more --num_generations",
     )
 
 
@@ -367,7 +363,7 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
         return ()
     change = _ends(logged[0].mean, logged[-1].mean)
     if len(logged) >= _FEWEST:
-        change = _change(logged[0].mean, logged[-1].mean, _noise([each.mean for each in logged], 1))
+        change = _change(logged[0].mean, logged[-1].mean, _noise([rewards.mean for rewards in logged], 1))
     return (
         f"Mean reward {change[0]}", *change[1:], ", standard deviation ", format_loss(logged[-1].spread),
         "; all rewards of a group are equal in ", f"{100 * equal:.0f}", " % of the groups.",
@@ -375,16 +371,16 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
 
 
 _FEWEST = 10
-"""Minimum number of training losses (each of other rows) to tell a trend from noise."""
+"""Minimum number of training losses to distinguish a trend from noise, since each loss is of other rows."""
 _SAME = 1e-3
 """Relative difference of two losses that counts as no change."""
 
 
 def _noise(losses: Sequence[float], window: int) -> float:
-    """Return the difference of the means of the first and last `window` losses that noise alone may cause.
+    """Return how far the means of the first and last `window` losses may differ by noise alone: two standard errors.
 
-    It is twice its standard error. The noise is estimated from differences of neighbours, whose median magnitude is
-    0.954 standard deviations for normal noise; a trend over the run hardly changes them.
+    The noise is estimated from the differences of neighbouring losses, which a trend over the run hardly changes. For
+    normal noise their median magnitude is 0.954 standard deviations.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0
@@ -406,11 +402,9 @@ def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
 
 
 def format_loss(loss: float) -> str:
-    """Format a loss: three decimals, an exponent if these do not suffice, `NaN`, `∞`, `−∞`."""
-    if math.isnan(loss):
-        return "NaN"
-    if math.isinf(loss):
-        return "∞" if loss > 0 else "−∞"
+    """Format a loss with three decimals, or with an exponent if three do not suffice; `NaN`, `∞`, `−∞`."""
+    if not math.isfinite(loss):
+        return format_number(loss)
     plain = loss == 0 or 0.001 <= abs(loss) < 1e6
     return (f"{loss:,.3f}" if plain else f"{loss:.2e}").replace("-", "−")
 
@@ -421,9 +415,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def to_json(record: RunRecord) -> str:
-    """Return a run as strict JSON: `schema_version` and the fields of `RunRecord`, nested records as objects.
+    """Return a run as strict JSON, with `schema_version` and the fields of `RunRecord`.
 
-    NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+    NaN and infinities are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
     """
     return text_of(record, SCHEMA_VERSION)
 
