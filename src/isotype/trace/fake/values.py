@@ -9,7 +9,9 @@ selections and splits by them are consistent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from linecache import getline
 from typing import Any, cast
 
 import torch
@@ -23,7 +25,9 @@ from isotype.compat.torch import (
     without_functions,
     without_modes,
 )
+from isotype.core.names import short
 from isotype.core.operators import operator_name
+from isotype.core.source import asking_line
 from isotype.precision.devices.simulated import VALUE
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
@@ -38,6 +42,8 @@ _LARGE = "_isotype_large"
 _EXACT = "_isotype_exact"
 HALVES = (torch.bfloat16, torch.float16)
 _STAND_IN_ROWS = 4
+_OF_LOOP = (1.0, 1.0, 0.0, 1e9)
+"""Numbers read by the condition of a `while`: `x > limit` and `x < limit` both become false, after two rounds or three."""
 _MOST_EXPERTS = 1024
 # Results that depend only on the shape of their operand.
 _SHAPE_ONLY = frozenset(
@@ -74,6 +80,8 @@ class Values:
         self._experts = 0
         # Storages with unknown writes; kept alive, since another could get the same address.
         self._spoiled: dict[int, torch.UntypedStorage] = {}
+        # (file, line) of a `while` whose condition is unknown -> how often its value was read.
+        self.loops: Counter[tuple[str, int]] = Counter()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
         """Store the value of the fake `tensor`; a large one only if its zeros are to be `counted`."""
@@ -226,7 +234,23 @@ class Values:
             return self._index
         if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
             return _split
+        if func is aten._local_scalar_dense.default:
+            return self._number
         return STAND_INS.get(func) or _OF_INT8.get(operator_name(func))
+
+    def _number(self, tensor: torch.Tensor) -> Any:
+        """Return a stand-in for an unknown number: 1, but in turn others for a `while`, so that its loop ends."""
+        place, number = asking_line(), 1.0
+        if place is not None and getline(*place).lstrip().startswith("while "):
+            number = _OF_LOOP[self.loops[place] % len(_OF_LOOP)]
+            self.loops[place] += 1
+        return (bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int)(number)
+
+    def notes(self) -> Iterator[str]:
+        """Return a note on every loop of which only the first rounds were traced."""
+        for file, line in self.loops:
+            place = short(f"{file}:{line}")
+            yield f"the loop at {place} ends by its values: two or three rounds of it are traced and counted"
 
     def rows(self, mask: torch.Tensor) -> int:
         """Return the assumed number of set elements of an unknown mask.
@@ -340,10 +364,6 @@ def _small_factory(args: Any, kwargs: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------- stand-ins
 
 
-def _item(tensor: torch.Tensor) -> Any:
-    return True if tensor.dtype == torch.bool else (1.0 if tensor.is_floating_point() else 1)
-
-
 def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
     count = tensor.new_empty((min(tensor.numel(), _STAND_IN_ROWS),))
     return count, torch.zeros(tensor.shape, dtype=torch.long), torch.ones(count.shape, dtype=torch.long)
@@ -356,7 +376,6 @@ def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
-    aten._local_scalar_dense.default: _item,
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.default: lambda _, scores, *__: torch.empty_like(scores),
