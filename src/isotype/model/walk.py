@@ -1,4 +1,4 @@
-"""The only walk over a model's modules, with the kind of each."""
+"""The walk over a model's modules with the kind of every module, and copies of modules."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Place:
 
     Attributes:
         name: fully qualified name.
-        kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (and convolutions), `"embedding"`, `"norm"` or
+        module: the module.
+        kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (also convolutions), `"embedding"`, `"norm"` or
             `"other"`.
-        tuner: whether it belongs to a PEFT tuner layer, which casts its own inputs.
-        adapter: whether it is part of an adapter: in a tuner layer, or a copy of a module to save.
+        tuner: whether the module belongs to a tuner layer of PEFT, which casts its inputs itself.
+        adapter: whether the module is part of an adapter: in a tuner layer, or a copy that PEFT trains and saves.
     """
 
     name: str
@@ -43,12 +44,12 @@ LINEAR_KINDS = ("linear", "linear4bit", "linear8bit")
 _TUNER = "BaseTunerLayer"  # PEFT's base class of layers that wrap another one
 _COPIES = ".modules_to_save."  # PEFT's trained copies of whole modules
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-# By name to avoid imports: bitsandbytes' layers, transformers' Conv1D.
+# Layers of bitsandbytes, and transformers' Conv1D: by name, to import neither library.
 _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Conv1D": "linear"}
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the kind of a module, as in `Place.kind`."""
+    """Return the kind of a module, one of those of `Place.kind`."""
     cls: Any = type(module)
     return _kind_of(cls)
 
@@ -72,7 +73,7 @@ def _kind_of(cls: Any) -> str:
 
 
 def is_tuner_layer(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's wrapper of a layer."""
+    """Return whether a module is a tuner layer of PEFT, which wraps a layer of the model."""
     return any(cls.__name__ == _TUNER for cls in type(module).__mro__)
 
 
@@ -80,9 +81,9 @@ _ROUTER = re.compile(r"Top_?[kK]Router$")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router of transformers' classes, which multiplies with its own weight.
+    """Return whether a module is one of transformers' routers, which multiply hidden states with a weight of their own.
 
-    It takes hidden states and returns logits, scores of the chosen experts, and their indices.
+    Such a router returns logits, and scores and indices of the chosen experts.
     """
     weight = own_parameters(module).get("weight")
     named = any(_ROUTER.search(cls.__name__) for cls in type(module).__mro__)
@@ -95,18 +96,18 @@ _BLOCK_PARTS = re.compile(
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList in which some children represent others (`isotype.model.fold`).
+    """A ModuleList from which `isotype.model.fold` has removed layers.
 
-    They keep their original numbers as names; indices count the remaining ones.
+    The names of its children are their original numbers; an index counts only the children that are present.
     """
 
     def __getitem__(self, index: Any) -> Any:
-        kept = list(self._modules.values())[index]
-        return nn.ModuleList(cast("list[nn.Module]", kept)) if isinstance(index, slice) else kept
+        layers = list(self._modules.values())[index]
+        return nn.ModuleList(cast("list[nn.Module]", layers)) if isinstance(index, slice) else layers
 
 
 def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield (owner, list) of every list of at least `fewest` blocks; not of experts, which a router indexes."""
+    """Yield (owner, list) of every list of at least `fewest` blocks, but not of lists of experts."""
     for owner in model.modules():
         for child in owner.children():
             plain = type(child) in (nn.ModuleList, nn.Sequential, FoldedList)
@@ -116,19 +117,19 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
 
 
 def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
-    """Return the blocks of all `lists_of_blocks`, including lists inside blocks."""
+    """Return the blocks of all lists of at least `fewest` blocks, also those of lists inside of blocks."""
     return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
 def _is_block(layer: nn.Module) -> bool:
-    """Return whether a layer has attention, mixer or MLP parts, which keep the shape of their input."""
+    """Return whether a layer has an attention, a mixer or an MLP, and so returns hidden states of its input's shape."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Yield every module of `model`, itself included, parents before children; shared modules once."""
-    # The tuner layers around the current module, innermost last; modules come depth first.
+    """Yield the place of every module, parents before children, the model itself first; a shared module has one place."""
+    # Names of the tuner layers around the current module, innermost last: modules come depth first.
     tuners: list[str] = []
     for name, module in model.named_modules():
         while tuners and not name.startswith(f"{tuners[-1]}."):
@@ -140,28 +141,28 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the unquantized float parameters of `module` itself."""
-    # A sharded weight has lost its class; its codes may have a float dtype.
+    """Return the unquantized float parameters of `module` without those of its children, by name."""
+    # A sharded weight has lost its class, and quantized codes may have a float dtype.
     codes = "weight" if getattr(module, "quant_state", None) is not None else None
     return {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
-        if not isinstance(parameter, UninitializedParameter)  # a lazy layer's, without a shape yet
+        if not isinstance(parameter, UninitializedParameter)  # of a lazy layer, without a shape
         and parameter.is_floating_point()
         and not hasattr(parameter, "quant_state")
         and name != codes
     }
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # including the dicts of parameters and buffers
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the unregistered float tensors of `module` by name, which the model's `.to()` does not move.
+    """Yield (name, tensor) of the unregistered float tensors of `module`, which `.to()` does not move.
 
-    Those in a dict or list are named after it (`meta.scale`, where quantizers keep scales and zero points),
-    as are the weights of modules in it (`blocks.0.weight`). They include a parent's weights if the module
-    refers to its parent in this way.
+    A tensor in a dict or list has the name of the attribute and its key (`meta.scale`, where quantizers keep scales and
+    zero points); so have the weights of modules in a list (`blocks.0.weight`). If an attribute refers to the parent of
+    `module`, the parent's weights are among the tensors.
     """
     yield from _unregistered(module, "", {id(module)})
 
@@ -185,14 +186,14 @@ def _floats_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, tor
 
 
 def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a container, or a module's registered ones, by name."""
+    """Yield (name, value) of the items of a container, or of a module's parameters, buffers and children."""
     if isinstance(holder, list):
-        yield from ((str(position), held) for position, held in enumerate(holder))
+        yield from ((str(position), value) for position, value in enumerate(holder))
     elif isinstance(holder, nn.Module):
         for registered in (own_parameters(holder), own_buffers(holder), own_modules(holder)):
             yield from registered.items()
-    else:  # keys that are valid in a dotted name
-        yield from (each for each in holder.items() if isinstance(each[0], str) and each[0].isidentifier())
+    else:  # only keys that are valid in a dotted name
+        yield from ((k, value) for k, value in holder.items() if isinstance(k, str) and k.isidentifier())
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -201,13 +202,13 @@ _LISTENS = "_isotype_listens"
 
 
 def listening(hook: _Hook) -> _Hook:
-    """Mark `hook` as one that only observes and may be skipped."""
+    """Mark `hook` as a hook that only observes, so that fused code may skip it."""
     hook.__dict__[_LISTENS] = True
     return hook
 
 
 def must_be_called(hooks: Mapping[int, Any]) -> bool:
-    """Return whether a module has a hook without the mark of `listening`, which may change inputs or outputs."""
+    """Return whether one of the hooks is not marked by `listening`, so that it may change inputs or outputs."""
     return any(not getattr(hook, _LISTENS, False) for hook in hooks.values())
 
 
@@ -217,18 +218,22 @@ _SHARED = (types.ModuleType, type, torch.Generator)
 
 
 def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Add an uninitialized module of the same class to `memo` for every module of `model` not in it."""
+    """Add an empty module of the same class to `memo` for every module of `model` that has no copy in `memo`."""
     for module in model.modules():
-        # A scripted module is a shared C++ object.
+        # A scripted module is a C++ object, which the copy shares.
         scripted = isinstance(module, torch.jit.ScriptModule)
         memo.setdefault(id(module), module if scripted else object.__new__(type(module)))
 
 
 def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
-    """Copy the attributes of modules into their copies in `memo`, except for those with ids in `leave`.
+    """Copy the attributes of the model's modules into the modules' copies in `memo`.
 
-    Objects in `memo` (tensors, containers, by `id`) are replaced. Attributes that cannot be copied (a lock, a
-    file, a process group) are shared.
+    Attributes that cannot be copied (a lock, a file, a process group) are shared.
+
+    Args:
+        model: the original.
+        memo: `id` of an object (a module, a tensor, a container) -> its copy; extended.
+        leave: `id`s of modules that are skipped.
     """
     for module in list(model.modules()):
         copy = memo[id(module)]
@@ -246,10 +251,10 @@ def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of an attribute; the attribute itself if it cannot be copied."""
+    """Return a deep copy of an attribute, or the attribute itself if it cannot be copied."""
     if isinstance(value, _SHARED) or type(value) in _ATOMS:
         return value
-    if type(value) in _HOLDERS and not value:  # nearly every attribute of a module
+    if type(value) in _HOLDERS and not value:  # as are most attributes of a module: faster than deepcopy
         return memo.setdefault(id(value), type(value)())
     try:
         return copy.deepcopy(value, memo)

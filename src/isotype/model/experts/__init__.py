@@ -1,1 +1,1 @@
-"""Experts stacked in one parameter: quantized storage and computation."""
+"""Experts whose weights are stacked in one parameter: quantized storage, and the forward with adapters."""

@@ -1,19 +1,18 @@
 """The experts of one layer and their LoRA adapters as one autograd function.
 
-Each token t goes to experts e with routing weights w. With adapters a of each product (s the scaling, drop
-dropout):
+Each token t goes to experts e with routing weights w. Each product has adapters a; s is their scaling, drop their dropout:
 
     h = x U_e + b_e + Σ_a s_a (drop_a(x) A_ae) B_ae          gate and up side by side, or up alone
     y = g(h) V_e + c_e + Σ_a s_a (drop_a(g(h)) A'_ae) B'_ae    g: the gated product, or the activation
     out_t = Σ_e w_te y_te
 
-Tokens are sorted by expert once. Adapters act on activations: no delta of an expert's weight is formed, and
-only experts with tokens are read. Experts are computed a few at a time, so that only these are dense if
-weights are quantized.
+Tokens are sorted by expert once. Adapters are multiplied with activations: the delta of an expert's weight is never
+computed, and only experts with tokens are read. Experts are computed a few at a time, so that only their weights are
+dense if the experts are quantized.
 
-The backward saves x, h and the small products with A. It recomputes g(h), and the gradient of w without y:
-∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, with V' including the adapter. Dropout is drawn
-again from its seed.
+The forward saves x, h and the small products with A for the backward, which recomputes g(h) and computes the gradient of
+w without y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' includes the adapter. The backward draws
+dropout again from its seed.
 """
 
 from __future__ import annotations
@@ -32,14 +31,19 @@ from isotype.core.dtypes import NoAutocast
 from isotype.precision.devices.simulated import simulates_cpu
 
 _DENSE_BYTES = 1 << 27
-"""Bytes of dense weights held at a time if experts are stored in another form."""
+"""Most bytes of dense weights at a time if experts are stored quantized."""
 _ROWS = 512
-"""Minimum rows of a CPU's product: fewer make call overhead dominate, larger results leave the caches."""
+"""Rows of a product on a CPU: with fewer rows the calls take most of the time, with more the result leaves the caches."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An active adapter of a product: scale alpha / r (rsLoRA: alpha / sqrt(r)), dropout rate (0 in evaluation)."""
+    """An active adapter of a product.
+
+    Attributes:
+        scale: alpha / r, or alpha / sqrt(r) for rsLoRA.
+        dropout: the dropout rate; 0 in evaluation.
+    """
 
     scale: float
     dropout: float = 0.0
@@ -47,15 +51,15 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of every expert.
+    """One of the products that every expert computes.
 
     Attributes:
         weights: function (start, stop) -> dense weights `[stop - start, d1, d2]` of these experts.
-        inputs_first: whether d1 is the input dimension: x W; otherwise x Wᵀ.
+        inputs_first: True if d1 is the input dimension (x W), False if d2 is (x Wᵀ).
         adapters: the active adapters.
-        bytes: of one expert's dense weight if it is stored in another form; else 0.
-        bias: `[experts, out]`, frozen; None if there is none.
-        sizes: d1 and d2 if the weight is stored in another form.
+        bytes: size of one expert's dense weight if the weights are quantized, else 0.
+        bias: frozen, `[experts, out]`, or None.
+        sizes: d1 and d2 if the weights are quantized, else empty.
     """
 
     weights: Callable[[int, int], torch.Tensor]
@@ -66,22 +70,23 @@ class Product:
     sizes: tuple[int, ...] = ()
 
     def matrices(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights `[stop - start, in, out]` of these experts in a dtype."""
+        """Return the dense weights `[stop - start, in, out]` of these experts in `dtype`."""
         dense = self.weights(start, stop).to(dtype)
         return dense if self.inputs_first else dense.transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Parameters of one call.
+    """The experts of one call of `experts_output`.
 
     Attributes:
-        up, down: the products with the gate and up weights, and with the down weights.
-        gate: the function between them, of h `[rows, …]`.
+        up: the product with the gate and up weights.
+        down: the product with the down weights.
+        gate: the function of h `[rows, …]` between the two products.
         compute: dtype of h.
-        working: dtype of the products.
+        working: dtype in which products are computed.
         count: number of experts.
-        normed: function of y `[rows, out]` before weighting; None if there is none.
+        normed: a norm of y `[rows, out]` before it is weighted, or None.
     """
 
     up: Product
@@ -108,14 +113,15 @@ def experts_output(
     """Return the weighted sum of the experts' outputs for every token, `[tokens, out]` in the dtype of `x`.
 
     Args:
+        spec: the experts.
         x: `[tokens, in]`, any float dtype.
-        index: `[tokens, k]` integers: each token's experts; numbers from `spec.count` on mean none.
-        scores: `[tokens, k]` routing weights, any float dtype; None: all 1.
-        factors: of each adapter of `up`, then of `down`: A `[experts, in, r]` and B `[experts, r, out]`,
+        index: `[tokens, k]` integers, the experts of each token; `spec.count` or a larger number means no expert.
+        scores: `[tokens, k]` routing weights, any float dtype; None if all are 1.
+        factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter of `up`, then of `down`,
             in any float dtype and layout.
     """
     kept = torch.is_grad_enabled()
-    # From the CPU's generator, whose state gradient checkpointing restores: no device synchronization.
+    # Gradient checkpointing restores the state of the CPU's generator, which is read without waiting for the device.
     drops = any(adapter.dropout for adapter in (*spec.up.adapters, *spec.down.adapters))
     seed = int(torch.randint(2**31, ()).item()) if drops else 0
     result: torch.Tensor = _Experts.apply(spec, kept, seed, x, index, scores, *factors)  # type: ignore[no-untyped-call]
@@ -124,9 +130,14 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """Experts `first` to `stop` and their rows `begin` to `end` of all rows sorted by expert.
+    """Experts that are computed together: `first` to `stop - 1`.
 
-    `offsets`: int32 ends of each expert's rows, relative to `begin`; None for one expert.
+    Attributes:
+        first: number of the first expert.
+        stop: number after the last expert.
+        begin: first row of these experts among all rows sorted by expert.
+        end: row after their last row.
+        offsets: int32 `[experts]`, the end of each expert's rows relative to `begin`; None for one expert.
     """
 
     first: int
@@ -136,13 +147,13 @@ class _Group:
     offsets: torch.Tensor | None
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Return `rows` `[n, in]` times each row's expert's matrix `[experts, in, out]`."""
+        """Return each row of `rows` `[n, in]` times the matrix of its expert, from `matrices` `[experts, in, out]`."""
         if self.offsets is None:
             return rows @ matrices[0]
         return functional.grouped_mm(rows, matrices, offs=self.offsets)
 
     def write_outer(self, out: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write leftᵀ right of each expert's rows into `out` `[experts of the layer, in, out]`, unless it is None."""
+        """Write leftᵀ right of each expert's rows into `out` `[experts of the layer, in, out]`; do nothing if it is None."""
         if out is None:
             return
         if self.offsets is not None:
@@ -153,7 +164,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """Return each row's expert's vector, `[n, out]` or `[1, out]`, from `[experts, out]` of the whole layer."""
+        """Return for each row the vector of its expert, `[n, out]` or `[1, out]`, from `[experts of the layer, out]`."""
         vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
             return vectors
@@ -164,11 +175,11 @@ class _Group:
 def _sorted(
     spec: Experts, x: torch.Tensor, index: torch.Tensor, factors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[_Group]]:
-    """Return (positions in `index` sorted by expert, groups of experts that are computed together)."""
+    """Return (positions in the flat `index` sorted by expert, groups of experts that are computed together)."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     if isinstance(x, FakeTensor) or x.is_meta:
-        share, more = divmod(flat.numel(), spec.count)  # as under a balanced router
+        share, more = divmod(flat.numel(), spec.count)  # as if the router were balanced
         counts = [share + (expert < more) for expert in range(spec.count)]
     else:
         counts = torch.bincount(flat, minlength=spec.count)[: spec.count].tolist()
@@ -176,7 +187,7 @@ def _sorted(
 
 
 def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch.Tensor]) -> int:
-    """Return the number of experts computed at once."""
+    """Return the number of experts that are computed together."""
     if x.is_meta or not _can_be_grouped(spec, x, factors):
         return 1
     stored = max(spec.up.bytes, spec.down.bytes)
@@ -186,11 +197,11 @@ def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch
 
 
 _ALIGNED = 8
-"""Stride alignment of torch's grouped product: 16 bytes, here in values of 16 bits, the dtype of fake operands."""
+"""Values of 16 bits in the stride alignment of torch's grouped product, 16 bytes."""
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch's grouped product applies: no float64, aligned ranks and widths."""
+    """Return whether torch's grouped product takes these operands: no float64, and all sizes aligned."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
@@ -206,7 +217,7 @@ def _groups(spec: Experts, counts: list[int], device: torch.device, together: in
             continue
         offsets = None
         if stop - first > 1:
-            offsets = torch.tensor([each - begin for each in ends[first + 1 : stop + 1]], dtype=torch.int32)
+            offsets = torch.tensor([last - begin for last in ends[first + 1 : stop + 1]], dtype=torch.int32)
             offsets = offsets.to(device, non_blocking=True)
         yield _Group(first, stop, begin, end, offsets)
 
@@ -215,8 +226,12 @@ def _groups(spec: Experts, counts: list[int], device: torch.device, together: in
 class _Low:
     """An adapter of one product, with tensors in the working dtype.
 
-    `a` `[experts, in, r]`, `b` `[experts, r, out]`; `place`: position of A among all factors; `seed`: of its
-    dropout.
+    Attributes:
+        adapter: its scale and dropout.
+        a: A, `[experts, in, r]`.
+        b: B, `[experts, r, out]`.
+        place: position of A among all factors.
+        seed: seed of its dropout.
     """
 
     adapter: Adapter
@@ -226,7 +241,7 @@ class _Low:
     seed: int
 
     def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """Return the rows of a group, or their gradient, after dropout."""
+        """Return a group's rows after dropout, or the gradient of its rows from their gradient after dropout."""
         probability = self.adapter.dropout
         if not probability:
             return rows
@@ -240,7 +255,7 @@ class _Low:
         return group.product(self.dropped(rows, group), self.a[group.first : group.stop])
 
     def add_up(self, out: torch.Tensor, hidden: torch.Tensor, group: _Group) -> None:
-        """Add s hidden B to `out` `[n, out]`."""
+        """Add scale · hidden B to `out` `[n, out]`."""
         up = self.b[group.first : group.stop]
         if group.offsets is None:
             out.addmm_(hidden, up[0], alpha=self.adapter.scale)
@@ -257,9 +272,9 @@ class _Low:
         weighted: torch.Tensor | None,
         gradients: list[torch.Tensor | None],
     ) -> None:
-        """Add the adapter's part of the rows' gradient to `d_rows`, and write the gradients of A and B.
+        """Add the adapter's part of the gradient of `rows` to `d_rows`, and write the gradients of A and B.
 
-        `weighted`: row weights of `d_out` for the gradients of A and B.
+        `weighted` are the routing weights of the rows, by which `d_out` is multiplied for the gradients of A and B.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)
@@ -272,13 +287,12 @@ class _Low:
 
 
 def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
-    """Return `[experts, m, n]` in a layout that products read without a copy."""
+    """Return a factor `[experts, m, n]` in a memory layout that products read without a copy."""
     if 1 in factor.stride()[1:]:
         return factor
     rows_first = factor.stride(1) >= factor.stride(2)
     turned = factor if rows_first else factor.mT
-    # With experts innermost, as in PEFT's lora_B, this is the transpose of one matrix, which torch copies in
-    # blocks.
+    # If experts are innermost in memory, as in PEFT's lora_B, this copies the transpose of one matrix, in blocks.
     matrices = turned.flatten(1).contiguous().view(turned.shape)
     return matrices if rows_first else matrices.mT
 
@@ -294,7 +308,7 @@ def _gradient_of(factor: torch.Tensor) -> torch.Tensor:
 def _lows(spec: Experts, factors: Sequence[torch.Tensor], seed: int) -> tuple[list[_Low], list[_Low]]:
     lows = []
     for number, adapter in enumerate((*spec.up.adapters, *spec.down.adapters)):
-        a, b = (_as_matrices(each.to(spec.working)) for each in factors[2 * number : 2 * number + 2])
+        a, b = (_as_matrices(factor.to(spec.working)) for factor in factors[2 * number : 2 * number + 2])
         lows.append(_Low(adapter, a, b, 2 * number, seed + number * spec.count))
     return lows[: len(spec.up.adapters)], lows[len(spec.up.adapters) :]
 
@@ -307,7 +321,10 @@ def _output(
     lows: Sequence[_Low],
     hidden: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return a product of a group's rows with bias and adapters, `[n, out]`; `hidden`: drop(rows) A per adapter."""
+    """Return a product of a group's rows with bias and adapters, `[n, out]`.
+
+    `hidden` are drop(rows) A of the adapters `lows`.
+    """
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
     if product.bias is not None:
         out.add_(group.each_row(product.bias).to(out.dtype))
@@ -317,7 +334,7 @@ def _output(
 
 
 def _weights(spec: Experts, scores: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
-    """Return the routing weight of each row `[rows, 1]`, sorted by expert."""
+    """Return the routing weights `[rows, 1]` of the rows sorted by expert, or None if all are 1."""
     return None if scores is None else scores.reshape(-1)[order].to(spec.summed)[:, None]
 
 
@@ -368,8 +385,8 @@ class _Experts(torch.autograd.Function):
         adapters = len(spec.up.adapters) + len(spec.down.adapters)
         factors, saved = rest[: 2 * adapters], rest[2 * adapters :]
         gradients = [
-            _gradient_of(each) if needed else None
-            for each, needed in zip(factors, ctx.needs_input_grad[6:], strict=True)
+            _gradient_of(factor) if needed else None
+            for factor, needed in zip(factors, ctx.needs_input_grad[6:], strict=True)
         ]
         with NoAutocast(x.device.type):
             ups, downs = _lows(spec, factors, ctx.seed)
@@ -403,8 +420,8 @@ class _Experts(torch.autograd.Function):
                 d_rows = group.product(
                     d_h, spec.up.matrices(group.first, group.stop, spec.working).transpose(1, 2)
                 )
-                for each, hidden in zip(ups, low, strict=False):
-                    each.through(rows, d_rows, hidden, d_h, group, None, gradients)
+                for up, hidden in zip(ups, low, strict=False):
+                    up.through(rows, d_rows, hidden, d_h, group, None, gradients)
                 if d_x is not None:
                     d_x.index_add_(0, at, d_rows.to(spec.summed))
         d_scores = None
@@ -425,7 +442,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of (g(h), routing weights) for a group, from the gradient of its weighted rows."""
+    """Return the gradients of (g(h), routing weights) for a group, from the gradient `d_y` of its weighted rows."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):
@@ -447,8 +464,8 @@ def _through_norm(
     group: _Group,
     weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of (y, routing weights) if y is normed before weighting: y is recomputed."""
-    assert spec.normed is not None, "asked of normed experts only"
+    """Recompute y of a group and return the gradients of (y, routing weights) if y is normed before it is weighted."""
+    assert spec.normed is not None
     y = _output(spec, spec.down, a, group, downs, small)
     with torch.enable_grad():
         leaf = y.to(spec.compute).detach().requires_grad_()

@@ -1,8 +1,8 @@
-"""Experts modules, with PEFT's adapters, that compute in `isotype.model.experts.compute` after a class swap.
+"""Experts modules and PEFT's adapters on them, whose forward becomes `isotype.model.experts.compute` by a class swap.
 
-PEFT (0.21) nests one `ParamWrapper` per adapted weight around an experts module, and forms the delta of every
-expert (`lora/layer.py`). A swapped wrapper reads the wrappers below it and applies their adapters to
-activations.
+PEFT (0.21) nests a `ParamWrapper` for every adapted weight around an experts module, and computes the delta of every
+expert (`lora/layer.py`). After the swap, the outermost wrapper reads the wrappers inside of it, and multiplies their
+adapters with activations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from isotype.model.shard import is_sharded
 from isotype.model.walk import must_be_called
 from isotype.precision.devices.simulated import working_dtype
 
-_WRAPPER = "ParamWrapper"
 _GATED, _UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
@@ -44,10 +43,11 @@ class Layout:
 
     Attributes:
         up: name of the weight of the first product.
-        inputs_first: whether weights are stored as `[experts, in, out]`.
-        normed: whether outputs are normed before weighting.
-        routed: whether the module takes each token's experts and weights; if not, its input is equally
-            many tokens of each expert in order.
+        inputs_first: True if weights are stored as `[experts, in, out]`, False if as `[experts, out, in]`.
+        biases: whether the products have biases.
+        normed: whether outputs are normed before they are weighted.
+        routed: whether the module gets the experts and routing weights of each token. If not, its input has the tokens
+            of one expert after another, equally many of each.
     """
 
     up: str
@@ -58,30 +58,27 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """Return the layout of transformers' experts (`use_experts_implementation`, 5.23) or Llama 4's; else None."""
-    cls: Any = type(module)
-    if any(each.__name__ == "Llama4TextExperts" for each in cls.__mro__):
+    """Return the layout of experts of transformers (`use_experts_implementation`, 5.23) or Llama 4, or None for others."""
+    if any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
-    if gate_of(module) is None or not hasattr(module, "has_gate"):
-        return None
-    if has_parallel_experts(module):
+    if gate_of(module) is None or not hasattr(module, "has_gate") or has_parallel_experts(module):
         return None
     up = _GATED if module.has_gate else _UP
     return Layout(up, bool(module.is_transposed), bool(module.has_bias), bool(module.has_post_expert_norm))
 
 
 def _wraps(cls: Any) -> bool:
-    """Return whether a class is PEFT's adapter on parameters, by name to avoid importing PEFT."""
-    return any(each.__name__ == _WRAPPER for each in cls.__mro__)
+    """Return whether a class is PEFT's `ParamWrapper` or a subclass, by name to avoid importing PEFT."""
+    return any(base.__name__ == "ParamWrapper" for base in cls.__mro__)
 
 
 def is_experts_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's adapter on a weight of an experts module."""
+    """Return whether a module is PEFT's `ParamWrapper` around an experts module."""
     return _wraps(type(module)) and layout_of(module.get_base_layer()) is not None  # type: ignore[operator]
 
 
 def _with_wrappers(outer: Any) -> list[Any]:
-    """Return the wrappers of one experts module from the outermost to the innermost, and the module."""
+    """Return the wrappers of an experts module from the outermost to the innermost, and the experts module last."""
     modules = [outer]
     while _wraps(type(modules[-1])):
         modules.append(modules[-1].base_layer)
@@ -89,17 +86,17 @@ def _with_wrappers(outer: Any) -> list[Any]:
 
 
 def wrappers_of(outer: Any) -> list[Any]:
-    """Return the wrappers of one experts module from the outermost to the innermost."""
+    """Return the wrappers of an experts module from the outermost to the innermost."""
     return _with_wrappers(outer)[:-1]
 
 
 def base_of(outer: Any) -> Any:
-    """Return the experts module inside the outermost wrapper, or the module itself."""
+    """Return the experts module inside of its wrappers, or `outer` itself if it has no wrapper."""
     return _with_wrappers(outer)[-1]
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a model's experts modules by name; of an adapted one, the outermost wrapper."""
+    """Yield (name, module) of every experts module of a model, or of its outermost wrapper if it has adapters."""
     inner: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inner:
@@ -112,7 +109,7 @@ def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def why_not(outer: Any) -> str | None:
-    """Return why experts stay on their own path, as a clause; None if one function can compute them."""
+    """Return a clause why experts keep their own forward, or None if isotype's function can compute them."""
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
     if layout is None:
@@ -129,17 +126,17 @@ def why_not(outer: Any) -> str | None:
 
 
 def needs_function(outer: Any) -> bool:
-    """Return whether only the one function is right or memory-bounded: for quantized experts, or adapter dropout."""
+    """Return whether experts need isotype's function: if they are quantized, or if their adapters have dropout."""
     base = base_of(outer)
     stacks = (quantized_stack(base, name) for name in getattr(base, "parametrizations", ()))
     return any(stack is not None for stack in stacks) or _drops(outer)
 
 
-# ------------------------------------------------------------------------------------------------------------------ forward
+# -------------------------------------------------------------------------------------------------------- forward
 
 
 class FusedExperts(Swapped):
-    """Marker of the created classes; `plain` is the class that was swapped."""
+    """Base of the classes whose forward is isotype's function; `plain` is the class that was swapped."""
 
     plain: type[nn.Module]
 
@@ -147,7 +144,7 @@ class FusedExperts(Swapped):
 def _forward_adapted(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if self.disable_adapters or self.merged:
         return self.plain.forward(self, x, *args, **kwargs)
-    inputs = (*args, *kwargs.values())  # all callers pass them in this order
+    inputs = (*args, *kwargs.values())  # all callers pass experts and weights in this order
     reason = _why_not_now(self, inputs)
     if reason is None:
         return _computed(self, x, inputs)
@@ -190,7 +187,7 @@ def _swapped(base: Any) -> Any:
 
 
 def put_in(outer: Any) -> None:
-    """Let experts and their wrappers compute in the one function."""
+    """Swap the classes of experts and of their wrappers, whose forward then is isotype's function."""
     for module in _with_wrappers(outer):
         cls: Any = type(module)
         if not isinstance(module, FusedExperts):
@@ -198,7 +195,7 @@ def put_in(outer: Any) -> None:
 
 
 def take_out(model: nn.Module) -> None:
-    """Restore the classes of a model's experts and wrappers, except if only the one function computes them right."""
+    """Restore the classes of a model's experts and wrappers, except of those that need isotype's function."""
     for _, outer in outermost(model):
         if not needs_function(outer):
             for module in _with_wrappers(outer):
@@ -207,14 +204,14 @@ def take_out(model: nn.Module) -> None:
 
 
 def use_where_needed(model: nn.Module) -> None:
-    """Swap those of a model's experts that need the one function."""
+    """Let isotype's function compute those experts of a model that need it."""
     for _, outer in outermost(model):
         if needs_function(outer) and why_not(outer) is None:
             put_in(outer)
 
 
 def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
-    """Return why this call does not use the one function, as a clause; None if it does."""
+    """Return a clause why isotype's function does not compute this call, or None if it does."""
     base = base_of(outer)
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
@@ -236,27 +233,29 @@ def _drops(outer: Any) -> bool:
 
 
 def _is_parametrized_by_others(base: nn.Module) -> bool:
-    """Return whether a weight is currently parametrized by trained tensors, as PEFT does during a call."""
+    """Return whether a weight has a parametrization besides its quantization, as PEFT adds for the time of a call."""
     lists = getattr(base, "parametrizations", {}).values()
-    return any(not isinstance(each, QuantizedStack) for parts in lists for each in parts)
+    return any(
+        not isinstance(parametrization, QuantizedStack) for parts in lists for parametrization in parts
+    )
 
 
 def _computed(outer: Any, x: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
-    assert layout is not None, "asked of experts only"
+    assert layout is not None
     products, factors = [], []
     for name in (layout.up, DOWN):
-        wrapper = next((each for each in wrappers if each.parameter_name == name), None)
+        wrapper = next((wrapper for wrapper in wrappers if wrapper.parameter_name == name), None)
         adapters, tensors = _adapters(wrapper, layout)
         products.append(_product(base, name, layout, adapters))
         factors += tensors
     rows, count = x.reshape(-1, x.shape[-1]), shape_of(base, DOWN)[0]
     if layout.routed:
-        index, scores = (each.reshape(rows.shape[0], -1) for each in inputs)
+        index, scores = (routing.reshape(rows.shape[0], -1) for routing in inputs)
     else:
-        each = torch.arange(count, device=x.device)
-        index, scores = each.repeat_interleave(rows.shape[0] // count)[:, None], None
+        numbers = torch.arange(count, device=x.device)
+        index, scores = numbers.repeat_interleave(rows.shape[0] // count)[:, None], None
     compute = autocast_dtype(x.device.type) or _dtype(base, DOWN)
     if layout.routed:
         gate = gate_of(base) if layout.up == _GATED else base.act_fn
@@ -290,9 +289,9 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
 
 
 def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[torch.Tensor]]:
-    """Return a wrapper's active adapters, and views of its A `[experts, in, r]` and B `[experts, r, out]`.
+    """Return a wrapper's active adapters, and views of their A `[experts, in, r]` and B `[experts, r, out]`.
 
-    PEFT's lora_A is `[experts * r, …]`, its lora_B `[…, r * experts]`, experts innermost
+    PEFT's lora_A has the shape `[experts * r, …]`, its lora_B `[…, r * experts]`, with experts innermost
     (`ParamWrapper.get_delta_factors`).
     """
     adapters: list[Adapter] = []
@@ -307,7 +306,7 @@ def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[t
         first = first.reshape(wrapper.num_experts, -1, first.shape[-1])
         outputs = second.shape[0]
         second = second.reshape(-1, wrapper.num_experts).t().unflatten(1, (outputs, -1))
-        # The delta is `second first`, or its transpose if PEFT assumes the layout [in, out].
+        # The delta is the product `second first`, or its transpose if PEFT assumes weights [in, out].
         pair = (second, first) if takes_outputs_first(wrapper) else (first.mT, second.mT)
         tensors += pair if layout.inputs_first else (pair[1].mT, pair[0].mT)
     return tuple(adapters), tensors

@@ -1,7 +1,7 @@
-"""OCP's MXFP4 weights (gpt-oss experts): blocks of 32 codes along the inputs with a power-of-two exponent.
+"""OCP's MXFP4 weights (experts of gpt-oss): blocks of 32 codes along the inputs, with an exponent for each block.
 
-A code is E2M1: a sign, two bits of exponent, one of mantissa (OCP MX specification 1.0, 5.3.3). A byte holds
-two, the lower half first.
+A code is an E2M1 number: a sign, two bits of exponent and one bit of mantissa (OCP MX specification 1.0, 5.3.3). A byte
+holds two codes, the lower half first.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from isotype.core.operators import operator
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([_E2M1, -_E2M1])
-"""float32 `[16]`: the value of each code."""
+"""The value of each code, float32 `[16]`."""
 
 _PIECE = 1 << 19
-"""Values that a CPU dequantizes at a time: they stay in the caches and occupy all of torch's threads."""
+"""Values that a CPU dequantizes at a time: in the caches, and enough for all of torch's threads."""
 _GPU_PIECE = 1 << 24
 
 
@@ -36,9 +36,9 @@ def _blank(
 def unpack(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
 ) -> torch.Tensor:
-    """Return the dense weights `[experts, out, in]`, or `[experts, in, out]`, in new memory.
+    """Return the dense weights `[experts, out, in]`, or `[experts, in, out]` if `turned`, in new memory.
 
-    Values have two significant bits: float32 and bfloat16 are exact, float16 is rounded once.
+    A value has two significant bits and is exact in float32 and bfloat16; float16 may round it.
 
     Args:
         blocks: uint8 `[experts, out, in / 32, 16]`.
@@ -63,7 +63,7 @@ def unpack(
 
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the float32 powers of two of E8M0 bytes of any shape."""
-    # float32 has the same exponent bias; 2 ** -127 is subnormal.
+    """Return the float32 powers of two of E8M0 exponents, bytes of any shape."""
+    # float32 has the same exponent bias; 2 ** -127 is a subnormal number.
     places = exponents.to(torch.int32)
     return torch.where(places == 0, 1 << 22, places << 23).to(torch.int32).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Quantization of stacked expert weights, with or without values."""
+"""Quantization of stacked expert weights, also of weights on the meta device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 def formats_of_stacks(
     model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the name of each stacked expert weight quantized under a policy -> its format.
+    """Return the name of every stacked expert weight that the policy quantizes -> its format.
 
-    `skipped`: names of modules that are not quantized, as for transformers' quantizers. The model may be on
-    the meta device.
+    The model may be on the meta device. `skipped` are names of modules that stay dense, as in transformers'
+    quantization configs.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -40,23 +40,21 @@ def formats_of_stacks(
     for path, module, name in stacked_weights(model) if policy.quantization else ():
         full = f"{path}.{name}".lstrip(".")
         storage = policy.experts or policy.storage_of(full)
-        kept = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
-        # Values beyond float16: such experts use PEFT's path, which is wrong on a parametrized weight.
-        kept |= computes_float32(by_ranges.get(path))
-        if not kept and storage in FORMATS and why_dense(shape_of(module, name), storage) is None:
+        dense = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
+        # Experts with values beyond float16 use PEFT's path, which is wrong for a parametrized weight.
+        dense |= computes_float32(by_ranges.get(path))
+        if not dense and storage in FORMATS and why_dense(shape_of(module, name), storage) is None:
             formats[full] = storage
     return formats
 
 
 def store_blank(model: nn.Module, formats: Mapping[str, str], policy: PrecisionPolicy) -> None:
-    """Store stacked weights without values in the formats of `formats_of_stacks`."""
+    """Replace stacked weights by quantized ones on the meta device, in the formats of `formats_of_stacks`."""
     for full, storage in formats.items():
         path, _, name = full.rpartition(".")
         module = model.get_submodule(path)
-        turned, shape = is_transposed(module), shape_of(module, name)
-        double = policy.double_quant
-        blank = blank_stack(shape, storage, policy.plain, double_quant=double, transposed=turned)
-        place_stack(module, name, *blank)
+        options = {"double_quant": policy.double_quant, "transposed": is_transposed(module)}
+        place_stack(module, name, *blank_stack(shape_of(module, name), storage, policy.plain, **options))
 
 
 def blank_stack(
@@ -68,7 +66,7 @@ def blank_stack(
     transposed: bool = False,
     device: Any = "meta",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return codes and parametrization of a stacked weight without values; arguments as of `quantize_parts`."""
+    """Return codes and parametrization of a stacked weight in new memory, without values; see `quantize_parts`."""
     form = FORMATS[storage]
     experts, rows, columns = shape
     if storage == MXFP4:
@@ -110,19 +108,19 @@ def quantize_parts(
     transposed: bool = False,
     device: Any = "cpu",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return codes and parametrization of a stacked weight that arrives in parts.
+    """Return codes and parametrization of a stacked weight, which is quantized one part after another.
 
     Args:
-        parts: dense `[some, d1, d2]`, in the order of experts.
-        shape: of the whole weight, `[experts, d1, d2]`, for which `why_dense` returns None.
+        parts: dense weights `[any number, d1, d2]` of successive experts.
+        shape: `[experts, d1, d2]` of the whole weight, for which `why_dense` returns None.
         storage: `"nf4"`, `"fp4"` or `"int8"`.
         dtype: of the values before quantization and after dequantization.
-        double_quant: whether the constants of 4 bits are quantized too.
-        transposed: whether the input dimension is `d1`.
+        double_quant: whether the constants of 4-bit codes are quantized, too.
+        transposed: True if d1 is the input dimension, False if d2 is.
         device: of the codes.
 
     Raises:
-        CheckpointError: the format is mxfp4, in which weights are loaded but not quantized.
+        CheckpointError: the format is mxfp4, in which isotype loads weights but does not quantize them.
     """
     form = FORMATS[storage]
     if storage == MXFP4:
@@ -149,10 +147,10 @@ def quantize_parts(
 
 
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
-    """Return a parametrization like `blank` with values.
+    """Return a parametrization like `blank` with these constants.
 
-    `constants`: float32 of the blocks of nf4 and fp4 `[experts, blocks]`, quantized if those of `blank` are;
-    else scales.
+    `constants` are scales for int8 and mxfp4. For nf4 and fp4 they are float32 `[experts, blocks]`, and are quantized if
+    those of `blank` are.
     """
     held = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):

@@ -1,23 +1,23 @@
-"""Stacked expert weights `[experts, d1, d2]` stored quantized, per expert.
+"""Stacked expert weights `[experts, d1, d2]` that are stored quantized, each expert by itself.
 
 A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does
 (`bitsandbytes/nn/parametrize.py`): the module's `parametrizations.gate_up_proj.original` is a frozen
-parameter of codes, and `module.gate_up_proj` is the whole dense weight for any library. Code that computes
-per expert uses `QuantizedStack.part`, which dequantizes only these.
+parameter of codes, and `module.gate_up_proj` is the whole dense weight, which any library can read. isotype computes a
+few experts at a time and calls `QuantizedStack.part`, which dequantizes only these.
 
-Codes are stored per expert, so that a part is a slice, and FSDP2 shards them by experts:
+The codes of an expert are a slice along the first dimension, by which FSDP2 shards them, too:
 
-- 4 bits: uint8 `[experts, d1 * d2 / 2]`, identical to bitsandbytes' codes of the flat weight. Blocks do not
-  cross experts: `d1 * d2` is a multiple of the block size, or the weight stays dense
+- 4 bits: uint8 `[experts, d1 * d2 / 2]`, identical to bitsandbytes' codes of the flat weight. A weight stays dense if
+  `d1 * d2` is no multiple of the block size, so that no block has values of two experts
   (`isotype.core.formats.why_dense`).
 - int8: int8 `[experts, d1, d2]`, with float32 scales over the input dimension, `[experts, d1, 1]`, or
   `[experts, 1, d2]` if the module `is_transposed`; a value is `code * scale / 127`.
 - mxfp4: blocks and exponents as in `isotype.model.experts.mxfp4`, the bytes of a checkpoint.
 
-In `state_dict` the codes are `gate_up_proj`, 4 bits flat `[n, 1]`, with `.absmax`, `.quant_map` and
-`.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them; int8 scales are `gate_up_proj.SCB`;
-mxfp4 is `gate_up_proj_blocks` and `gate_up_proj_scales`, as gpt-oss is published. A module with a quantized
-stack can be copied, but pickled only by its `state_dict`, like every parametrized module.
+In a state dict, 4-bit codes are `gate_up_proj` `[n, 1]` with `.absmax`, `.quant_map` and
+`.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them. int8 codes are `gate_up_proj`, their scales
+`gate_up_proj.SCB`. mxfp4 is `gate_up_proj_blocks` and `gate_up_proj_scales`, as in the files of gpt-oss. A module with a
+quantized stack can be copied, but like every parametrized module it cannot be pickled.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from isotype.model.experts import mxfp4
 from isotype.model.walk import is_tuner_layer, listening, places
 
 NESTED = 256
-"""Constants of 4 bits that share a second-level constant (bitsandbytes' `compress_statistics`)."""
+"""Constants of 4-bit codes in a block of double quantization (bitsandbytes' `compress_statistics`)."""
 
 
 class QuantizedStack(UncastBuffers):
-    """The parametrization of one stacked weight: its constants and the dequantization.
+    """The parametrization of one stacked weight, which holds its constants and dequantizes its codes.
 
-    Constants are buffers with bitsandbytes' names in a `state_dict`. They move with the model, and are never
-    cast.
+    Constants are buffers; in a state dict they have bitsandbytes' names. They move with the model, but are never cast.
 
     Attributes:
         storage: `"nf4"`, `"fp4"`, `"int8"` or `"mxfp4"`.
-        shape: of the dense weight, `[experts, d1, d2]`.
-        dtype: of dense values; may be set.
-        blocksize: values that share a constant, for 4 bits.
-        nested: whether the constants of 4 bits are quantized to 8 bits.
-        transposed: whether the input dimension is `d1` instead of `d2`.
+        shape: `[experts, d1, d2]` of the dense weight.
+        dtype: dtype of dequantized values, which may be set.
+        blocksize: for 4 bits, number of values that share a constant.
+        nested: for 4 bits, whether the constants are quantized to 8 bits.
+        transposed: True if d1 is the input dimension, False if d2 is.
     """
 
     def __init__(
@@ -67,13 +66,13 @@ class QuantizedStack(UncastBuffers):
         blocksize: int = 64,
         transposed: bool = False,
     ) -> None:
-        """`constants`: for nf4 and fp4 as from `constants_4bit`, for int8 and mxfp4 `scales`."""
+        """Create the parametrization from `constants`: those of `constants_4bit`, or `scales` for int8 and mxfp4."""
         super().__init__()
         self.storage, self.shape, self.dtype = storage, torch.Size(shape), dtype
         self.blocksize, self.transposed = blocksize, transposed
         self.nested = "nested_absmax" in constants
         for name, value in constants.items():
-            # Persistent: otherwise transformers would initialize them after loading the model.
+            # If the buffers were not persistent, transformers would initialize them after loading the model.
             self.register_buffer(name, value)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
@@ -82,9 +81,9 @@ class QuantizedStack(UncastBuffers):
 
     @torch.no_grad()
     def part(self, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return the dense weight `[stop - start, d1, d2]` of these experts in `dtype`, new memory of any layout.
+        """Return the dense weight `[stop - start, d1, d2]` of experts `start` to `stop - 1` in new memory of any layout.
 
-        `codes`: from `codes_of`; `0 <= start < stop <= experts`.
+        `codes` are all codes of the stack, from `codes_of`.
         """
         scales: Any = getattr(self, "scales", None)
         if self.storage == MXFP4:
@@ -92,7 +91,7 @@ class QuantizedStack(UncastBuffers):
             return values.mT if self.transposed else values
         if self.storage == "int8":
             out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=codes.device)
-            # A CPU casts codes and result into temporaries: use those of one expert.
+            # A CPU casts codes and result in temporary memory: one expert at a time needs less of it.
             alone = codes.device.type == "cpu" and not isinstance(codes, FakeTensor)
             for first in range(start, stop, 1 if alone else stop - start):
                 last = first + 1 if alone else stop
@@ -101,7 +100,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """Return the float constants of the values: not finite if a value was not."""
+        """Return the float constants of the stack, which are not finite if a quantized value was not finite."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -110,17 +109,17 @@ class QuantizedStack(UncastBuffers):
         return (constants.scales if self.storage == "int8" else constants.absmax,)
 
     def state(self) -> Any:
-        """Return bitsandbytes' `QuantState` of the flat 4-bit weight; it shares the constants' memory."""
+        """Return bitsandbytes' `QuantState` of the flat 4-bit weight, which shares memory with the constants."""
         constants: Any = self
         state = self._state_of(self.shape, constants.absmax.reshape(-1))
         if self.nested:
-            # An offset on the meta device has no value to save.
+            # bitsandbytes saves the value of the offset, which a meta tensor has not.
             state.offset = torch.zeros(()) if constants.offset.is_meta else constants.offset
             state.state2, state.nested = self._nested_state(0, None), True
         return state
 
     def _nested_state(self, first: int, last: int | None) -> Any:
-        """Return bitsandbytes' `QuantState` of these blocks of the constants."""
+        """Return bitsandbytes' `QuantState` of the quantized constants in blocks `first` to `last - 1`."""
         from bitsandbytes.functional import QuantState
 
         constants: Any = self
@@ -155,7 +154,7 @@ class QuantizedStack(UncastBuffers):
 
 
 def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
-    """Return the constants of a `QuantizedStack`, sharing memory with bitsandbytes' state of a whole stack."""
+    """Return the constants of a `QuantizedStack` from bitsandbytes' state of the whole stack, in shared memory."""
     constants = {"absmax": state.absmax.view(experts, -1), "code": state.code}
     if state.nested:
         constants |= {"offset": state.offset, "nested_absmax": state.state2.absmax}
@@ -164,30 +163,29 @@ def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
 
 
 def _stack_of(state: Any, shape: torch.Size, dtype: torch.dtype, module: nn.Module) -> QuantizedStack:
-    """Return the parametrization of a 4-bit stack by bitsandbytes' state."""
+    """Return the parametrization of a 4-bit stack from bitsandbytes' state."""
     held, turned = constants_4bit(state, shape[0]), is_transposed(module)
     return QuantizedStack(state.quant_type, shape, dtype, held, blocksize=state.blocksize, transposed=turned)
 
 
-# ------------------------------------------------------------------------------------------------------ of a module
+# ------------------------------------------------------------------------------------------- stacks in a module
 
 
 def quantized_stack(module: nn.Module, name: str) -> QuantizedStack | None:
-    """Return the parametrization of a module's stacked weight `name`; None if the weight is dense."""
-    held: Any = getattr(module, "parametrizations", {})
-    first = held[name][0] if name in held else None
-    return first if isinstance(first, QuantizedStack) else None
+    """Return the parametrization of the stacked weight `name` of a module, or None if the weight is dense."""
+    parametrizations: Any = getattr(module, "parametrizations", {})
+    return held_stack(parametrizations[name]) if name in parametrizations else None
 
 
 def codes_of(module: nn.Module, name: str) -> nn.Parameter:
-    """Return the codes of a quantized stack, a frozen parameter."""
-    held: Any = module.parametrizations
-    codes: nn.Parameter = held[name].original
+    """Return the codes of the quantized stack `name` of a module, a frozen parameter."""
+    parametrizations: Any = module.parametrizations
+    codes: nn.Parameter = parametrizations[name].original
     return codes
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (module name, module, parameter name) of each stacked expert weight, without adapters."""
+    """Yield (module name, module, parameter name) of every stacked expert weight, without weights of adapters."""
     for place in places(model):
         module = place.module
         if place.adapter or is_tuner_layer(module) or not _holds_experts(place.name, module):
@@ -206,52 +204,52 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether the first dimension of a module's stacked matrices is the input dimension."""
+    """Return whether d1 is the input dimension of a module's stacked weights `[experts, d1, d2]`."""
     return bool(getattr(module, "is_transposed", False))
 
 
 def shape_of(module: nn.Module, name: str) -> torch.Size:
-    """Return `[experts, d1, d2]` of a stacked weight, dense or quantized."""
+    """Return the shape `[experts, d1, d2]` of a stacked weight, which may be quantized."""
     stack = quantized_stack(module, name)
     return module.get_parameter(name).shape if stack is None else stack.shape
 
 
 def held_stack(holder: object) -> QuantizedStack | None:
-    """Return the parametrization of codes by their owner in `named_parameters`; None for other owners."""
-    held = holder[0] if isinstance(holder, parametrize.ParametrizationList) else None
-    return held if isinstance(held, QuantizedStack) else None
+    """Return the quantized stack in a `ParametrizationList`, or None for another holder or parametrization."""
+    first = holder[0] if isinstance(holder, parametrize.ParametrizationList) else None
+    return first if isinstance(first, QuantizedStack) else None
 
 
 def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: QuantizedStack) -> None:
     """Replace the weight `name` of a module by codes and their parametrization."""
     if quantized_stack(module, name) is not None:
-        held: Any = module.parametrizations
-        held[name].original = nn.Parameter(codes, requires_grad=False)
-        held[name][0] = stack
+        parts: Any = module.parametrizations[name]  # type: ignore[index]
+        parts.original = nn.Parameter(codes, requires_grad=False)
+        parts[0] = stack
         return
     own_parameters(module)[name] = nn.Parameter(codes, requires_grad=False)
     parametrize.register_parametrization(module, name, stack, unsafe=True)
     _save_and_load(module, name)
-    # A forward that reads experts one by one dequantizes once. A recomputed forward may end early by an
-    # exception.
+    # A forward that reads experts one by one dequantizes the stack once. A forward that is recomputed for gradient
+    # checkpointing may end by an exception.
     module.register_forward_pre_hook(_keep_dense)
     module.register_forward_hook(_drop_dense, always_call=True)
 
 
 def adopt_stacks(model: nn.Module) -> list[str]:
-    """Make stacks quantized by `bitsandbytes.nn.parametrize` readable per expert, in place; return their names.
+    """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks in place; return the weights' names.
 
-    Codes and constants share memory. Weights that are not stacks of whole blocks are unchanged.
+    Codes and constants share memory. A weight stays unchanged if its experts are no whole blocks.
     """
     adopted = []
     for path, module in list(model.named_modules()):
-        for name, held in list(getattr(module, "parametrizations", {}).items()):
-            state = getattr(held[0], "quant_state", None)
+        for name, parts in list(getattr(module, "parametrizations", {}).items()):
+            state = getattr(parts[0], "quant_state", None)
             if state is None or len(state.shape) != 3 or state.shape[1:].numel() % state.blocksize:
                 continue
-            experts, codes = state.shape[0], held.original.data.view(torch.uint8)
-            held.original = nn.Parameter(codes.view(experts, -1), requires_grad=False)
-            held[0] = _stack_of(state, state.shape, state.dtype, module)
+            experts, codes = state.shape[0], parts.original.data.view(torch.uint8)
+            parts.original = nn.Parameter(codes.view(experts, -1), requires_grad=False)
+            parts[0] = _stack_of(state, state.shape, state.dtype, module)
             hooks = state_dict_hooks(module)
             for number, hook in list(hooks.items()):  # bitsandbytes' hook expects its own parametrization
                 if getattr(hook, "keywords", {}).get("param_name") == name:
@@ -262,17 +260,17 @@ def adopt_stacks(model: nn.Module) -> list[str]:
 
 
 def _save_and_load(module: nn.Module, name: str) -> None:
-    # The names are bound to the function instead of the module: a copy of the module has its own.
+    # The hooks get the module as an argument, so that they also work on a copy of the module.
     module.register_state_dict_post_hook(partial(_write_state, name=name))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(partial(_read_state, name=name))  # type: ignore[no-untyped-call]
 
 
 def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedStack]:
-    """Undo `place_stack`: return codes and parametrization, and put a dense meta weight in their place."""
+    """Return the codes and parametrization of a stack, and replace them by a dense weight on the meta device."""
     stack, codes = quantized_stack(module, name), codes_of(module, name)
     assert stack is not None
     if isinstance(module, Swapped):
-        # torch deletes the name from the class itself, not from a base class
+        # torch deletes the weight's property from the module's class, and not from a base class.
         swap(module, module.original)
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     blank = torch.empty(stack.shape, dtype=stack.dtype, device="meta")
@@ -304,20 +302,22 @@ def saved_stack(
     dtype: torch.dtype,
     device: Any,
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return codes and parametrization of a weight from a `state_dict` of isotype or bitsandbytes.
+    """Return codes and parametrization of a weight from a state dict that isotype or bitsandbytes has written.
 
     Args:
-        codes: under the weight's name.
-        constants: under names derived from it.
-        module, name: of the weight.
-        dtype: of dense values.
+        codes: the tensor with the weight's name.
+        constants: name -> tensor of the entries whose names begin with the weight's name.
+        module: the module of the weight.
+        name: name of the weight in `module`.
+        dtype: dtype of dequantized values.
+        device: device of codes and constants.
     """
     shape, codes = shape_of(module, name), codes.to(device)
     scales = next((value for key, value in constants.items() if key.endswith((".SCB", "_scales"))), None)
     if scales is not None:
-        held, turned = {"scales": scales.to(device)}, is_transposed(module)
         form = "int8" if codes.dtype == torch.int8 else MXFP4
-        return codes, QuantizedStack(form, shape, dtype, held, transposed=turned)
+        constants = {"scales": scales.to(device)}
+        return codes, QuantizedStack(form, shape, dtype, constants, transposed=is_transposed(module))
     from bitsandbytes.functional import QuantState
 
     stack = _stack_of(QuantState.from_dict(dict(constants), device), shape, dtype, module)
@@ -327,10 +327,10 @@ def saved_stack(
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
-    """Give the codes and constants of a quantized stack bitsandbytes' names in a new `state_dict`."""
-    held = f"{prefix}parametrizations.{name}."
-    codes = state.pop(f"{held}original", None)
-    for constant in [key for key in state if key.startswith(f"{held}0.")]:
+    """Give the codes and constants of a quantized stack bitsandbytes' names in a new state dict."""
+    path = f"{prefix}parametrizations.{name}."
+    codes = state.pop(f"{path}original", None)
+    for constant in [key for key in state if key.startswith(f"{path}0.")]:
         del state[constant]
     stack = quantized_stack(module, name)
     if codes is None or stack is None:
@@ -347,28 +347,28 @@ def _write_state(
 
 
 def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object, name: str) -> None:
-    """Take codes and constants named by `_write_state` from a `state_dict` that is being loaded."""
-    own = f"{prefix}{name}"
+    """Rename codes and constants in a state dict that is being loaded from the names of `_write_state`."""
+    full = f"{prefix}{name}"
     stack = quantized_stack(module, name)
     if stack is None:
         return
-    weight, beside = (f"{own}_blocks", f"{own}_scales") if stack.storage == MXFP4 else (own, f"{own}.")
+    weight, beside = (f"{full}_blocks", f"{full}_scales") if stack.storage == MXFP4 else (full, f"{full}.")
     if weight not in state:
         return
     codes = state.pop(weight)
     constants = {key: state.pop(key) for key in list(state) if key.startswith(beside)}
     codes, saved = saved_stack(codes, constants, module, name, stack.dtype, codes.device)
-    held = f"{prefix}parametrizations.{name}"
-    state[f"{held}.original"] = codes
-    state |= {f"{held}.0.{key}": value for key, value in saved.named_buffers()}
+    path = f"{prefix}parametrizations.{name}"
+    state[f"{path}.original"] = codes
+    state |= {f"{path}.0.{key}": value for key, value in saved.named_buffers()}
 
 
 @contextmanager
 def seen_dense(model: nn.Module) -> Iterator[None]:
-    """Show quantized stacks as dense parameters of their shape, dtype and device, without memory.
+    """Replace quantized stacks by dense parameters of their shape, dtype and device, without memory, inside the block.
 
-    PEFT (0.21) orders its wrappers differently around parametrized weights (`_inject_parameters`), and an
-    adapter file's tensor names depend on that order.
+    PEFT (0.21) nests its wrappers in another order around parametrized weights (`_inject_parameters`), and the names of
+    tensors in an adapter's file depend on this order.
     """
     held: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):
