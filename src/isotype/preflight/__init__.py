@@ -1,1 +1,1 @@
-"""Checks of one training step: traced, judged, fixes tried; from a model, a trainer, a function or a script."""
+"""Checks of one training step of a model, a trainer, a function or a script: trace, findings, and trials of fixes."""

@@ -1,4 +1,4 @@
-"""Applying the actions of a fix to a model or twin, and undoing them."""
+"""Application of a fix's actions to a model or to its copy on fake tensors, and their undoing."""
 
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
-    """Apply `actions` in order and return their undo functions in the same order; skips `setting` and
-    `advice`.
+    """Apply the actions that change the model, and return functions that undo them, in the same order.
 
-    Raises:
-        UsageError: a target does not exist in the model. Applied actions are undone.
+    Raises UsageError if the target of an action does not exist in the model; actions before it are undone.
     """
-    done: list[Undo] = []
+    undos: list[Undo] = []
     for action in actions:
         change = _CHANGES.get(action.kind)
         if change is None:
             continue
         targets = list(_targets(model, action))
         if not targets:
-            take_back(done)
+            take_back(undos)
             raise UsageError.of(
                 "the fix does not fit this model",
                 f"{action.kind} {action.target!r}",
@@ -50,17 +48,17 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
             )
         try:
             for target in targets:
-                done += change(target, action.value)
+                undos += change(target, action.value)
         except Exception:
-            take_back(done)
+            take_back(undos)
             raise
-    return done
+    return undos
 
 
-def take_back(done: list[Undo]) -> None:
-    """Undo in reverse order."""
-    while done:
-        done.pop()()
+def take_back(undos: list[Undo]) -> None:
+    """Call the functions of `undos`, the last one first, and remove them from the list."""
+    while undos:
+        undos.pop()()
 
 
 _TENSORS = ("parameter", "trainable", "gradient", "buffer")
@@ -70,7 +68,7 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
     pattern = re.compile(re.escape(action.target).replace(r"\*", r"\d+"))
     for name, module in model.named_modules():
         if action.kind not in _TENSORS:
-            # Numbered lists also hold layers without weights, which have no boundary to cast at.
+            # A pattern with layer numbers also matches layers without weights, which get no boundary.
             if pattern.fullmatch(name) and (action.kind != "boundary" or any(_parameters(module))):
                 yield module
             continue
@@ -84,13 +82,13 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def _buffers(module: nn.Module) -> list[str]:
-    """Return the names of a module's buffers and plain tensor attributes."""
-    own = [name for name, tensor in own_buffers(module).items() if tensor is not None]
-    return own + [name for name, _ in plain_tensors(module)]
+    """Return the names of a module's buffers, and of its tensors that are not registered."""
+    buffers = [name for name, tensor in own_buffers(module).items() if tensor is not None]
+    return buffers + [name for name, _ in plain_tensors(module)]
 
 
 def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return (container, key) of a tensor: a module's buffers, its attributes, or containers in these."""
+    """Return (container, key) of the tensor `name`, whose container may be an attribute of `module`."""
     first, *rest = name.split(".")
     holder, key = _entry(module, first)
     for step in rest:
@@ -99,13 +97,13 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return (container, key) of the item `step` of a container or module."""
+    """Return (container, key) of the item `step` of a container, or of a module's dictionaries."""
     if isinstance(holder, list):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
         return holder, step
     dicts = (own_buffers(holder), own_parameters(holder), own_modules(holder), vars(holder))
-    return next(each for each in dicts if step in each), step
+    return next(entries for entries in dicts if step in entries), step
 
 
 def _cast_parameter(target: Any, value: str) -> list[Undo]:
@@ -114,7 +112,7 @@ def _cast_parameter(target: Any, value: str) -> list[Undo]:
 
 
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
-    """Replace a parameter's data: optimizers and other modules keep references to the parameter."""
+    """Cast a parameter by replacing its data: optimizers and other modules refer to the parameter."""
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
@@ -136,7 +134,7 @@ def _set_trainable(target: Any, value: str) -> list[Undo]:
 
 
 def _exchanged(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> list[Undo]:
-    """Set a parameter's `data` or `grad_dtype`, and cast its gradient, which has to match."""
+    """Set the attribute `name` (`data` or `grad_dtype`) of a parameter, and cast its gradient to the matching `dtype`."""
     before, gradient = getattr(parameter, name), parameter.grad
 
     def put(value: Any, gradient: torch.Tensor | None) -> None:
@@ -223,13 +221,13 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """Set the boundaries that `enforce_model` sets for a float32 residual stream and exceptions, and nothing else."""
-    wanted = RangeBoundaries.of(value)
+    """Set the boundaries that `enforce_model` would set for a float32 residual stream and for exceptions."""
+    choice = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
-        parse_dtype(wanted.compute),
-        wanted.compute,
-        wide_residual=wanted.wide_residual,
-        exceptions=tuple(_exceptions(model, wanted)),
+        parse_dtype(choice.compute),
+        choice.compute,
+        wide_residual=choice.wide_residual,
+        exceptions=tuple(_exceptions(model, choice)),
     )
     all_places = tuple(places(model))
     by_ranges = range_boundaries(model, all_places, policy)
@@ -247,26 +245,20 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
     return undos
 
 
-def _exceptions(model: nn.Module, wanted: RangeBoundaries) -> Iterator[ModuleException]:
-    """Yield the exceptions; in a folded model, dropped layers' exceptions go to the layers that represent them."""
-    present = {base_name(name): name for name, _ in model.named_modules()}
-    standing = [f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1]
-    own = {module for module, _, _ in wanted.exceptions}
+def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleException]:
+    """Return the exceptions; an exception of a layer that folding removed goes to the layer that represents it."""
+    present = dict.fromkeys(base_name(name) for name, _ in model.named_modules())
+    standing = tuple(f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1)
+    excepted = {module for module, _, _ in choice.exceptions}
+    representing = [name for name in present if name.startswith(standing) and name not in excepted]
     largest: dict[str, ModuleException] = {}
-    for module, how, exponent in wanted.exceptions:
-        names = [module]
-        if module not in present:
-            like = starred(module)
-            names = [
-                name
-                for name in present
-                if starred(name) == like and name not in own and name.startswith(tuple(standing))
-            ]
+    for module, how, exponent in choice.exceptions:
+        like = starred(module)
+        names = [module] if module in present else [n for n in representing if starred(n) == like]
         for name in names:
-            known = largest.get(name)
-            if known is None or known.exponent < exponent:
+            if name not in largest or largest[name].exponent < exponent:
                 largest[name] = ModuleException(name, cast("Any", how), exponent)
-    yield from largest.values()
+    return largest.values()
 
 
 _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {

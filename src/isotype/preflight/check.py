@@ -1,4 +1,4 @@
-"""`isotype.check`: traces and judges one training step of a model, a trainer or a request before it runs."""
+"""`isotype.check`: the report on one training step of a model, a trainer or a request before it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -30,7 +29,7 @@ from isotype.report.check.report import Report
 
 
 class Options(TypedDict, total=False):
-    """Keyword-only arguments of `check`; all but the last two are as in `StepRequest`."""
+    """Keyword-only arguments of `check`; all but the last two are fields of `StepRequest`."""
 
     learning_rate: float | None
     fsdp: int
@@ -63,57 +62,56 @@ def check(
 ) -> Report:
     """Run one training step on fake tensors, report every dtype problem, and try the fixes.
 
-    The model, the inputs and the random states stay unchanged; no weights are copied, and weights are read
-    only for a float16 step, block by block, to measure its values.
+    The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only for a
+    float16 step, one block after another, to measure the values of the step.
 
     Args:
         model: any `nn.Module`, real or on the meta device; or a transformers/TRL trainer (with its first
-            batch and arguments) or a `StepRequest`; then the other arguments are optional and replace those
+            batch and arguments) or a `StepRequest`: then the other arguments are optional and replace those
             of the trainer or request.
-        inputs: the keyword arguments the model is called with (labels included), or a callable model ->
-            loss.
-        policy: the model's intended policy; by default the one attached to it, if any.
-        device: a device profile (`"t4"`) or a real device; by default the policy's, else the best one
-            here.
-        autocast: dtype of autocast around forward and loss; None: the policy's, else off; False: off.
-        scaler: whether a GradScaler is used; None: with float16 autocast.
+        inputs: the keyword arguments of a call of the model (labels included), or a callable model -> loss.
+        policy: the model's intended policy; by default the policy that is attached to the model, if there is one.
+        device: a device profile (`"t4"`) or a real device; by default the policy's device, else the best device
+            of this machine.
+        autocast: dtype of autocast around forward and loss; False disables autocast. By default the policy's
+            autocast, or none without a policy.
+        scaler: whether a GradScaler is used; by default only with float16 autocast.
         optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, or a callable parameters
-            -> optimizer; None: AdamW.
-        phases: of the step, in order; `"generate"` adds a forward without labels and gradients; None:
-            forward, backward, unscale, optimizer.
+            -> optimizer; by default AdamW.
+        phases: phases of the step, in order; by default forward, backward, unscale, optimizer. `"generate"` adds a
+            forward without labels and gradients.
         **options: by keyword:
 
             - `learning_rate`: of the optimizer, for rules on lost updates.
-            - `fsdp`: 0, or the version of FSDP the run is sharded by.
-            - `devices`: how many devices train together (1); the memory is that of one of them. Without `fsdp` each holds
-              all weights (DDP), with it a share.
-            - `reshard`: whether FSDP frees a block's gathered weights after its forward (True).
-            - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (True), as isotype does and
-              accelerate does not.
-            - `gradient_checkpointing`: switch it on for the step: True, or the arguments of the model's
-              `gradient_checkpointing_enable`; None leaves it as the model has it.
-            - `generate`: what the phase `"generate"` runs, given the model.
-            - `autocast_eval`: whether autocast is on in the phase `"generate"` too.
-            - `fold`: trace layers that are equal but for their values once; what is found in one is said of all.
-            - `evaluation`: the inputs of a batch that is evaluated between steps, as `inputs`: its memory is a phase of its own.
-            - `accumulates`: micro-batches of these inputs in an optimizer step, or True for several (False).
-            - `room`: what the step may take of the device's memory (`isotype.precision.devices.room.Room`); None: its share.
-            - `ranges`: from `isotype.measure_ranges`, which says where float16 overflows. Without it a float16 step of a
-              model whose weights are at hand is measured here, on these inputs, where that takes little time.
-            - `wiring`: whether it is measured, on a small copy of the model, which inputs reach which predictions (True): packed
-              rows, padding, later tokens, labels, pictures, adapters. The inputs need token ids with values, and labels.
-            - `verify`: whether fixes are tried by a second trace each (True).
-            - `seconds`: that the step may be traced for; what was seen until then is judged. Trials of fixes are
-              not counted.
+            - `fsdp`: 0, or the version of FSDP that shards the training.
+            - `devices`: number of devices that train together (default 1); the report has the memory of one of them.
+              Without `fsdp` each device holds all weights (DDP), with `fsdp` a share of them.
+            - `reshard`: whether FSDP frees a block's gathered weights after its forward (default True).
+            - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (default True), as isotype
+              does and accelerate does not.
+            - `gradient_checkpointing`: True, or the arguments of the model's `gradient_checkpointing_enable`; by default
+              the step uses gradient checkpointing if the model has enabled it.
+            - `generate`: the function of the model that the phase `"generate"` runs.
+            - `autocast_eval`: whether autocast is also active in the phase `"generate"`.
+            - `fold`: whether layers that differ only in their values are traced once; a finding in one holds for all.
+            - `evaluation`: inputs of a batch that is evaluated between steps, as `inputs`; its memory is a phase of its own.
+            - `accumulates`: number of micro-batches in an optimizer step, or True for several (default False).
+            - `room`: the part of the device's memory for the step (`isotype.precision.devices.room.Room`);
+              by default a share of it.
+            - `ranges`: from `isotype.measure_ranges`, for rules on float16 overflow. By default the values of a float16
+              step are measured on these inputs, if the model has its weights and the measurement takes little time.
+            - `wiring`: whether a small copy of the model is run to measure which inputs reach which predictions (default
+              True): packed rows, padding, later tokens, labels, pictures, adapters. The inputs need token ids with values,
+              and labels.
+            - `verify`: whether every fix is tried by a second trace (default True).
+            - `seconds`: time limit of the trace without trials of fixes; the part of the step before the limit is judged.
 
     Returns:
-        The report: findings with their causes and the fixes that a second trace has proven, memory and
-            FLOPs of the
-        step. What cannot be traced is a finding (IST199), with all that was seen until then.
+        The report: findings with their causes, fixes that a second trace has verified, memory and FLOPs of the
+        step. If a part of the step cannot be traced, that is a finding (IST199) besides the findings of the other parts.
 
     Raises:
-        UsageError: arguments that do not fit, all of them at once; something that is no model, trainer or
-            request.
+        UsageError: lists all incompatible arguments; or `model` is no model, trainer or request.
         PrecisionError: an unknown device or dtype.
         TypeError: an option that does not exist.
     """
@@ -139,16 +137,16 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a request with changes; a changed autocast resets the scaler, a changed optimizer the learning rate."""
+    """Return a request with changes; a new autocast also resets the scaler, a new optimizer the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):
-        changes = {"learning_rate": None, **changes}  # its own
+        changes = {"learning_rate": None, **changes}  # the optimizer has its own
     return replace(request, **changes)
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request on other inputs; a loss over inputs keeps its function."""
+    """Return a request with other inputs; a request with a loss function keeps this function for a new batch."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -157,7 +155,7 @@ def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
 
 def arguments_of_check() -> tuple[str, ...]:
     """Return the names of all arguments that `check` takes."""
-    named = [name for name, value in signature(check).parameters.items() if value.kind != value.VAR_KEYWORD]
+    named = [name for name in inspect.signature(check).parameters if name != "options"]
     return (*named, *Options.__annotations__)
 
 
@@ -172,22 +170,17 @@ _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of
 
 
 def function_arguments(text: str) -> dict[str, Any]:
-    """Return the result of `package.module:function` as arguments of `isotype.check`.
+    """Call the function `package.module:function` and return its result as arguments of `isotype.check`.
 
-    Raises:
-        UsageError: there is no such module or function, it raises, or it returns something else.
+    Raises UsageError if there is no such module or function, or if the function raises or returns something else.
     """
     module, attribute = _module(text), text.partition(":")[2]
     function = getattr(module, attribute, None)
     if not callable(function):
         near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], n=3)
         fix = f"did you mean {' or '.join(near)}?" if near else "check its name"
-        raise UsageError.of(
-            "no such function",
-            f"{text}: no function {attribute} in {module.__file__}",
-            "a function",
-            fix,
-        )
+        what = f"{text}: no function {attribute} in {module.__file__}"
+        raise UsageError.of("no such function", what, "a function", fix)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -213,12 +206,11 @@ def _module(text: str) -> Any:
         bare = f"{stem}:{text.partition(':')[2]}"
         is_file = name.endswith(".py") and Path(f"{stem}.py").is_file()
         fix = f"isotype check {bare}" if is_file else "check its name and the directory that you are in"
-        raise UsageError.of(
-            "no such module",
+        what, expected = (
             f"{text}: no module {error.name}",
             "a module that can be imported from here, without .py",
-            fix,
-        ) from error
+        )
+        raise UsageError.of("no such module", what, expected, fix) from error
     except Exception as error:
         raise _failed(text, "importing it", error) from error
     finally:
@@ -226,19 +218,15 @@ def _module(text: str) -> Any:
 
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
-    """Return the error for user code that raised, with its message and line."""
+    """Return the error for the user's code that raised `error`, with its message and line."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
-    return UsageError.of(
-        "the function fails",
-        what,
-        f"a function that returns {_RETURNS}",
-        "correct it; --debug shows the whole traceback",
-    )
+    fix = "correct it; --debug shows the whole traceback"
+    return UsageError.of("the function fails", what, f"a function that returns {_RETURNS}", fix)
 
 
 def _line(error: Exception) -> str:
-    """Return the line of user code (outside of installed packages and isotype) that raised."""
-    if isinstance(error, SyntaxError):  # its message names the line
+    """Return the innermost line of the traceback outside of installed packages and isotype, for a message; "" if none."""
+    if isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
         return ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     if not frames:

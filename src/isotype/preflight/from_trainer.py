@@ -1,4 +1,4 @@
-"""Requests for the steps of transformers and TRL trainers: their model, first batch, loss and arguments."""
+"""Requests to check a step of a transformers or TRL trainer, from its model, first batch, loss and arguments."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from isotype.records.request import LossOf, StepRequest, batches_ahead
 
 
 def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
-    """Return the step of a trainer before `train()`: its loss on its first batch with its arguments.
+    """Return the request for the first step of a trainer before `train()`, with the trainer's loss and arguments.
 
-    The trainer, its data order and the random states stay unchanged. For trainers with prompts only (GRPO,
-    RLOO) the forward and backward over prompt and completion are traced, without generation and rewards.
+    The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO,
+    RLOO), the request is for forward and backward over prompt and completion, without generation and rewards.
 
     Args:
         trainer: of transformers or TRL.
-        inputs: a batch in place of the first one, or a callable model -> loss in place of the trainer's
+        inputs: a batch in place of the trainer's first batch, or a callable model -> loss in place of the trainer's
             loss.
 
     Raises:
-        UsageError: it is no trainer, or it has no training data.
+        UsageError: `trainer` is no trainer, or it has no training data.
     """
     if not hasattr(trainer, "get_train_dataloader") or not hasattr(trainer, "model"):
         raise UsageError.of(
@@ -46,16 +46,15 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     shared = processes["fsdp"] or processes["devices"] > 1
     batches = [inputs] if inputs is not None else _first_batches(trainer, _PROCESSES if shared else 1)
     batch = batches[0]
-    own_loss = inputs is None or isinstance(inputs, Mapping)
-    told: Any = True
-    if own_loss:
-        told = (
-            _with_count(trainer, batch) if isinstance(batch, Mapping) else _prompts_and_completions(trainer)
-        )
-    request = _request(trainer.model, _loss_of_trainer(trainer, batch) if own_loss else inputs, trainer.args)
+    wiring: Any = True
+    loss = inputs
+    if inputs is None or isinstance(inputs, Mapping):
+        loss = _loss_of_trainer(trainer, batch)
+        mapped = isinstance(batch, Mapping)
+        wiring = _with_count(trainer, batch) if mapped else _prompts_and_completions(trainer)
     return replace(
-        request,
-        wiring=told,
+        _request(trainer.model, loss, trainer.args),
+        wiring=wiring,
         others=batches[1:] if isinstance(batch, Mapping) else (),
         scaler=_has_scaler(trainer),
         gradient_checkpointing=checkpointing(trainer.args),
@@ -65,7 +64,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with the label count that the trainer passes to its model, for two such micro-batches."""
+    """Return the batch with the number of labels that the trainer passes to its model, as of two such micro-batches."""
     labels = batch.get("labels")
     if not getattr(trainer, "model_accepts_loss_kwargs", False) or not isinstance(labels, torch.Tensor):
         return batch
@@ -73,26 +72,26 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _evaluation(trainer: Any) -> LossOf | None:
-    """Return an evaluation batch of the trainer with its loss; None if it does not evaluate."""
-    held = getattr(trainer, "eval_dataset", None)
-    if trainer.args.eval_strategy == "no" or held is None:
+    """Return the loss over an evaluation batch of the trainer, or None if the trainer does not evaluate."""
+    rows = getattr(trainer, "eval_dataset", None)
+    if trainer.args.eval_strategy == "no" or rows is None:
         return None
-    held = next(iter(held.values()), None) if isinstance(held, dict) else held
+    rows = next(iter(rows.values()), None) if isinstance(rows, dict) else rows
     with random_states_kept():
-        batch = next(iter(trainer.get_eval_dataloader(held)), None)
+        batch = next(iter(trainer.get_eval_dataloader(rows)), None)
     return _loss_of_trainer(trainer, batch) if isinstance(batch, Mapping) else None
 
 
 def request_of_first_step(
     model: nn.Module, call: tuple[Sequence[Any], Mapping[str, Any]], arguments: Any, optimizer: Any
 ) -> StepRequest:
-    """Return the step of a running trainer, when its first training batch reaches the model.
+    """Return the request for the step of a running trainer that has called its model with the first training batch.
 
     Args:
-        model: the trainer's.
-        call: positional and keyword arguments of its forward.
+        model: the trainer's model.
+        call: positional and keyword arguments of the model's forward.
         arguments: the trainer's TrainingArguments.
-        optimizer: accelerate's, with its GradScaler.
+        optimizer: the optimizer as accelerate wraps it, with its GradScaler.
     """
     args, kwargs = call
     named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
@@ -116,18 +115,18 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
 
 
 def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
-    """Return how processes train together: as the model is sharded, else as accelerate will shard it.
+    """Return the fields of a request that describe FSDP, DeepSpeed and DDP.
 
-    accelerate 1.15 does not shard frozen integer weights (`fsdp2_prepare_model` in
-    accelerate/utils/fsdp_utils.py).
+    They are read from a model that is sharded already; otherwise they are those of accelerate, which will shard the model.
+    accelerate 1.15 does not shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
     """
-    sharded: Any = next((each for each in model.parameters() if is_sharded(each)), None)
+    sharded: Any = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:
-        integers = [each for each in model.parameters() if not each.is_floating_point()]
+        integers = [parameter for parameter in model.parameters() if not parameter.is_floating_point()]
         return {
             "fsdp": 2,
             "devices": sharded.device_mesh.size(),
-            "shard_integers": all(is_sharded(each) for each in integers),
+            "shard_integers": all(map(is_sharded, integers)),
         }
     config = arguments.fsdp_config if isinstance(getattr(arguments, "fsdp_config", None), Mapping) else {}
     return {
@@ -141,15 +140,15 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
 
 
 def _zero3(arguments: Any) -> str:
-    """Return the version of the DeepSpeed whose ZeRO-3 shards the run; "" for none."""
+    """Return the installed version of DeepSpeed if its ZeRO-3 shards the training, else ""."""
     plugin = getattr(arguments, "deepspeed_plugin", None)
     return version("deepspeed") if plugin is not None and int(plugin.zero_stage) == 3 else ""
 
 
 def _finds_unused(arguments: Any) -> bool:
-    """Return whether DDP looks for parameters without a gradient.
+    """Return whether DDP looks for parameters without a gradient, as transformers' Trainer decides it.
 
-    `_build_accelerator_args` and `_wrap_model` in transformers/trainer.py.
+    See `_build_accelerator_args` and `_wrap_model` in transformers/trainer.py.
     """
     chosen = getattr(arguments, "ddp_find_unused_parameters", None)
     return not checkpointing(arguments) if chosen is None else bool(chosen)
@@ -165,9 +164,9 @@ def _has_scaler(trainer: Any) -> bool:
 
 
 def fsdp_version(arguments: Any) -> int:
-    """Return the FSDP version of TrainingArguments, 0 for none; transformers' default is 2.
+    """Return the FSDP version of TrainingArguments, or 0 without FSDP; transformers' default is 2.
 
-    `_process_fsdp_args` in transformers/training_args.py.
+    See `_process_fsdp_args` in transformers/training_args.py.
     """
     if not getattr(arguments, "fsdp", None):
         return 0
@@ -188,14 +187,14 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any) -> LossOf:
-    """Return a batch of token ids of the longest completion's length: prompts come without completions."""
+    """Return the loss over a batch of token ids as long as the longest completion: the data set has only prompts."""
     arguments = trainer.args
     rows = arguments.per_device_train_batch_size
     length = arguments.max_completion_length or 128
     ids = torch.zeros((rows, length), dtype=torch.long)
 
     def loss(twin: nn.Module, inputs: Any) -> torch.Tensor:
-        # TRL 1.16 gives its trainers' models a forward that returns log-probabilities (`add_fused_lm_head`).
+        # TRL 1.16 gives the models of its trainers a forward that returns log-probabilities (`add_fused_lm_head`).
         log_probs: torch.Tensor = twin(**inputs, labels=inputs["input_ids"], fused_lm_head=True).log_probs
         return -log_probs.mean()
 
@@ -203,7 +202,7 @@ def _over_completions(trainer: Any) -> LossOf:
 
 
 def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return a copy of the trainer with the twin as its model and separate metrics."""
+    """Return a batch of two prompts with completions and padding, whose completions are trained."""
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     ids = (torch.arange(2 * 16) + vocabulary // 2).remainder(vocabulary).view(2, 16)
     mask, learned = torch.ones_like(ids), torch.zeros_like(ids)
@@ -214,7 +213,7 @@ def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _shadow(trainer: Any, twin: nn.Module) -> Any:
-    """Return the model's loss on inputs, the first of them positional."""
+    """Return a copy of the trainer with `twin` as its model, whose metrics and state are copies, too."""
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = twin
     for name in ("_metrics", "_stored_metrics", "state"):
@@ -223,12 +222,10 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
     return shadow
 
 
-# Errors of accelerate for a stream without a batch, and of torch for an empty data set.
+# Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
-
-
 _PROCESSES = 8
-"""Batches that are compared: those of as many processes, or steps, of a sharded training."""
+"""Number of batches that are compared if several processes train: each batch is that of one process or step."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:
@@ -247,6 +244,6 @@ def _first_batches(trainer: Any, most: int) -> list[Any]:
 
 
 def _call(positional: int, model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the model on inputs whose first ones come by position."""
+    """Return the loss of a call of the model whose first `positional` inputs are positional arguments."""
     values = list(inputs.values())[:positional]
     return loss_of(model(*values, **dict(list(inputs.items())[positional:])))

@@ -1,8 +1,8 @@
-"""`isotype.repair`: applies fixes verified by a second trace to the real model."""
+"""`isotype.repair`: applies fixes to the real model that a second trace has verified."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -16,16 +16,16 @@ from isotype.report.check.report import Report
 
 @dataclass(frozen=True)
 class Repairs:
-    """Fixes applied to a model, and remaining ones; iterates over all fixes.
+    """The fixes of a model by `repair`, over which this object iterates, and the findings that remain.
 
     Attributes:
-        fixes: in order, which together resolve the findings; applied if they change only the model.
-        settings: arguments of the step that the caller has to change too, by name (`autocast`, `scaler`,
-            …).
-        lines: lines of code that the caller has to change too, `file:line` -> dtype.
-        left: findings without a fix, each with the reason.
-        resolved: findings the repaired model no longer has.
-        pending: findings that disappear once the caller has changed `settings` and `lines`.
+        fixes: the fixes that together resolve the findings, in order; a fix is applied if it changes only the model.
+        settings: name of an argument of the step that the caller also has to change (`autocast`, `scaler`, …) -> its
+            new value.
+        lines: `file:line` of code that the caller also has to change -> dtype.
+        left: findings that no fix resolves, each with the reason.
+        resolved: findings that the repaired model no longer has.
+        pending: findings that will be gone when the caller has changed `settings` and `lines`.
     """
 
     fixes: tuple[Fix, ...]
@@ -43,7 +43,7 @@ class Repairs:
 
     @property
     def to_do(self) -> tuple[Fix, ...]:
-        """The fixes that the caller has to apply, or to complete by a setting."""
+        """The fixes that the caller has to apply, or to complete by changing a setting or a line."""
         return tuple(fix for fix in self.fixes if needs_the_caller(fix))
 
     def undo(self) -> None:
@@ -62,13 +62,13 @@ class Repairs:
         lines += [f"set       {name}={value}" for name, value in self.settings.items()]
         lines += [f"edit      {source}: {value}" for source, value in self.lines.items()]
         lines += [f"left      {finding.code}: {finding.message}: {reason}" for finding, reason in self.left]
-        counted = (
-            (self.resolved, "resolved"),
-            (self.pending, "resolved once you have done the above"),
-            (self.left, "left"),
-        )
-        total = sum(len(some) for some, _ in counted)
-        parts = ", ".join(f"{len(some):,} {what}" for some, what in counted if some)
+        counts = {
+            "resolved": len(self.resolved),
+            "resolved once you have done the above": len(self.pending),
+            "left": len(self.left),
+        }
+        total = sum(counts.values())
+        parts = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         lines += [f"in all    {plural(total, 'finding')}: {parts}"] if total else []
         return "\n".join(lines) or "nothing to repair"
 
@@ -76,18 +76,16 @@ class Repairs:
 def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """Apply verified fixes to `model` in place, cheapest first, until the report's findings are gone.
 
-    Fixes are chosen one finding at a time, errors first. After each choice the step is traced with all chosen
-    fixes, so that a finding already resolved is not fixed twice, and fixes that only work alone are not
-    combined.
+    A fix is chosen for one finding after another, errors first. After each choice the step is traced with all chosen
+    fixes, so that no finding is fixed twice, and that fixes which only work alone are not combined.
 
     Args:
         model: the model that was checked.
         report: from `isotype.check(model, …)`.
-        unsafe: also apply fixes that change stored digits or the meaning of the step.
+        unsafe: whether fixes that change stored digits or the meaning of the step are applied, too.
 
     Raises:
-        UsageError: the report has no step to trace again, or is of another model. The model stays
-            unchanged.
+        UsageError: the report has no step to trace again, or is about another model. The model stays unchanged.
     """
     if report.again is None:
         raise UsageError.of(
@@ -102,42 +100,46 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     settings = {a.target: a.value for a in actions if a.kind == "setting"}
     code = {a.target: a.value for a in actions if a.kind == "line"}
     resolved = _gone(report, [action for action in actions if action.scope == "model"])
-    known = {finding.key for finding in resolved}
-    pending = tuple(finding for finding in _gone(report, actions) if finding.key not in known)
+    keys = {finding.key for finding in resolved}
+    pending = tuple(finding for finding in _gone(report, actions) if finding.key not in keys)
     return Repairs(tuple(chosen), settings, code, tuple(left), resolved, pending, undos)
 
 
 def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
-    """Return the findings of `report`, without notes, that a step with `actions` no longer has."""
+    """Return the errors and warnings of `report` that a step with `actions` no longer has."""
     if not actions:
         return ()
     assert report.again is not None
-    after = {(each.code, each.cause) for each in report.again(actions)}
+    after = faults(report.again(actions))
     return tuple(f for f in report.findings if f.severity != "note" and (f.code, f.cause) not in after)
+
+
+def faults(findings: Iterable[Finding]) -> set[tuple[str, str]]:
+    """Return (code, cause) of findings, by which a finding is recognized in another trace of the same model."""
+    return {(finding.code, finding.cause) for finding in findings}
 
 
 def plan(
     report: Report, unsafe: bool = False, *, command: bool = False
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
-    """Return the fixes that together resolve the most findings of `report`, and the remaining findings with
-    the reason.
+    """Return the fixes that together resolve the most findings of `report`, and (finding, reason) for the others.
 
-    Findings after a fix are considered again, since one cause can hide another. Each finding gets one turn,
-    so each is resolved or left.
+    After a fix all findings are read again, since one cause can hide another. A fix is looked for once for each finding:
+    then the finding is resolved or left.
 
     Args:
         report: of a step that can be traced again.
-        unsafe: also choose fixes that change stored digits or the meaning of the step.
-        command: whether a training command is repaired, by its arguments.
+        unsafe: whether fixes that change stored digits or the meaning of the step may be chosen.
+        command: whether the arguments of a training command are repaired instead of a model.
     """
     assert report.again is not None
     chosen: list[Fix] = []
     left: dict[tuple[str, str], tuple[Finding, str]] = {}
     fixed: set[tuple[str, str]] = set()
-    tried = {(each.code, each.cause): each for each in report.findings}
+    tried = {(finding.code, finding.cause): finding for finding in report.findings}
     present: Sequence[Finding] = report.findings
-    while open_ones := [f for f in present if f.severity != "note" and (f.code, f.cause) not in left]:
-        finding = open_ones[0]
+    while unresolved := [f for f in present if f.severity != "note" and (f.code, f.cause) not in left]:
+        finding = unresolved[0]
         key = (finding.code, finding.cause)
         if key in fixed:
             left[key] = (finding, "it comes back with the fix of another finding")
@@ -149,26 +151,29 @@ def plan(
             fixed.add(key)
             chosen.append(fix)
             present = after
-    still = {(each.code, each.cause) for each in present}
-    return _needed(report, chosen, present), [each for key, each in left.items() if key in still]
+    remaining = faults(present)
+    return _needed(report, chosen, present), [pair for key, pair in left.items() if key in remaining]
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Return the fixes without those that a later fix of the underlying cause makes superfluous."""
+    """Return the chosen fixes without those that are superfluous because a later fix removes the cause.
+
+    `after` are the findings of the step with all chosen fixes.
+    """
     assert report.again is not None
-    present = {(each.code, each.cause) for each in after if each.severity != "note"}
-    kept = list(chosen)
+    present = faults(finding for finding in after if finding.severity != "note")
+    needed = list(chosen)
     for position, fix in enumerate(chosen):
-        if all(needs_the_caller(later) for later in chosen[position + 1 :]):
-            break  # changes that the caller still has to make replace no fix
-        rest = [each for each in kept if each is not fix]
+        if all(map(needs_the_caller, chosen[position + 1 :])):
+            break  # a change that the caller still has to make replaces no fix
+        rest = [other for other in needed if other is not fix]
         try:
-            findings = report.again([action for each in rest for action in each.actions])
+            findings = report.again([action for other in rest for action in other.actions])
         except UsageError:
-            continue  # a later fix depends on it
-        if all((each.code, each.cause) in present for each in findings if each.severity != "note"):
-            kept = rest
-    return kept
+            continue  # a later fix depends on `fix`
+        if faults(finding for finding in findings if finding.severity != "note") <= present:
+            needed = rest
+    return needed
 
 
 def _first_that_works(
@@ -180,53 +185,48 @@ def _first_that_works(
     command: bool,
 ) -> tuple[Fix | None, Sequence[Finding]]:
     assert report.again is not None
-    unasked = any(_is_unasked(fix, unsafe) and fix.verified for fix in finding.fixes)
+    has_unsafe = any(_is_excluded(fix, unsafe) and fix.verified for fix in finding.fixes)
     for fix in by_preference(finding.fixes, unsafe=unsafe, command=command):
-        if _is_unasked(fix, unsafe) or not _may_be_applied(fix, command) or fix in chosen:
+        if _is_excluded(fix, unsafe) or not _may_be_applied(fix, command) or fix in chosen:
             continue
-        if fix.scope == "library" and unasked:
+        if fix.scope == "library" and has_unsafe:
             continue  # an edit of a library is the last choice, after unsafe fixes
         if finding.severity != "error" and needs_the_caller(fix) and not command:
-            continue  # a working model must not depend on arguments that the caller may forget to change
-        actions: list[Action] = [action for each in (*chosen, fix) for action in each.actions]
+            continue  # a model that works must not depend on arguments that the caller may forget to change
         try:
-            after = report.again(actions)
+            after = report.again([action for part in (*chosen, fix) for action in part.actions])
         except UsageError:
-            continue  # a target that this model lacks
+            continue  # this model lacks a target of the fix
         if _is_progress(finding, present, after):
             return replace(fix, verified=True), after
     return None, present
 
 
 def needs_the_caller(fix: Fix) -> bool:
-    """Return whether a part of a fix is outside the model: an argument of the step, or a line of code."""
+    """Return whether a part of a fix is outside of the model: an argument of the step, or a line of code."""
     return fix.scope != "model"
 
 
-def _is_unasked(fix: Fix, unsafe: bool) -> bool:
+def _is_excluded(fix: Fix, unsafe: bool) -> bool:
     return fix.safety == "unsafe" and not unsafe
 
 
 def _may_be_applied(fix: Fix, command: bool) -> bool:
-    # The compute dtype of a step is a decision, not a repair of a model; advice is for people.
+    # The compute dtype of a step is the user's decision, and no repair of a model; advice is for people.
     decisions = any(action.kind == "setting" and action.target == "compute" for action in fix.actions)
     return fix.scope != "advice" and not (decisions and not command)
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether the finding is gone without more errors; one error may reveal another.
+    """Return whether the finding is gone and the number of errors has not grown: one error may reveal another.
 
-    False if the step is no longer traced to its end, which hides findings.
+    Returns False if only `after` is of a step that was not traced to its end, which hides findings.
     """
-    if any((each.code, each.cause) == (finding.code, finding.cause) for each in after):
+    if (finding.code, finding.cause) in faults(after):
         return False
-    if any(each.kind == "untraced" for each in after) and not any(each.kind == "untraced" for each in before):
+    if "untraced" in {f.kind for f in after} - {f.kind for f in before}:
         return False
-    errors = sum(each.severity == "error" for each in before)
-    new_errors = sum(each.severity == "error" for each in after)
-    return new_errors <= errors - (finding.severity == "error") or (
-        finding.severity == "error" and new_errors <= errors
-    )
+    return sum(f.severity == "error" for f in after) <= sum(f.severity == "error" for f in before)
 
 
 def _reason(finding: Finding, unsafe: bool) -> str:
@@ -234,13 +234,14 @@ def _reason(finding: Finding, unsafe: bool) -> str:
         return "no fix is known"
     fixes = by_preference(finding.fixes, unsafe=unsafe)
     proven = next((fix for fix in fixes if fix.verified), None)
-    if proven is not None and _is_unasked(proven, unsafe):
+    if proven is not None and _is_excluded(proven, unsafe):
         return f"only an unsafe fix: {proven.description}; repair(…, unsafe=True) applies it"
     if proven is not None and not needs_the_caller(proven):
         return f"resolved alone, but not together with the other fixes, by: {proven.description}"
     if proven is None and finding.severity != "error":
-        proven = next((fix for fix in fixes if needs_the_caller(fix)), None)  # not tried for a warning
-    yours = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
-    if yours is None:
+        proven = next((fix for fix in fixes if needs_the_caller(fix)), None)  # for a warning it was not tried
+    advised = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
+    if advised is None:
         return "no fix that was tried resolves it"
-    return f"yours to do: {f'{yours.description} (the command above)' if yours.command else marked(yours)}"
+    text = f"{advised.description} (the command above)" if advised.command else marked(advised)
+    return f"yours to do: {text}"

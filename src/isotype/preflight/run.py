@@ -1,4 +1,4 @@
-"""Running a request: traces the step, judges it, tries the fixes."""
+"""The check of a requested step: its trace, its findings, and trials of their fixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.core.names import listed, named, plural, short
 from isotype.core.random_states import random_states_kept
 from isotype.precision.ranges import Ranges
 from isotype.preflight.apply import apply_actions
-from isotype.preflight.repair import needs_the_caller
+from isotype.preflight.repair import faults, needs_the_caller
 from isotype.preflight.setup import setup_of
 from isotype.ranges import measure as ranges_measure
 from isotype.ranges.measure import given_batches, of_module
@@ -47,18 +47,18 @@ def run(
     measure: bool = True,
     traced: Trace | None = None,
 ) -> Report:
-    """Trace the requested step on fake tensors, judge it, and try the fixes.
+    """Trace the requested step on fake tensors and return a report with findings and tried fixes.
 
-    The model, the inputs and the random states stay unchanged; no weights are copied, and only those of an
-    unmeasured float16 step are read, see `measured`. An untraceable part is a finding (IST199), besides the
-    findings up to there.
+    The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only if
+    `measured` has to measure a float16 step. If a part of the step cannot be traced, that is a finding (IST199), and the
+    part before it is judged.
 
     Args:
         request: the step.
-        verify: whether fixes are tried by a second trace each.
-        seconds: time limit of the trace, which is judged up to there; trials of fixes do not count.
+        verify: whether every fix is tried by a second trace.
+        seconds: time limit of the trace without trials of fixes; the part of the step before the limit is judged.
         measure: whether the values of a float16 step may be measured.
-        traced: the trace of this request by `trace_of`; None to trace it.
+        traced: the result of `trace_of` for this request, or None if the step is not traced yet.
 
     Raises:
         UsageError: incompatible arguments.
@@ -68,7 +68,7 @@ def run(
     setup = setup_of(request)
     try:
         step = _Step(_code_of(request), setup)
-        # No other code runs between these traces: reachable objects are saved once for all of them.
+        # No other code runs between these traces: the objects that the step can reach are saved once for all traces.
         untouched = step.code.reached()
         tried = replace(step, untouched=untouched)
         trace = traced or tried.trace(deadline=time.monotonic() + seconds)
@@ -82,18 +82,22 @@ def run(
         trace = failed_trace(request.model, setup, error)
         return Report(trace, judge(trace), time.perf_counter() - started)
     if measure and setup.ranges is None:
-        trace = _with_ranges(request, trace)
+        ranges, notes = measured(request, trace)
+        trace = replace(trace, setup=replace(trace.setup, ranges=ranges), notes=(*trace.notes, *notes))
         untouched.restore()
         step, tried = replace(step, setup=trace.setup), replace(tried, setup=trace.setup)
     findings = judge(trace)
     if verify:
-        findings = _verified(tried, trace, findings)
+        try:
+            findings = tried.verified(trace, findings)
+        except Exception as error:  # noqa: BLE001 - the findings stay, whatever the trials raise
+            findings = (*findings, unjudged("the fixes could not be tried", error))
     return Report(trace, findings, time.perf_counter() - started, step.judged)
 
 
 @random_states_kept()
 def trace_of(request: StepRequest) -> Trace:
-    """Return the trace of a request without findings: its needs, and whether it could be traced."""
+    """Return the trace of a requested step, without judging it; a step that cannot be traced has a trace with a failure."""
     setup = setup_of(request)
     try:
         return _Step(_code_of(request), setup).trace()
@@ -103,22 +107,17 @@ def trace_of(request: StepRequest) -> Trace:
         return failed_trace(request.model, setup, error)
 
 
-def _with_ranges(request: StepRequest, trace: Trace) -> Trace:
-    ranges, notes = measured(request, trace)
-    return replace(trace, setup=replace(trace.setup, ranges=ranges), notes=(*trace.notes, *notes))
-
-
-def _verified(step: _Step, trace: Trace, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Return the findings with their fixes tried; unchanged with one more finding if trying them failed."""
-    try:
-        return step.verified(trace, findings)
-    except Exception as error:  # noqa: BLE001 - the findings stay, whatever the trials raise
-        return (*findings, unjudged("the fixes could not be tried", error))
-
-
 @dataclass(frozen=True)
 class _Step:
-    """A step that can be traced again with a fix."""
+    """A step that can be traced again with a fix.
+
+    Attributes:
+        code: model, inputs, loss and optimizer of the step.
+        setup: its settings.
+        reach: which inputs of the step reach which predictions.
+        untouched: the saved state of all objects that the step can reach.
+        known: actions -> findings of the step with these actions.
+    """
 
     code: StepCode
     setup: Setup
@@ -139,7 +138,7 @@ class _Step:
             self.code,
             with_settings(self.setup, actions),
             change=change if actions else None,
-            lines={each.target: parse_dtype(each.value) for each in actions if each.kind == "line"},
+            lines={action.target: parse_dtype(action.value) for action in actions if action.kind == "line"},
             deadline=deadline,
             untouched=self.untouched,
             enough=enough,
@@ -147,18 +146,19 @@ class _Step:
         return replace(trace, reach=self.reach)
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
-        """Return the findings with `actions` applied to the checked model; traced once."""
+        """Return the findings of the step with `actions`, which is traced once."""
         key = tuple(actions)
         if key not in self.known:
             self.known[key] = judge(self.trace(actions))
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings with verified fixes, and with changes that only the user can make."""
+        """Return the findings with only those fixes that work, and advice; downstream errors become notes."""
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
-        known = trace.setup.ranges is not None or not computes_float16(trace)
+        values_known = trace.setup.ranges is not None or not computes_float16(trace)
         fixed = [
-            replace(finding, fixes=self._working(finding, findings, tried, known)) for finding in findings
+            replace(finding, fixes=self._working(finding, findings, tried, values_known))
+            for finding in findings
         ]
         return _roots(fixed, tried, _order(trace))
 
@@ -171,16 +171,16 @@ class _Step:
     ) -> tuple[Fix, ...]:
         good: list[Fix] = []
         costly: list[Fix] = []
-        advice = [fix for fix in finding.fixes if all(each.kind == "advice" for each in fix.actions)]
+        advice = [fix for fix in finding.fixes if all(action.kind == "advice" for action in fix.actions)]
         for fix in finding.fixes:
             if fix in advice or len(good) == _FIXES_SHOWN[finding.severity]:
                 continue
             after = self._with(fix.actions, finding, findings, tried)
-            if after is not None and resolves(finding, findings, after):
+            if after is None:
+                continue
+            if resolves(finding, findings, after):
                 good.append(replace(fix, verified=True, outcome=_outcome(after, values_known)))
-            elif (
-                after is not None and finding.severity == "error" and resolves(finding, findings, after, True)
-            ):
+            elif finding.severity == "error" and resolves(finding, findings, after, True):
                 costly.append(replace(fix, verified=True, outcome=_at_a_cost(findings, after)))
         return (*(good or costly[:1]), *advice)
 
@@ -191,14 +191,14 @@ class _Step:
         findings: Sequence[Finding],
         tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
     ) -> tuple[Finding, ...] | None:
-        """Return the findings with `actions`; None if they cannot be applied, or do not resolve `finding`.
+        """Return the findings of the step with `actions`, or None if these cannot be applied or do not resolve `finding`.
 
-        The forward alone may show that: an error of another cause rules out a fix of any finding, the same
-        error a fix of this one. Then the trace stops.
+        The trace stops when its forward already shows that: a new error excludes the actions as a fix of any finding, the
+        error of `finding` excludes them as a fix of `finding`.
         """
         if actions in tried:
             return tried[actions]
-        errors = {(each.code, each.cause) for each in findings if each.severity == "error"}
+        errors = faults(other for other in findings if other.severity == "error")
         shown: frozenset[tuple[str, str]] = frozenset()
 
         def fails(trace: Trace) -> bool:
@@ -216,7 +216,7 @@ class _Step:
                 self.known[actions] = judge(trace)
             tried[actions] = self.known[actions]
         except UsageError:
-            tried[actions] = None  # it names what this model has not
+            tried[actions] = None  # this model lacks a target of the actions
         return tried[actions]
 
 
@@ -238,23 +238,22 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """Return the findings without downstream errors.
+    """Return the findings, in which downstream errors are notes of the error that causes them.
 
-    An error is downstream of another if that one's fix resolves both, none of its own fixes resolves the
-    other, and it comes later in the step. Changes of arguments or lines do not count: they may fix several
+    An error is downstream of another error if it comes later in the step, a fix of the other error resolves both, and no
+    fix of its own resolves the other. Only changes of the model count: a change of an argument or a line may fix several
     causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
-    met = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
+    position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
     resolved = {finding.key: _resolved(finding, errors, tried) for finding in errors}
     below: dict[tuple[str, str, str], list[Finding]] = {}
     left = list(errors)
     for root in sorted(errors, key=lambda finding: -len(resolved[finding.key])):
-        downstream = [
-            each for each in left if each.key in resolved[root.key] and root.key not in resolved[each.key]
-        ]
-        for other in downstream:
-            if root in left and other is not root and met[other.key] >= met[root.key]:
+        for other in list(left):
+            downstream = other.key in resolved[root.key] and root.key not in resolved[other.key]
+            later = other is not root and position[other.key] >= position[root.key]
+            if downstream and later and root in left:
                 left.remove(other)
                 below.setdefault(root.key, []).append(other)
     return tuple(
@@ -267,7 +266,7 @@ def _roots(
 
 
 def _order(trace: Trace) -> dict[tuple[str, str, str], int]:
-    """Return the places where the step breaks contracts -> their order."""
+    """Return place -> order, for the places in the step at which operators get dtypes that they do not accept."""
     return {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
 
 
@@ -284,42 +283,35 @@ def _resolved(
     for fix in finding.fixes:
         after = tried.get(fix.actions) if fix.verified else None
         if after is not None and not needs_the_caller(fix):
-            present = {(each.code, each.cause) for each in after}
-            resolved |= {each.key for each in errors if (each.code, each.cause) not in present}
+            present = faults(after)
+            resolved |= {error.key for error in errors if (error.code, error.cause) not in present}
     return resolved
 
 
 def _downstream(errors: Sequence[Finding]) -> str:
-    places = [f"{each.code} at {short(each.source) or named(each.module)}" for each in errors]
+    places = [f"{error.code} at {short(error.source) or named(error.module)}" for error in errors]
     return f"{plural(len(places), 'downstream error')}: {listed(places)}"
 
 
-# Tried in order of preference: more alternatives do not help, and each costs a trace.
+# Most fixes that a finding shows, in order of preference: more alternatives would not help, and each needs a trace.
 _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
 def _outcome(after: Sequence[Finding], values_known: bool) -> str:
-    left = sum(1 for each in after if each.severity != "note")
+    left = sum(finding.severity != "note" for finding in after)
     if not left:
         return "the step then runs clean" if values_known else "nothing else is found"
     return f"it is gone; {plural(left, 'other finding')} left"
 
 
 def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:
-    known = {each.code for each in before}
-    new = sorted({each.code for each in after if each.severity == "warning" and each.code not in known})
-    return f"it is gone, at a cost of {', '.join(new)}"
+    new = {finding.code for finding in after if finding.severity == "warning"} - {f.code for f in before}
+    return f"it is gone, at a cost of {', '.join(sorted(new))}"
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
-    """Return the setup after the `setting` actions among `actions`.
-
-    Values are written as in Python: a dtype's name, `True`, `None`, a number.
-    """
-    changes: dict[str, Any] = {}
-    for action in actions:
-        if action.kind == "setting":
-            changes[action.target] = setting_value(action.value)
+    """Return the setup with the changes of the `setting` actions among `actions`."""
+    changes: dict[str, Any] = {a.target: setting_value(a.value) for a in actions if a.kind == "setting"}
     if "autocast" in changes and "scaler" not in changes:
         changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16
     if "compute" in changes and setup.policy is not None:  # the request itself changes
@@ -331,31 +323,31 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
 
 
 def setting_value(value: str) -> Any:
-    """Return the value of a `setting` action's text."""
+    """Return the value of a `setting` action from its text: `True`, `False`, `None`, a number, a dtype's name, a word."""
     words = {"True": True, "False": False, "None": None}
     if value in words:
         return words[value]
     try:
         return float(value) if not value.isdigit() else int(value)
     except ValueError:
-        named = getattr(torch, value, None)
-        return named if isinstance(named, torch.dtype) else value
+        dtype = getattr(torch, value, None)
+        return dtype if isinstance(dtype, torch.dtype) else value
 
 
 COPIED = 64 << 20
-"""Bytes that a copy of a model's own layers may always take."""
+"""Bytes that a copy of the model's layers for `measure_reach` may take, however small the step is."""
 
 
 def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
-    """Return which inputs of the step reach which predictions; None if not requested, or without token ids or
-    labels.
+    """Return which inputs of the step reach which predictions.
 
-    `most_bytes`: limit of a copy of the model's own layers if a smaller model can be built.
+    Returns None if the request excludes it, or if the inputs lack token ids or labels. `most_bytes` limits the size of a
+    copy of the model's layers; a larger model is replaced by a smaller one of its class.
     """
     if request.wiring is False or "forward" not in request.phases:
         return None
-    given = named_inputs(request.inputs) if request.wiring is True else request.wiring
-    inputs = {name: value for name, value in given.items() if name.isidentifier() and name != "fused_lm_head"}
+    batch = named_inputs(request.inputs) if request.wiring is True else request.wiring
+    inputs = {name: value for name, value in batch.items() if name.isidentifier() and name != "fused_lm_head"}
     with surroundings():
         return measure_reach(
             request.model,
@@ -369,18 +361,18 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
 logger = logging.getLogger("isotype")
 
 SECONDS = 20.0
-"""Maximum expected seconds of a measurement; longer ones are left to `isotype.measure_ranges`."""
+"""Longest expected time of a measurement in a check; the user can call `isotype.measure_ranges` for a longer one."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
-"""Float32 FLOP/s of a small machine of each kind: two cores with AVX2, a T4."""
+"""Device type -> float32 FLOP/s of a small device of this type: two cores with AVX2, and a T4."""
 _WEIGHTS_A_SECOND = 2e8
-"""Weights converted to float32 per second."""
+"""Number of weights that are cast to float32 in a second."""
 _AGAIN = 4 / 3
-"""Ratio for recomputing each block's forward in the backward of a measurement."""
+"""Factor on the FLOPs of a step, because the backward of a measurement computes the forward of each block again."""
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return the measurement, or None with the reason if it should be measured but is not."""
+    """Return (measured ranges or None, notes): a note says why a step that should be measured is not."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()
@@ -397,7 +389,7 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
 
 
 def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) -> bool:
-    """Return whether the step was traced and has float16, and weights and inputs have values."""
+    """Return whether the step was traced and computes in float16, and weights and inputs have values."""
     if trace.failure is not None or not computes_float16(trace):
         return False
     named = bool(inputs) and all(name.isidentifier() for name in inputs)
@@ -406,16 +398,13 @@ def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) ->
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether the values are available: not on the meta device, not fake, not sharded."""
-    here = not tensor.is_meta and tensor.numel() > 0 and not isinstance(tensor, FakeTensor)
-    return here and not is_traceable_wrapper_subclass(tensor)
+    """Return whether a tensor has values: it is not on the meta device, not fake, not sharded, and not empty."""
+    without = tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    return not without and tensor.numel() > 0
 
 
 def _seconds_to_measure(model: nn.Module, trace: Trace) -> float:
-    devices = {parameter.device.type for parameter in model.parameters()}
-    rate = min(
-        (_FLOPS_A_SECOND.get(device, _FLOPS_A_SECOND["cpu"]) for device in devices),
-        default=_FLOPS_A_SECOND["cpu"],
-    )
+    devices = {parameter.device.type for parameter in model.parameters()} or {"cpu"}
+    rate = min(_FLOPS_A_SECOND.get(device, _FLOPS_A_SECOND["cpu"]) for device in devices)
     weights = sum(parameter.numel() for parameter in model.parameters())
     return _AGAIN * sum(trace.flops.values()) / rate + 2 * weights / _WEIGHTS_A_SECOND

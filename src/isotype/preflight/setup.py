@@ -1,4 +1,4 @@
-"""Settings of a requested step with all defaults decided; contradictions are reported together."""
+"""Settings of a requested step with every default decided, and the errors of its arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def setup_of(request: StepRequest) -> Setup:
     """Return the settings of the step with every default decided.
 
     Raises:
-        UsageError: lists every invalid argument.
+        UsageError: lists all invalid arguments.
         PrecisionError: an unknown device or dtype.
     """
     problems = list(_problems(request))
@@ -42,19 +42,17 @@ def setup_of(request: StepRequest) -> Setup:
         policy = None
     requested = policy.autocast if request.autocast is None and policy is not None else request.autocast
     autocast = None if requested in (None, False) else parse_dtype(requested)  # type: ignore[arg-type]
-    known = policy.compute if policy is not None else autocast
+    decided = policy.compute if policy is not None else autocast
     config = getattr(request.model, "config", None)
-    profile = device_profile(
-        request.device if request.device is not None else policy.device if policy else "auto"
-    )
+    device = policy.device if request.device is None and policy is not None else request.device
+    profile = device_profile("auto" if device is None else device)
+    optimizer, checkpointing = request.optimizer, request.gradient_checkpointing
     return Setup(
         profile=profile,
         autocast=autocast,
         scaler=autocast == torch.float16 if request.scaler is None else request.scaler,
-        optimizer=request.optimizer
-        if isinstance(request.optimizer, str)
-        else type(request.optimizer).__name__,
-        compute=known or compute_dtype(request.model),
+        optimizer=optimizer if isinstance(optimizer, str) else type(optimizer).__name__,
+        compute=decided or compute_dtype(request.model),
         learning_rate=_learning_rate(request),
         phases=tuple(
             phase
@@ -68,9 +66,7 @@ def setup_of(request: StepRequest) -> Setup:
         zero3=request.zero3,
         find_unused=request.find_unused,
         shard_integers=request.shard_integers,
-        gradient_checkpointing={}
-        if request.gradient_checkpointing is True
-        else request.gradient_checkpointing or None,
+        gradient_checkpointing={} if checkpointing is True else checkpointing or None,
         autocast_eval=request.autocast_eval,
         checkpoint_dtype=_checkpoint_dtype(config),
         attention=attention_of(config),
@@ -87,9 +83,8 @@ def setup_of(request: StepRequest) -> Setup:
 
 
 def _towers(model: Any) -> tuple[str, ...]:
-    base = without_peft(model)
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    return tuple(names[id(tower)] for _, tower in towers_of(base))
+    return tuple(names[id(tower)] for _, tower in towers_of(without_peft(model)))
 
 
 def _problems(request: StepRequest) -> Iterator[Problem]:
@@ -105,10 +100,10 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
         yield Problem(
             f"devices={request.devices!r}", "a number of devices, at least 1", "give 1, or leave it out"
         )
-    known = [phase for phase in PHASES if phase != "evaluate"]  # it is set by `evaluation`
     unknown = [phase for phase in request.phases if phase not in PHASES]
     if unknown:
-        yield Problem(f"phases {unknown}", f"of {', '.join(known)}", "leave them out")
+        phases = (phase for phase in PHASES if phase != "evaluate")  # which the argument `evaluation` adds
+        yield Problem(f"phases {unknown}", f"of {', '.join(phases)}", "leave them out")
 
 
 def _learning_rate(request: StepRequest) -> float | None:
@@ -123,14 +118,14 @@ def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _checkpoint_dtype(config: Any) -> torch.dtype | None:
-    """Return the checkpoint dtype in the model's config."""
+    """Return the dtype of the checkpoint by the model's config, or None if the config has none."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _family_ranges(config: Any) -> str:
-    known = known_families().get(str(getattr(config, "model_type", "")))
-    return f"{known['reaches']} ({known['source']})" if known else ""
+    family = known_families().get(str(getattr(config, "model_type", "")))
+    return f"{family['reaches']} ({family['source']})" if family else ""
 
 
 def _checkpointing_words(request: StepRequest) -> str:
@@ -142,5 +137,5 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which a model computes: that of most computing modules, in a tie of most elements."""
+    """Return the dtype of the weights of most modules that compute; in a tie, the dtype of most elements."""
     return whole(tallies(unread_weights(model))) or torch.float32

@@ -51,7 +51,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Product:
-    """One of the products that every expert computes.
+    """A product that every expert computes.
 
     Attributes:
         weights: function (start, stop) -> dense weights `[stop - start, d1, d2]` of these experts.
