@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.rules.kit.groups import _is_adapter
+from isotype.trace.sides import is_adapter
 from tests.rules import samples
 from tests.small import BF16
 
@@ -22,7 +22,7 @@ from tests.small import BF16
     ],
 )
 def test_names_of_ordinary_modules(name: str) -> None:
-    assert not _is_adapter(name, {})
+    assert not is_adapter(name, None)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_names_of_ordinary_modules(name: str) -> None:
     ],
 )
 def test_names_of_adapters(name: str) -> None:
-    assert _is_adapter(name, {})
+    assert is_adapter(name, None)
 
 
 def test_a_tuner_layer_is_known_without_its_name() -> None:
     name = "layers.0.q_proj.hada_w1_a.default"
-    assert _is_adapter(name, {name: samples.adapter(BF16, name)})
+    assert is_adapter(name, samples.adapter(BF16, name))

@@ -9,7 +9,8 @@ def test_a_mask_of_ones_beside_positions_is_named_with_a_verified_fix() -> None:
     assert (finding.code, finding.severity, finding.module) == ("IST901", "error", "model.layers.0.self_attn")
     assert finding.message == "the sequences of a packed row attend to each other"
     assert (
-        finding.cause == "attention_mask is given beside position_ids: LlamaAttention then sees the whole row"
+        finding.cause
+        == "attention_mask is given beside position_ids: LlamaAttention then attends to the whole row"
     )
     assert finding.notes == (
         "16 of 16 predictions change, the first at row 0, token 7; the largest change is 1.2 of the largest logit",

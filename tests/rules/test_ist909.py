@@ -10,7 +10,7 @@ def test_casts_of_before_a_step_are_an_error() -> None:
     (finding,) = find(replace(trace(), stale_casts=True))
     assert (finding.code, finding.severity) == ("IST909", "error")
     assert finding.message == "a forward computes with the weights from before the optimizer's step"
-    assert finding.fixes[0].description.startswith("end the region of autocast before optimizer.step()")
+    assert finding.fixes[0].description.startswith("leave the autocast region before optimizer.step()")
 
 
 def test_other_steps_are_silent() -> None:

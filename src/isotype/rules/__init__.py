@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, str] = {
     "IST8": "range",
     "IST9": "dependence: who reaches whom",
 }
-"""Prefix of a family's codes -> its topic."""
+"""Prefix of the codes of a family -> topic of the family."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Rule:
 
     Attributes:
         code: `IST###`, from the file's name.
-        title: the headline of its page.
-        page: its documentation (Markdown).
-        find: from a trace to findings.
-        kind: topic of its findings.
+        title: headline of the rule's page.
+        page: the page in Markdown, without the headline.
+        find: a function from a trace to findings.
+        kind: topic of the findings.
     """
 
     code: str
@@ -74,12 +74,12 @@ def judge(trace: Trace) -> tuple[Finding, ...]:
     findings = [
         replace(finding, fixes=by_preference(finding.fixes))
         for rule in all_rules()
-        for finding in _found(rule, trace)
+        for finding in _findings(rule, trace)
     ]
     return tuple(sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
 
 
-def _found(rule: Rule, trace: Trace) -> Iterator[Finding]:
+def _findings(rule: Rule, trace: Trace) -> Iterator[Finding]:
     try:
         yield from (replace(finding, kind=rule.kind) for finding in rule.find(trace))
     except Exception as error:  # noqa: BLE001 - the other rules' findings count; this failure is reported
@@ -90,7 +90,7 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     """Return the finding for a part of the check that failed with `error`.
 
     Args:
-        what: a sentence without its reason.
+        what: the failed part in words, to which the reason is appended.
         error: the exception.
         whose: prefix of the finding's cause.
     """
@@ -111,17 +111,16 @@ def resolves(
 ) -> bool:
     """Return whether `finding` is gone without a new error of another cause or a new warning of another code.
 
-    If the step ended early, its later costs were not seen before, so they are accepted. `costly` accepts any
-    cost: a step that runs at a cost is better than one that crashes, unless it is no longer traced to its
-    end.
+    If the step ended early, warnings of its later part are accepted: the part was not traced before. `costly` accepts
+    new warnings too, since a step that runs at a cost is better than a crash, but the step must be traced to its end.
     """
-    errors = {(each.code, each.cause) for each in before if each.severity == "error"}
-    codes = {each.code for each in before}
+    errors = {(other.code, other.cause) for other in before if other.severity == "error"}
+    codes = {other.code for other in before}
     allowed = finding.kind == "untraced" or costly
     return not any(
-        (each.code, each.cause) == (finding.code, finding.cause)
-        or (each.severity == "error" and (each.code, each.cause) not in errors)
-        or (each.code not in codes and (not allowed or each.kind == "untraced"))
-        for each in after
-        if each.severity != "note"
+        (new.code, new.cause) == (finding.code, finding.cause)
+        or (new.severity == "error" and (new.code, new.cause) not in errors)
+        or (new.code not in codes and (not allowed or new.kind == "untraced"))
+        for new in after
+        if new.severity != "note"
     )

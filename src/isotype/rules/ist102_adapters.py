@@ -3,8 +3,8 @@
 have another dtype than the activations that reach them, and nothing casts between the two.
 
 **Why it happens.** Float32 adapters are right: they are the masters that the optimizer updates. But their
-layer has to cast its input to their dtype and its result back, as PEFT's layers do. Custom adapters often do
-not; with PEFT it happens with `autocast_adapter_dtype=False` on another base dtype, or with
+layer has to cast its input to the adapter's dtype and its result back, as PEFT's layers do. Custom adapters often
+forget these casts. With PEFT the mismatch happens with `autocast_adapter_dtype=False` and another base dtype, or with
 `cast_input_dtype_enabled` off.
 
 **An example that fails**
@@ -36,7 +36,8 @@ TITLE = "An adapter of another dtype than its layer"
 def _takes_an_adapter(broken: Broken) -> bool:
     origins = (operand.origin for operand in broken.call.operands)
     return any(
-        origin.kind in ("parameter", "buffer") and is_adapter(origin.name, broken.owners.get(origin.name))
+        origin.kind in ("parameter", "buffer")
+        and is_adapter(origin.name, broken.trace.owners.get(origin.name))
         for origin in origins
     )
 

@@ -1,6 +1,6 @@
 """
-**What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes: every operand was promoted,
-cast or stored wide, so that they fit each other, and the work is done at the slower rate.
+**What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes: all operands of a matmul have
+the same wide dtype, because they were promoted, cast or stored in it, and the matmul runs at the slower rate.
 
 **Why it is bad.** A float32 matmul runs at 1/8 to 1/30 of the rate of a 16-bit one on a GPU with tensor cores (TF32
 aside), and attention in float32 has no flash kernel. Every operand takes twice the memory.
@@ -18,14 +18,14 @@ quantized ones do, hand float32 on.
 
     isotype.enforce(model, policy)                     # the dtypes of the policy again
 
-**What is not reported.** Matmuls that autocast itself runs in float32; the adapters' own; quantized
-layers with a wide compute dtype (IST404); casts that the code of a
-published transformers model makes, which are its authors' arithmetic (routers, state-space scans); all of them on a
-device without instructions for the compute dtype (IST601, IST602), where float32 is the faster one; less than 2 % of
-the FLOPs and less than 1.1 times the step time. Share of FLOPs: sum over wide calls / sum over all matmul-like calls.
+**What is not reported.** Matmuls that autocast itself runs in float32; matmuls of adapters; quantized layers with a
+wide compute dtype (IST404); casts in the code of a published transformers model, whose authors chose that arithmetic
+(routers, state-space scans); any matmul on a device without instructions for the compute dtype (IST601, IST602),
+where float32 is faster; less than 2 % of the FLOPs and less than 1.1 times the step time. The share of FLOPs is the
+sum over wide calls divided by the sum over all matmul-like calls.
 
-**How safe is the fix?** Running under autocast and returning outputs in the compute dtype keep what is stored.
-Casting a weight down is safe where the narrow dtype holds every value of it, else unsafe.
+**How safe is the fix?** Running under autocast, or returning outputs in the compute dtype, changes no stored weight.
+Casting a weight down is safe if the narrow dtype represents every value of the weight, else unsafe.
 
 **Seen in** huggingface/transformers #25598; bitsandbytes #1515, #1569; unslothai/unsloth #1186.
 """
@@ -44,7 +44,7 @@ from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group
-from isotype.rules.kit.weight_sets import names
+from isotype.rules.kit.weight_sets import HALVES, names
 from isotype.rules.kit.words import TRANSFORMERS, actions, and_its_like, cause_text, evidence, safety_of_cast
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
@@ -55,7 +55,7 @@ _LEAST_SLOWDOWN = 1.1
 
 @dataclass(frozen=True)
 class _Wide:
-    """A matmul in a wide dtype: the operand to blame, and the origins of all its wide operands."""
+    """A matmul in a wide dtype, with the operand to blame and the origins of all its wide operands."""
 
     call: Call
     mismatched: Operand
@@ -66,7 +66,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     """Yield matmul-like operators wider than the compute dtype, by cause."""
     compute = trace.setup.compute
     native = trace.setup.profile.supports(compute) == "native"  # elsewhere float32 is no slower
-    if trace.failure is not None or compute not in costs.HALVES or not native:
+    if trace.failure is not None or compute not in HALVES or not native:
         return
     owners = trace.owners
     for group in _groups(trace, owners):
@@ -79,7 +79,9 @@ def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
     """Return wide matmuls by cause; those of a backward join their module's group."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
-    exempt = costs.adapter_modules(trace) | _quantized_modules(trace) | _by_ranges(trace)
+    # Adapters are wide on purpose, IST404 judges quantized layers, and by_ranges needs float32 for large values.
+    exempt = {weight.module for weight in trace.weights if weight.adapter or weight.quantization is not None}
+    exempt |= {call.module for call in trace.calls if base_name(call.module) in trace.by_ranges}
     broken = {call.module for call in trace.breaches()}
     for call in trace.calls:
         if call.module in broken:
@@ -87,22 +89,12 @@ def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
         wide = _wide(call, trace.setup.compute, exempt, owners)
         if wide is None:
             continue
-        here = (call.module, call.source)
-        key = by_module.get(here) if call.phase == "backward" else None
+        place = (call.module, call.source)
+        key = by_module.get(place) if call.phase == "backward" else None
         key = key or _key(wide, owners)
-        by_module.setdefault(here, key)
+        by_module.setdefault(place, key)
         groups.setdefault(key, []).append(wide)
     return list(groups.values())
-
-
-def _quantized_modules(trace: Trace) -> frozenset[str]:
-    """Return the layers with their own compute dtype, which IST404 judges."""
-    return frozenset(weight.module for weight in trace.weights if weight.quantization is not None)
-
-
-def _by_ranges(trace: Trace) -> frozenset[str]:
-    """Return the modules that compute in float32 because their values exceed float16's range."""
-    return frozenset(call.module for call in trace.calls if base_name(call.module) in trace.by_ranges)
 
 
 def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
@@ -111,9 +103,7 @@ def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
     return weight is not None and weight.adapter and sorted(weight.shape) == sorted(operand.shape)
 
 
-def _wide(
-    call: Call, compute: torch.dtype, exempt: frozenset[str], owners: Mapping[str, Weight]
-) -> _Wide | None:
+def _wide(call: Call, compute: torch.dtype, exempt: set[str], owners: Mapping[str, Weight]) -> _Wide | None:
     dtype = costs.run_dtype(call)
     if dtype not in FLOATS or dtype.itemsize <= compute.itemsize or call.breach or call.module in exempt:
         return None
@@ -178,7 +168,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost, owners: Mapping[str, 
 
 
 def _fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
-    """Yield weights and inputs together first: one alone would mismatch the other."""
+    """Yield the fix of weights and inputs together first: if only one of them is cast, the other mismatches."""
     expected = dtype_name(trace.setup.compute)
     weights = [owners[cause.name] for cause in group.causes if cause.name in owners]
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]

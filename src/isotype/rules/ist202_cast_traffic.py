@@ -4,8 +4,8 @@ weights that autocast casts to 16 bits at each matmul, or inputs that PEFT casts
 dtype and autocast casts down again.
 
 **Why it is bad.** A cast reads and writes every element and computes nothing. Autocast caches its casts of
-trainable weights for the whole step; frozen ones are cast at every use, again in the recomputation of a
-checkpointed layer, and no matmul uses their float32 digits. They also take twice the memory.
+trainable weights for the whole step, but it casts frozen weights at every use, and again in the recomputation of a
+checkpointed layer. No matmul uses their float32 digits, which take twice the memory.
 
 **An example that costs**
 
@@ -22,14 +22,15 @@ checkpointed layer, and no matmul uses their float32 digits. They also take twic
 **What is not reported.** Trainable weights (masters), pinned weights, casts below 2 % of all bytes that the
 step reads and writes. Bytes of a cast: elements x (item size before + item size after).
 
-**How safe is the fix?** The matmuls see the same 16-bit digits as before. The dropped float32 digits matter
-only if the weights are merged or saved: safe if the 16-bit dtype represents every value, else unsafe.
+**How safe is the fix?** The matmuls get the same 16-bit digits as before. The dropped float32 digits matter only if
+the weights are merged or saved: the fix is safe if the 16-bit dtype represents every value, else unsafe.
 
 **Seen in** huggingface/peft #1172; AgileRL #623.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from isotype.core.dtypes import dtype_name
@@ -37,14 +38,12 @@ from isotype.core.names import format_bytes, short
 from isotype.records.finding import Cost, Finding, finding_at
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import cast_fix
+from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, is_frozen_base
 from isotype.rules.kit.words import advice, cause_text
 
 TITLE = "Weights or adapter inputs that are cast again at every step"
 
 _LEAST_SHARE = 0.02
-
-
 _NO_INPUT_CAST = "with peft.helpers.disable_input_dtype_casting(model): …"
 
 
@@ -67,27 +66,19 @@ def _of_frozen_weight(cast: costs.Cast, trace: Trace, owners: Mapping[str, Weigh
     """Return whether autocast, or the layer itself, casts a frozen weight down to the compute dtype."""
     origin = cast.operand.origin
     weight = owners.get(origin.name) if origin.kind == "parameter" else None
-    if weight is None or not _is_frozen(weight):
+    if weight is None or not is_frozen_base(weight):
         return False
-    whole = costs.elements(cast.operand.shape) == costs.elements(weight.shape)
+    whole = math.prod(cast.operand.shape) == math.prod(weight.shape)
     return whole and not cast.widens and cast.after == trace.setup.compute
-
-
-def _is_frozen(weight: Weight) -> bool:
-    return weight.quantization is None and not (
-        weight.trainable or weight.adapter or weight.pinned or weight.buffer
-    )
 
 
 def _weights_finding(trace: Trace, casts: Sequence[costs.Cast], owners: Mapping[str, Weight]) -> Finding:
     first = casts[0]
     before, after = dtype_name(first.before), dtype_name(first.after)
-    # All together: embeddings left in float32 would promote the results of the others.
-    frozen = [weight for weight in trace.weights if _is_frozen(weight) and weight.dtype == first.before]
+    # The fix casts all frozen weights: embeddings left in float32 would promote the results of the others.
+    frozen = [weight for weight in trace.weights if is_frozen_base(weight) and weight.dtype == first.before]
     weights = {owners[c.operand.origin.name].name: owners[c.operand.origin.name] for c in casts}.values()
-    spare = sum(
-        w.bytes * w.repeats * (w.dtype.itemsize - first.after.itemsize) // w.dtype.itemsize for w in weights
-    )
+    spare = extra_bytes(weights, first.after)
     moved = sum(cast.bytes for cast in casts)
     cost = Cost(
         cast_bytes=moved,
@@ -128,7 +119,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     first, weight = undone[0]
     wide, narrow = dtype_name(first.before), dtype_name(first.after)
     up = first.operand.origin
-    # Up and down again: both read one dtype and write the other.
+    # The cast up and the cast down both read one dtype and write the other.
     moved = 2 * sum(cast.bytes for cast, _ in undone)
     cost = Cost(
         cast_bytes=moved,

@@ -1,6 +1,6 @@
 """
-**What it means.** A large 16-bit result (logits, hidden states) is cast to float32 as a whole, but the
-copy is not read, or only in pieces.
+**What it means.** A large 16-bit result (logits, hidden states) is cast to float32 as a whole, but nothing reads
+the float32 copy, or the loss reads it piece by piece.
 
 **Why it is bad.** The logits are the largest activation of a language model: batch x length x vocabulary. For
 2 x 2,048 tokens and a vocabulary of 128,256 each float32 copy takes 2.1 GB.
@@ -21,24 +21,26 @@ with `fp32_output=True`, before log-probabilities are taken chunk by chunk.
     for rows, targets in zip(logits.split(1024), labels.split(1024)):
         loss = loss + F.cross_entropy(rows.float(), targets)
 
-**What is not reported.** The float32 copy that a loss reads as a whole: softmax and loss need float32. Copies
-below 1 % of the step's peak memory; below 5 % it is a note. Memory: bytes of the copies.
+**What is not reported.** A float32 copy that a loss reads as a whole: softmax and loss need float32. Copies below
+1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the bytes of the copies.
 
-**How safe is the fix?** Softmax and loss see the same digits.
+**How safe is the fix?** Softmax and loss compute with the same digits.
 
 **Seen in** huggingface/accelerate #3477, #3620; radixark/miles #2764.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree, format_bytes, short
+from isotype.core.names import agree, format_bytes, grouped, short
 from isotype.records.finding import Cost, Finding, finding_at
 from isotype.records.trace import Call, Origin, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.groups import per_trace
+from isotype.rules.kit.weight_sets import HALVES
 from isotype.rules.kit.words import advice
 
 TITLE = "Whole outputs copied to float32"
@@ -49,20 +51,20 @@ _LOSSES = ("_log_softmax", "_softmax", "nll_loss", "logsumexp")
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield up-casts in the forward whose results nothing reads, or a loss reads in pieces."""
-    if trace.failure is not None or trace.setup.compute not in costs.HALVES:
+    if trace.failure is not None or trace.setup.compute not in HALVES:
         return
     readers = _readers(trace)
     # A quantized layer returns its input's dtype: the origin of that dtype counts.
     quantized = {weight.module for weight in trace.weights if weight.quantization is not None}
-    by_source: dict[tuple[str, bool], list[costs.Cast]] = {}
+    copies: list[tuple[bool, costs.Cast]] = []
     for cast in costs.casts(trace):
-        if cast.call.module in quantized:
-            continue
-        if cast.widens and cast.call.phase == "forward" and not cast.call.recomputed:
+        forward = cast.call.phase == "forward" and not cast.call.recomputed
+        if cast.widens and forward and cast.call.module not in quantized:
             reading = readers.get(_signature(cast.call, cast.operand.origin), [])
             if not reading or _in_pieces(cast, reading):
-                by_source.setdefault((cast.call.source, not reading), []).append(cast)
-    for (_, unread), casts in by_source.items():
+                copies.append((not reading, cast))
+    for (unread, _), group in grouped(copies, lambda copy: (copy[0], copy[1].call.source)).items():
+        casts = [cast for _, cast in group]
         size = sum(cast.elements * cast.after.itemsize for cast in casts)
         if size >= _LEAST_SHARE * trace.memory.peak:
             yield _finding(trace, casts, size, unread)
@@ -72,13 +74,13 @@ _Signature = tuple[int, str, str]
 
 
 def _signature(call: Call, before: Origin) -> _Signature:
-    """Return the identity of a cast's result: its source value, line and module."""
+    """Return the identity of a cast's result: the origin of its operand, its line and its module."""
     return (id(before), call.source, call.module)
 
 
 @per_trace
 def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
-    """Return the calls that read a cast's result, by cast; views do not count."""
+    """Return the calls that read the result of each cast, by its signature; views do not count."""
     readers: dict[_Signature, list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
@@ -91,11 +93,11 @@ def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
-    """Return whether losses read a result, each only some of its rows."""
-    whole = costs.elements(cast.call.results[0][1])
+    """Return whether several losses read the result of a cast, and each reads only some of its rows."""
+    whole = math.prod(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     losses = [
-        costs.elements(call.operands[0].shape)
+        math.prod(call.operands[0].shape)
         for call in reading
         if call.phase == "forward"
         and any(name in call.op for name in _LOSSES)

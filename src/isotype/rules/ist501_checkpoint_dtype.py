@@ -1,6 +1,6 @@
 """
-**What it means.** The frozen weights have another dtype than the checkpoint's in the model's config, and
-no policy requests it.
+**What it means.** The frozen weights have another dtype than the model's config names for the checkpoint, and no
+policy requests the other dtype.
 
 **Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate,
 without a single digit more. A bfloat16 checkpoint in float16 may overflow (largest value 65,504 against
@@ -18,12 +18,12 @@ or `.half()` on a finished model, a loader with a fixed dtype, a config with ano
 
     model = isotype.load(path, isotype.resolve_precision(path))      # or dtype="auto"
 
-**What is not reported.** Trainable and pinned weights, adapters, quantized layers; dtypes requested by the
-policy; a checkpoint dtype that the device does not run natively; a float32 checkpoint in 16 bits, which is
-always an explicit request. Extra memory: sum of elements x difference of the item sizes.
+**What is not reported.** Trainable and pinned weights, adapters, quantized layers; dtypes that the policy requests;
+a checkpoint dtype that the device does not run natively; a float32 checkpoint in 16 bits, which is always an explicit
+request. The extra memory is the sum of elements x difference of the item sizes.
 
-**How safe is the fix?** Safe if the checkpoint's dtype represents every value of the weights (true if they
-came from it), else unsafe. Rounded digits can only be restored by loading the weights again.
+**How safe is the fix?** Safe if the checkpoint's dtype represents every value of the weights (it does if the values
+come from the checkpoint), else unsafe. Rounded digits can only be restored by loading the weights again.
 
 **Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
 """
@@ -39,7 +39,7 @@ from isotype.core.names import format_bytes
 from isotype.records.finding import Cost, Finding, Severity
 from isotype.records.trace import FLOATS, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import cast_fix, finding_of, main_dtype
+from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, finding_of, is_frozen_base, main_dtype
 from isotype.rules.kit.words import advice
 
 TITLE = "A checkpoint's dtype that did not survive loading"
@@ -62,10 +62,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     plain = [
         weight
         for weight in trace.weights
-        if weight.dtype in FLOATS
-        and weight.kind in ("linear", "embedding")
-        and weight.quantization is None
-        and not (weight.buffer or weight.adapter or weight.trainable or weight.pinned)
+        if is_frozen_base(weight) and weight.dtype in FLOATS and weight.kind in ("linear", "embedding")
     ]
     loaded = main_dtype(plain)
     if named is None or loaded is None or (named, loaded) not in _SEVERITIES:
@@ -76,7 +73,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded: torch.dtype) -> Finding:
     name, wrong = dtype_name(named), dtype_name(loaded)
-    extra = sum(w.repeats * costs.elements(w.shape) * (loaded.itemsize - named.itemsize) for w in weights)
+    extra = extra_bytes(weights, named)
     wide = [call for call in trace.calls if costs.run_dtype(call) == loaded] if extra else []
     loss = _LOSSES.get((named, loaded))
     cost = Cost(
@@ -91,11 +88,7 @@ def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded
         f"the config says {name}, but the frozen weights are {wrong}{memory}",
         weights,
         phase="load",
-        notes=(
-            f"{len(weights)} weights",
-            *((loss,) if loss else ()),
-            *costs.estimate(cost, trace),
-        ),
+        notes=(f"{len(weights)} weights", *((loss,) if loss else ()), *costs.estimate(cost, trace)),
         fixes=(
             cast_fix(f"cast the frozen weights to {name}", weights, named),
             advice("dtype", f"load the checkpoint with dtype={name}", name),

@@ -38,6 +38,7 @@ from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group
+from isotype.rules.kit.weight_sets import HALVES
 from isotype.rules.kit.words import advice, cause_text, evidence
 
 TITLE = "An attention kernel without support for the device or the dtype"
@@ -67,7 +68,7 @@ def _is_attention(call: Call) -> bool:
 
 def _has_flash(trace: Trace) -> bool:
     profile = trace.setup.profile
-    return profile.kind in ("cuda", "rocm") and bool(profile.flash_attention & costs.HALVES)
+    return profile.kind in ("cuda", "rocm") and not profile.flash_attention.isdisjoint(HALVES)
 
 
 def _absent(trace: Trace) -> Finding:

@@ -36,20 +36,19 @@ base.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 
-import torch
-
-from isotype.compat.torch import operator_schema
+from isotype.compat.torch import UNNAMED_VIEW
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, plural, stacked
 from isotype.records.finding import Cost, Finding, Fix, Kind
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
+from isotype.rules.kit.weight_sets import HALVES, is_frozen_base
 from isotype.rules.kit.words import fix
 
 TITLE = "The step does not fit into the device's memory"
@@ -58,8 +57,6 @@ KIND: Kind = "memory"
 _NF4_BYTES = 0.5 + 4 / 64
 _NUMBERS = re.compile(r"\.\d+\.")
 _LARGEST, _HEAVIEST = 4, 2  # named tensors and weights
-# Its schema does not declare it, but it shares its operand's memory.
-_SHARING = ("aten._unsafe_view.default",)
 _LAYER = re.compile(r"(.*)\.\d+$")
 _IN_LAYER = re.compile(r".*?\.\d+(?=\.)")
 _DEVICES = (2, 4, 8, 16, 32, 64)
@@ -111,12 +108,14 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
     """Yield the largest tensors of the step in words, those of equal layers as one, without views."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
     for call in trace.calls:
-        if call.recomputed or call.phase not in ("forward", "backward") or not _makes(call.op):
+        # The schema of this view does not declare that the result shares its operand's memory.
+        new = costs.allocates(call.op) and call.op != str(UNNAMED_VIEW)
+        if call.recomputed or call.phase not in ("forward", "backward") or not new:
             continue
-        for made_in, shape in call.results:
-            size = costs.elements(shape) * made_in.itemsize
+        for result_dtype, shape in call.results:
+            size = math.prod(shape) * result_dtype.itemsize
             source = "/".join(call.source.split("/")[-2:])
-            key = (_NUMBERS.sub(".*.", call.module), source, dtype_name(made_in), shape)
+            key = (_NUMBERS.sub(".*.", call.module), source, dtype_name(result_dtype), shape)
             sizes[key] = (size, sizes.get(key, (size, 0))[1] + call.repeats)
     largest = sorted(sizes.items(), key=lambda item: -item[1][0])[:_LARGEST]
     for (module, source, dtype, shape), (size, times) in largest:
@@ -133,18 +132,6 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
 
 def _counted(size: int, times: int) -> str:
     return f"{format_bytes(size)}{f', {times} of them' if times > 1 else ''}"
-
-
-@cache
-def _makes(op: str) -> bool:
-    """Return whether an operator's results have their own memory, unlike those of views and in-place operators."""
-    namespace, _, rest = op.partition(".")
-    name, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    operator = getattr(packet, overload, None)
-    if op in _SHARING:
-        return False
-    return operator is None or all(each.alias_info is None for each in operator_schema(operator).returns)
 
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
@@ -172,15 +159,17 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
         saved = activations - activations // layers - _layer_inputs(trace, layers)
         if saved > 0:
             yield ("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")
-    dense = [w for w in trace.weights if _quantizable(w)]
-    packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * costs.elements(w.shape) * w.repeats for w in dense))
+    # lm_head stays dense, as in transformers' quantizers.
+    linear = (w for w in trace.weights if is_frozen_base(w) and w.kind == "linear")
+    dense = [w for w in linear if "lm_head" not in w.name]
+    packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * math.prod(w.shape) * w.repeats for w in dense))
     if packed:
         yield ("store the frozen linear layers in nf4", packed, "quantization", "nf4")
     wide = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned) and w.dtype.itemsize == 4]
     halved = sum(
         w.bytes * w.repeats // 2 for w in wide if w.quantization is None and w.dtype.is_floating_point
     )
-    if halved and trace.setup.profile.best_dtype() in costs.HALVES:
+    if halved and trace.setup.profile.best_dtype() in HALVES:
         yield ("store the frozen weights in 16 bits", halved, "dtype", "auto")
     states = peak.get("optimizer", 0)
     if states:
@@ -219,11 +208,6 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
             return
 
 
-def _quantizable(weight: Weight) -> bool:
-    frozen = not (weight.trainable or weight.adapter or weight.buffer or weight.pinned)
-    return frozen and weight.kind == "linear" and weight.quantization is None and "lm_head" not in weight.name
-
-
 def _layers(trace: Trace) -> int:
     """Return the number of repeated layers: modules in the longest numbered list."""
     repeats: dict[str, int] = {}
@@ -244,4 +228,4 @@ def _layer_inputs(trace: Trace, layers: int) -> int:
     if lookup is None:
         return 0
     dtype, shape = lookup.results[0]
-    return layers * costs.elements(shape) * dtype.itemsize
+    return layers * math.prod(shape) * dtype.itemsize

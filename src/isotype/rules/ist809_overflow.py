@@ -1,8 +1,8 @@
 """
 **What it means.** The values of this model were measured, and an operand or result of a float16 operator
-exceeds 65504, float16's largest number. The residual stream is the usual place: every block adds to it, and
-it grows in models trained in bfloat16. Others are the gated product before `down_proj`, queries and keys, and
-gradients.
+exceeds 65504, float16's largest number. The residual stream is the usual place: every block adds to the stream,
+which grows in models trained in bfloat16. Other places are the gated product before `down_proj`, queries and keys,
+and gradients.
 
 **Why it is bad.** Larger values become infinite, the next norm or softmax turns them into NaN, and the loss
 is NaN from the first step to the last. A GradScaler skips every such step, so nothing is trained.
@@ -17,14 +17,14 @@ is NaN from the first step to the last. A GradScaler skips every such step, so n
     policy = isotype.resolve_precision("google/gemma-3-1b-it", "float16", ranges=ranges)   # a float32 residual stream
     model = isotype.load("google/gemma-3-1b-it", policy)
 
-**How safe is the fix?** Safe: matmuls stay in float16; only values too large for it are carried in float32,
-or scaled by a power of two around a matmul, which changes no digit. Hidden states then take twice the memory.
+**How safe is the fix?** Safe: matmuls stay in float16. Only values too large for float16 are carried in float32,
+or scaled by a power of two around a matmul, which changes no digit. Hidden states in float32 take twice the memory.
 bfloat16 has the range of float32 with fewer digits.
 
 **What was compared.** The measurement, in float32, has the largest magnitude of each operator; the trace has
 the operators that run in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same
-measurement and a new trace. Fill values of attention masks are left out. Other data have other values: the
-report gives the headroom.
+measurement and a new trace. Fill values of attention masks are left out. Other data have other values, so
+the report gives the headroom.
 
 **Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth
 #4005; unslothai/unsloth-zoo #600.
@@ -45,7 +45,7 @@ from isotype.precision.ranges import FLOAT16_LARGEST, Ranges
 from isotype.records.finding import Finding, Fix, Kind, RangeBoundaries, finding_at
 from isotype.records.trace import Trace
 from isotype.rules.kit.slow_dtype import step_in
-from isotype.rules.kit.value_ranges import Held, growth, held
+from isotype.rules.kit.value_ranges import Held, held
 
 TITLE = "Measured values beyond float16's range"
 KIND: Kind = "values"
@@ -56,21 +56,18 @@ def find(trace: Trace) -> Iterator[Finding]:
     ranges = trace.setup.ranges
     if ranges is None:
         return
-    # A number refused by float16 in a fill (a mask's -1e9) is not a value of the model.
+    # A fill value that float16 refuses (a mask's -1e9) is not a value of the model.
     refused = {abs(value) for call in trace.breaches() for _, value in call.numbers}
-    beyond = [each for each in held(trace) if each.value > FLOAT16_LARGEST and each.value not in refused]
-    forward = [each for each in beyond if each.call.phase == "forward"]
-    if forward:
-        yield _finding(trace, ranges, forward)
-        return  # infinite values have no gradient
+    beyond = [value for value in held(trace) if value.value > FLOAT16_LARGEST and value.value not in refused]
+    forward = [value for value in beyond if value.call.phase == "forward"]
     if beyond:
-        yield _finding(trace, ranges, beyond)
+        yield _finding(trace, ranges, forward or beyond)  # infinite values in the forward have no gradient
 
 
 def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
     first = beyond[0]
     backward = first.call.phase == "backward"
-    # A scaler halves the scale until the gradients fit, below 1 if necessary, and skips a step each time.
+    # A GradScaler halves the scale until the gradients fit, below 1 if necessary, and skips a step each time.
     skipped = backward and trace.setup.scaler
     end = "takes" if first.takes else "returns"
     what = "gradients" if backward else "values"
@@ -80,12 +77,12 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
         "warning" if skipped else "error",
         f"{_short(first.call.op)} {end} {what} up to {value} in float16: headroom {first.headroom:.2g}",
         first.call,
-        places=tuple(dict.fromkeys(each.module for each in beyond)),
+        places=tuple(dict.fromkeys(value.module for value in beyond)),
         cause=f"{what} of {named(first.module)} reach {value}, and float16 ends at 65,504",
         notes=tuple(_notes(trace, ranges, beyond)),
         fixes=tuple(_fixes(trace, ranges)),
     )
-    return replace(finding, module=first.module)  # a folded trace has it under another layer's name
+    return replace(finding, module=first.module)  # in a folded trace the call has another layer's name
 
 
 def _short(op: str) -> str:
@@ -96,19 +93,19 @@ def _short(op: str) -> str:
 def _notes(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Iterator[str]:
     first, *others = beyond
     if others:
-        modules = len({each.operator.module for each in others})
-        worst = max(beyond, key=lambda each: each.value)
+        modules = len({value.operator.module for value in others})
+        worst = max(beyond, key=lambda value: value.value)
         yield (
             f"{plural(len(others), 'more operator')} in {plural(modules, 'module')}, up to {number(worst.value)} in "
             f"{named(worst.module)}"
         )
-    grown = growth(ranges)
-    if first.call.phase == "forward" and grown is not None and grown.first:
-        begins = f"{number(grown.first_value)} at {grown.first}"
-        ends = "" if grown.first == grown.last else f" and {number(grown.largest)} at {grown.last}"
-        yield f"the residual stream reaches {begins}{ends}"
+    large = next((module for module in ranges.stream_modules if module.output > FLOAT16_LARGEST), None)
+    largest = ranges.residual
+    if first.call.phase == "forward" and large is not None and largest is not None:
+        ends = "" if large.name == largest.name else f" and {number(largest.output)} at {largest.name}"
+        yield f"the residual stream reaches {number(large.output)} at {large.name}{ends}"
     if first.call.phase == "backward" and trace.setup.scaler:
-        exponent = math.floor(math.log2(FLOAT16_LARGEST / max(each.value for each in beyond)))
+        exponent = math.floor(math.log2(FLOAT16_LARGEST / max(value.value for value in beyond)))
         yield f"the loss scale has to fall to 2^{exponent}, and every halving skips a step"
     yield f"measured {ranges.when[:10]} in {ranges.dtype} on {ranges.text} ({plural(ranges.tokens, 'token')})"
 
@@ -117,18 +114,14 @@ def _fixes(trace: Trace, ranges: Ranges) -> Iterator[Fix]:
     storage = next((w.quantization.format for w in trace.weights if w.quantization is not None), "float16")
     decision = decide_by_ranges(ModelFacts(trace.model), trace.setup.profile, torch.float16, storage, ranges)
     if decision.wide or decision.exceptions:
-        exceptions = tuple((each.module, each.how, each.exponent) for each in decision.exceptions)
+        exceptions = tuple((layer.module, layer.how, layer.exponent) for layer in decision.exceptions)
         wanted = RangeBoundaries("float16", decision.wide, exceptions)
         parts = ["carry the residual stream in float32"] if decision.wide else []
-        scaled = [each for each in decision.exceptions if each.how == "scale"]
-        float32 = [each for each in decision.exceptions if each.how != "scale"]
-        parts += [f"scale {plural(len(scaled), 'matmul')} by powers of two"] if scaled else []
-        parts += [f"run {plural(len(float32), 'module')} in float32"] if float32 else []
-        yield Fix(
-            f"{', '.join(parts)}; matmuls stay in float16",
-            "safe",
-            actions=(wanted.action(),),
-        )
+        scaled = sum(layer.how == "scale" for layer in decision.exceptions)
+        float32 = len(exceptions) - scaled
+        parts += [f"scale {plural(scaled, 'matmul')} by powers of two"] if scaled else []
+        parts += [f"run {plural(float32, 'module')} in float32"] if float32 else []
+        yield Fix(f"{', '.join(parts)}; matmuls stay in float16", "safe", actions=(wanted.action(),))
     native = trace.setup.profile.native
     for dtype in (torch.bfloat16, torch.float32):
         if dtype in native:

@@ -2,11 +2,11 @@
 **What it means.** Sequences packed into one row attend to each other: a prediction in one sequence depends
 on the tokens of another one.
 
-**Why it happens.** Packing needs a mask that separates the sequences. The model's own code builds it from the input
-that it reads: `position_ids`, `cu_seq_lens_q`, `seq_idx` or numbered masks. transformers reads `position_ids` for
-it only without an `attention_mask`. With an `attention_mask` of ones, as most collators and `tokenizer.pad`
-create it, positions restart, but attention crosses the borders. State-space,
-linear-attention and convolution layers need `seq_idx`, and many do not read it.
+**Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of its
+inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx` or numbered masks. transformers builds it from `position_ids`
+only if there is no `attention_mask`. Most collators and `tokenizer.pad` create an `attention_mask` of ones: positions
+then restart with each sequence, but attention crosses the borders. State-space, linear-attention and convolution
+layers need `seq_idx`, and many ignore it.
 
 **An example that fails**
 
@@ -32,9 +32,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.reach import Leak
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import leak_finding, where
+from isotype.rules.kit.reach import leak_finding, leak_of, where
 from isotype.rules.kit.words import advice
 
 TITLE = "Packed sequences that attend to each other"
@@ -43,19 +42,18 @@ KIND = "wiring"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield predictions in a sequence of a packed row that depend on another sequence's tokens."""
-    leak = None if trace.reach is None else trace.reach.leak("packed row")
-    if trace.reach is not None and leak is not None:
-        message = "the sequences of a packed row attend to each other"
-        yield leak_finding("IST901", "error", message, trace.reach, leak, *_cause(leak))
-
-
-def _cause(leak: Leak) -> tuple[str, tuple[Fix, ...]]:
+    leak = leak_of(trace, "packed row")
+    if leak is None:
+        return
     if leak.without:
-        cause = f"{leak.without} is given beside position_ids: {where(leak)} then sees the whole row"
+        cause = f"{leak.without} is given beside position_ids: {where(leak)} then attends to the whole row"
         order = f"leave {leak.without} out of the batch"
         action = Action("advice", leak.without, order)
         outcome = "no sequence then reaches another one"
-        return cause, (Fix(order, "safe", verified=True, actions=(action,), outcome=outcome),)
-    cause = f"{where(leak)} does not separate the sequences of a row"
-    how = "train without packing, or with an attention implementation and a model that separate packed sequences"
-    return cause, (advice("packing", how),)
+        fix = Fix(order, "safe", verified=True, actions=(action,), outcome=outcome)
+    else:
+        cause = f"{where(leak)} does not separate the sequences of a row"
+        how = "train without packing, or with an attention implementation and a model that separate packed sequences"
+        fix = advice("packing", how)
+    message = "the sequences of a packed row attend to each other"
+    yield leak_finding(trace, leak, "IST901", "error", message, cause, fix)

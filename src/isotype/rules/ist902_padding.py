@@ -1,10 +1,10 @@
 """
 **What it means.** Predictions depend on the ids of padding tokens, or on their number.
 
-**Why it happens.** No `attention_mask` reaches the layer: the collator creates none, a wrapper drops it, a
+**Why it happens.** No `attention_mask` reaches the layer: the collator creates no mask, a wrapper drops it, or a
 part of the model ignores it (a convolution, a recurrent layer, a tower). A causal model does not attend to
-padding after a row, but to padding before it. A model with learned positions counts padding before a row
-unless it gets `position_ids`.
+padding after a row, but it attends to padding before a row. A model with learned positions counts the padding
+before a row too, unless it gets `position_ids`.
 
 **An example that fails**
 
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import leak_finding, where
+from isotype.rules.kit.reach import leak_finding, leak_of, where
 from isotype.rules.kit.words import advice
 
 TITLE = "Padding that is read"
@@ -37,27 +37,21 @@ KIND = "wiring"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield predictions that depend on the padding tokens, or on their number."""
-    reach = trace.reach
-    if reach is not None and any(each.name == "attention_mask" for each in reach.unused):
-        return  # the mask reaches nothing at all: IST905 reports it
-    leak = None if reach is None else reach.leak("padding")
-    masked = "attention_mask" in trace.setup.batch
-    if reach is not None and leak is not None:
-        cause = (
-            f"{where(leak)} ignores the attention mask"
-            if masked
-            else "the batch has padding and no attention mask"
-        )
-        how = (
-            "mask the padding in this module, or pad behind the rows"
-            if masked
-            else "give the model the attention mask"
-        )
-        fixes = (advice("attention_mask", how),)
-        yield leak_finding("IST902", "error", "padding is read as text", reach, leak, cause, fixes)
-    leak = None if reach is None else reach.leak("padding position")
-    if reach is not None and leak is not None:
+    if trace.reach is not None and any(unused.name == "attention_mask" for unused in trace.reach.unused):
+        return  # the mask changes no prediction at all: IST905 reports it
+    read, moved = leak_of(trace, "padding"), leak_of(trace, "padding position")
+    if read is not None:
+        if "attention_mask" in trace.setup.batch:
+            cause = f"{where(read)} ignores the attention mask"
+            how = "mask the padding in this module, or pad behind the rows"
+        else:
+            cause = "the batch has padding and no attention mask"
+            how = "give the model the attention mask"
+        fix = advice("attention_mask", how)
+        yield leak_finding(trace, read, "IST902", "error", "padding is read as text", cause, fix)
+    if moved is not None:
+        message = "padding in front of a row moves its positions"
         cause = "positions are counted from the first padding token"
         how = "give position_ids that count from each row's first token, or pad behind the rows"
-        message = "padding in front of a row moves its positions"
-        yield leak_finding("IST902", "warning", message, reach, leak, cause, (advice("position_ids", how),))
+        fix = advice("position_ids", how)
+        yield leak_finding(trace, moved, "IST902", "warning", message, cause, fix)

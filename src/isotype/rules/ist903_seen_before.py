@@ -3,9 +3,9 @@
 nothing useful for generation.
 
 **Why it happens.** A causal model runs without its causal mask: an encoder's class is used for a language
-model (`BertLMHeadModel` without `is_decoder=True`), a 4-D mask of zeros replaces the model's own, `is_causal`
-is lost in an attention function, a convolution is padded on both sides. Or labels are compared with the
-predictions at the same position instead of those one token before.
+model (`BertLMHeadModel` without `is_decoder=True`), a 4-D mask of zeros replaces the model's mask, an attention
+function drops `is_causal`, or a convolution is padded on both sides. Or the loss compares the label of a token
+with the prediction at the same position instead of the prediction one token earlier.
 
 **An example that fails**
 
@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from isotype.core.names import plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import leak_finding, measured_on, where
+from isotype.rules.kit.reach import leak_finding, leak_of, measured_on, where
 from isotype.rules.kit.words import advice
 
 TITLE = "Predictions that see what they predict"
@@ -41,28 +41,24 @@ KIND = "wiring"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield a missing causal mask, labels that reach their own prediction, and unshifted labels."""
-    reach = trace.reach
-    if reach is None:
-        return
-    later, label = reach.leak("later token"), reach.leak("own label")
-    rows = reach.leak("other row")
+    later, label, rows = (leak_of(trace, source) for source in ("later token", "own label", "other row"))
     if later is not None and (rows is None or rows.module != later.module):  # else IST907 reports both
+        message = "predictions depend on the tokens that they predict"
         cause = f"{where(later)} lets a token attend to later tokens"
         how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and give no mask that undoes it"
-        message = "predictions depend on the tokens that they predict"
-        yield leak_finding("IST903", "error", message, reach, later, cause, (advice("causal mask", how),))
+        yield leak_finding(trace, later, "IST903", "error", message, cause, advice("causal mask", how))
     if label is not None:
+        message = "predictions depend on their own labels"
         cause = f"{where(label)} uses the labels as an input of the predictions at the same place"
         how = "shift the labels that are an input of the model by one token"
-        message = "predictions depend on their own labels"
-        yield leak_finding("IST903", "error", message, reach, label, cause, (advice("labels", how),))
-    if reach.labels is not None and reach.labels.shift == 0:
-        how = "compare the logits of a token with the id of the next one"
+        yield leak_finding(trace, label, "IST903", "error", message, cause, advice("labels", how))
+    reach = trace.reach
+    if reach is not None and reach.labels is not None and reach.labels.shift == 0:
         yield Finding(
             "IST903",
             "error",
             "every token predicts itself",
             cause="the loss compares the logits of a token with the id of the same token",
             notes=(f"{plural(reach.labels.learned, 'prediction')} count in the loss", measured_on(reach)),
-            fixes=(advice("loss", how),),
+            fixes=(advice("loss", "compare the logits of a token with the id of the next one"),),
         )

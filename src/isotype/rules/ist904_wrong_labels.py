@@ -1,10 +1,10 @@
 """
-**What it means.** There are labels at tokens that should not count in the loss (padding, pictures), or
-labels are compared with the wrong prediction: that of two tokens before.
+**What it means.** Tokens that should not count in the loss (padding, pictures) have labels, or each label is
+compared with the wrong prediction: the prediction two tokens earlier.
 
-**Why it happens.** `labels = input_ids.clone()` without -100 where the mask is 0: the model learns to predict
-padding, in short rows more than anything else. Or the collator shifts the labels, and the model shifts them
-again, as all of transformers' models do.
+**Why it happens.** A collator writes `labels = input_ids.clone()` and forgets -100 where the mask is 0: the model
+then learns to predict padding, in short rows more than anything else. Or the collator shifts the labels, and the
+model shifts them again: all models of transformers shift labels.
 
 **An example that fails**
 
@@ -54,28 +54,21 @@ def find(trace: Trace) -> Iterator[Finding]:
             notes=(f"{plural(labels.learned, 'prediction')} count in the loss", measured_on(reach)),
             fixes=fixes,
         )
-    for count, what, cause, how in (
-        (
-            labels.at_padding,
-            "padding",
-            "attention_mask is 0 there",
-            "labels.masked_fill(attention_mask == 0, -100)",
-        ),
-        (
-            labels.at_pictures,
-            "pictures",
-            "these tokens stand for pictures or sounds",
-            "labels[labels == image_token_id] = -100",
-        ),
+    padding = "where padding is: attention_mask is 0 there", "labels.masked_fill(attention_mask == 0, -100)"
+    pictures = (
+        "at pictures: these tokens stand for pictures or sounds",
+        "labels[labels == image_token_id] = -100",
+    )
+    for count, what, (place, how) in (
+        (labels.at_padding, "padding", padding),
+        (labels.at_pictures, "pictures", pictures),
     ):
         if count:
             yield Finding(
                 "IST904",
                 "warning",
                 f"{plural(count, 'token')} of {what} {'counts' if count == 1 else 'count'} in the loss",
-                cause=f"labels are not -100 where {what} is: {cause}"
-                if what == "padding"
-                else f"labels are not -100 at {what}: {cause}",
+                cause=f"labels are not -100 {place}",
                 notes=(measured_on(reach),),
                 fixes=(advice("labels", how),),
             )

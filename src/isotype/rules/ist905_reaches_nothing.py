@@ -1,9 +1,9 @@
 """
-**What it means.** An input that should affect the predictions does not: a picture, a sound, an attention
-mask.
+**What it means.** An input that should affect the predictions has no effect: a picture, a sound, or an attention
+mask. The model is trained on the text alone.
 
 **Why it happens.** A wrapper takes the argument and does not pass it on; the row has no token for the
-picture, or its features are overwritten; a mask is replaced inside. Only the text is trained.
+picture; the model overwrites the picture's features, or replaces the mask.
 
 **An example that fails**
 
@@ -15,11 +15,11 @@ picture, or its features are overwritten; a mask is replaced inside. Only the te
 
     return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
-Other values of the input are tried on a small copy of the model. If no copy can be made, the operators decide: an input that none of them passes on
-to the loss cannot change it.
+The check runs a small copy of the model with other values of the input. If no copy can be made, the operators of the
+step decide: an input that no operator passes on to the loss cannot change the loss.
 
-**What is not reported.** A mask of ones, and one that hides only unused positions (padding after the rows of
-a causal model).
+**What is not reported.** A mask of ones, and a mask that hides only positions without effect (padding after the
+rows of a causal model).
 
 **How safe is the fix?** It changes the computation to use the whole batch.
 
@@ -30,14 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.records.finding import Finding, Severity
+from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice
 
 TITLE = "Inputs that reach no prediction"
 KIND = "wiring"
-
 
 _PICTURES = ("pixel", "features", "audio", "image")
 
@@ -47,10 +46,10 @@ def find(trace: Trace) -> Iterator[Finding]:
     reach = trace.reach
     if reach is None:
         return
-    for each in reach.unused:
-        if each.kind in ("picture", "input"):
-            cause = f"other values of {each.name} change no logit, to the last bit"
-            yield _finding(each.name, each.kind == "picture", cause, measured_on(reach))
+    for unused in reach.unused:
+        if unused.kind in ("picture", "input"):
+            cause = f"other values of {unused.name} change no logit, to the last bit"
+            yield _finding(unused.name, unused.kind == "picture", cause, measured_on(reach))
     for name in trace.without_effect if reach.undecided else ():
         picture = any(word in name for word in _PICTURES)
         if picture or name == "attention_mask":
@@ -62,10 +61,9 @@ def _finding(name: str, picture: bool, cause: str, note: str) -> Finding:
     how = f"pass {name} on to the module that uses it"
     if picture:
         how += ", and give the row the tokens that stand for it"
-    severity: Severity = "error" if picture else "warning"
     return Finding(
         "IST905",
-        severity,
+        "error" if picture else "warning",
         f"{name} reaches no prediction",
         cause=cause,
         notes=(note,),

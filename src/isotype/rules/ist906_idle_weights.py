@@ -2,8 +2,8 @@
 **What it means.** The loss does not depend on an adapter, or another trainable weight: its gradient is
 exactly zero, whatever its values.
 
-**Why it happens.** The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`), its result is multiplied by a
-closed gate, or is overwritten later; the forward does not use the trained copy (`modules_to_save`).
+**Why it happens.** The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`), a gate of 0 multiplies the
+adapter's result, the result is overwritten later, or the forward does not use the trained copy (`modules_to_save`).
 
 **An example that fails**
 
@@ -14,11 +14,12 @@ closed gate, or is overwritten later; the forward does not use the trained copy 
 
     config = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
 
-A note names trainable weights that this batch does not use at all, such as a vision tower in a batch of text.
+A note names trainable weights that this batch does not use at all, such as the weights of a vision tower in a batch
+of text.
 
 **What is not reported.** Experts without tokens of the batch; weights that IST307 reports.
 
-**How safe is the fix?** It changes the training to the intended one.
+**How safe is the fix?** The change makes the training the intended one.
 
 **Seen in** huggingface/trl #6617; unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower);
 verl-project/verl #1821 (lora_alpha 0).
@@ -42,12 +43,13 @@ KIND = "wiring"
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield trainable weights whose gradient is exactly zero for generic values."""
     reach = trace.reach
-    if reach is not None:
-        yield from _outside(trace, reach)
-    idle = () if reach is None else [each for each in reach.unused if each.kind in ("adapter", "weight")]
-    if reach is None or not idle:
+    if reach is None:
         return
-    names = [each.name for each in idle]
+    yield from _outside(trace, reach)
+    idle = [unused for unused in reach.unused if unused.kind in ("adapter", "weight")]
+    if not idle:
+        return
+    names = [unused.name for unused in idle]
     trained = {starred(weight.name) for weight in trace.weights if weight.trainable and not weight.buffer}
     whole = trained <= set(names)
     what = (
@@ -55,7 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         if whole
         else f"{len(names)} of {plural(len(trained), 'kind')} of trainable weights reach no loss"
     )
-    why = next((each.why for each in idle if each.why), "")
+    why = next((unused.why for unused in idle if unused.why), "")
     shown = and_its_like(names)
     how = (
         "give the adapter a scale (lora_alpha) above 0"
@@ -64,7 +66,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     )
     yield Finding(
         "IST906",
-        "error" if whole else "warning" if any(each.kind == "adapter" for each in idle) else "note",
+        "error" if whole else "warning" if any(unused.kind == "adapter" for unused in idle) else "note",
         what,
         module=names[0].rpartition(".lora_")[0],
         phase="backward",
@@ -75,9 +77,10 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
-    """Yield one note on the trainable weights that are not in the loss's graph, apart from those of IST307."""
-    known = {starred(part.weight) for part in trace.unreached}
-    names = [each.name for each in reach.unused if each.kind == "ungraded" and each.name not in known]
+    """Yield one note on the trainable weights outside of the loss's graph that IST307 does not report."""
+    reported = {starred(part.weight) for part in trace.unreached}
+    ungraded = (unused.name for unused in reach.unused if unused.kind == "ungraded")
+    names = [name for name in ungraded if name not in reported]
     if names:
         yield Finding(
             "IST906",

@@ -1,11 +1,11 @@
 """
 **What it means.** A row's predictions depend on the tokens of another row of the batch.
 
-**Why it happens.** Statistics are taken over the batch (`BatchNorm` in training, a mean over rows), experts
-have a capacity that rows compete for, rows are flattened into one and attended together.
+**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows), rows
+compete for the limited capacity of experts, or rows are flattened into one row and attend to each other.
 
-**Why it is bad.** A row's gradient depends on the other rows, and evaluation, with other batches, computes
-another function. Training depends on the number of ranks and the size of micro-batches.
+**Why it is bad.** A row's gradient depends on the other rows, and evaluation computes another function, because its
+batches are others. The result of a training depends on the number of processes and on the size of micro-batches.
 
 **An example that fails**
 
@@ -15,7 +15,7 @@ another function. Training depends on the number of ranks and the size of micro-
 
     self.norm = nn.LayerNorm(hidden_size)                              # or nn.BatchNorm1d in eval()
 
-**How safe is the fix?** It changes the trained function.
+**How safe is the fix?** The fix changes the function that is trained.
 
 **Seen in** deepseek-ai/DeepSeek-V2 #48 (experts that drop tokens over their capacity); laekov/fastmoe #34.
 """
@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.records.finding import Finding, Severity
+from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import leak_finding, where
+from isotype.rules.kit.reach import leak_finding, leak_of, where
 from isotype.rules.kit.words import advice
 
 TITLE = "Rows of a batch that reach each other"
@@ -35,16 +35,13 @@ KIND = "wiring"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield predictions of a row that depend on another row's tokens."""
-    reach = trace.reach
-    leak = None if reach is None else reach.leak("other row")
-    if reach is not None and leak is not None:
-        cause = f"{where(leak)} mixes the rows of the batch"
-        how = "take statistics of each row alone, or switch this module to eval()"
+    leak, later = leak_of(trace, "other row"), leak_of(trace, "later token")
+    if leak is not None:
+        both = later is not None and later.module == leak.module
         message = "a row's predictions depend on the other rows of the batch"
-        later = reach.leak("later token")
-        severity: Severity = "warning"
-        if later is not None and later.module == leak.module:
-            severity, message = "error", f"{message}, and on its own later tokens"
-        yield leak_finding(
-            "IST907", severity, message, reach, leak, cause, (advice(leak.module or "rows", how),)
+        message += ", and on its own later tokens" if both else ""
+        cause = f"{where(leak)} mixes the rows of the batch"
+        fix = advice(
+            leak.module or "rows", "take statistics of each row alone, or switch this module to eval()"
         )
+        yield leak_finding(trace, leak, "IST907", "error" if both else "warning", message, cause, fix)

@@ -1,12 +1,13 @@
 """
-**What it means.** A forward uses weights from before the last optimizer step: autocast cached their casts.
+**What it means.** A forward computes with weights from before the last optimizer step: autocast has cached their
+16-bit casts.
 
 **Why it happens.** autocast casts a float32 weight once and caches the cast until the outermost `with
-torch.autocast(…)` ends. If that region is around the whole loop, including optimizer steps, the casts are
+torch.autocast(…)` ends. If the `with` is around the whole loop, including optimizer steps, the cached casts are
 never updated.
 
-**Why it is bad.** The masters change and the products do not: every step computes the gradient of the first
-weights. The loss varies with the batches and does not fall.
+**Why it is bad.** The optimizer changes the float32 masters, but matmuls use the old casts: every step computes the
+gradient of the first weights. The loss varies with the batches and does not fall.
 
 **An example that fails**
 
@@ -49,10 +50,8 @@ def find(trace: Trace) -> Iterator[Finding]:
             "error",
             "a forward computes with the weights from before the optimizer's step",
             cause="autocast is on around the forward and the step, and keeps its casts until its region ends",
-            notes=(
-                "a weight that was cast before the step and updated in it has its old value in a later forward",
-            ),
+            notes=("a weight that the step has updated has its old value in a later forward",),
             fixes=(
-                advice("autocast", "end the region of autocast before optimizer.step(), in each iteration"),
+                advice("autocast", "leave the autocast region before optimizer.step(), in each iteration"),
             ),
         )

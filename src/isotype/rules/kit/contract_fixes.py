@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, grouped, listed, short, starred
-from isotype.records.finding import Fix
+from isotype.records.finding import Fix, Safety
 from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
+from isotype.rules.kit.weight_sets import trained
 from isotype.rules.kit.words import fix
 
 
 def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
-    """Yield possible fixes of a group; a second trace decides."""
+    """Yield the possible fixes of a group; a second trace decides which of them are kept."""
     expected = dtype_name(_wanted(group))
     names = weights_meant(trace, (cause.name for cause in group.causes))
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
@@ -26,14 +26,13 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
         yield from _parameter_fixes(trace, blamed, expected)
     if group.cause.kind in ("buffer", "attribute"):
         what = "the buffer" if group.cause.kind == "buffer" else "the unregistered tensor"
-        safety: Literal["safe", "unsafe"] = (
-            "safe" if blamed and all(_keeps_digits(weight, expected) for weight in blamed) else "unsafe"
-        )
+        exact = blamed and all(_keeps_digits(weight, expected) for weight in blamed)
+        safety: Safety = "safe" if exact else "unsafe"
         yield fix(f"cast {what} {listed(names, 2)} to {expected}", "buffer", names, expected, safety)
-        beside = tuple(name for name in _beside(trace, group) if name not in names)
-        if beside:
-            every = (*names, *beside)
-            yield fix(f"cast {what}s {listed(every, 2)} to {expected}", "buffer", every, expected, "unsafe")
+        together = tuple(dict.fromkeys((*names, *_neighbours(trace, group))))
+        if len(together) > len(names):
+            text = f"cast {what}s {listed(together, 2)} to {expected}"
+            yield fix(text, "buffer", together, expected, "unsafe")
     if group.cause.kind == "state":
         stale = [
             starred(weight.module)
@@ -47,20 +46,19 @@ def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iter
     )
     if written:
         where = listed(map(short, dict.fromkeys(written)), 2)
-        yield fix(
-            f"write {expected} instead of {dtype_name(group.mismatched.dtype)} at {where}",
-            "line",
-            written,
-            expected,
-        )
+        text = f"write {expected} instead of {dtype_name(group.mismatched.dtype)} at {where}"
+        yield fix(text, "line", written, expected)
     if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.refused != "dtype":
         yield fix(f"run the step under autocast to {expected}", "setting", ("autocast",), expected)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
-    yield from _call_fixes(group, called, expected)
+    if 0 < len(called) <= 3:
+        into = _written_into(group)
+        what = f"the operands to {expected}" if into is None else f"what is written to {into}"
+        yield fix(f"cast {what} at {listed(map(short, called))}", "line", called, into or expected)
 
 
-def _beside(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield buffers and plain tensors beside the mismatched ones in the same dtype: a scale and its zero point."""
+def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
+    """Yield the buffers and plain tensors of the mismatched ones' modules and dtype: a scale and its zero point."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -71,63 +69,45 @@ def _beside(trace: Trace, group: Group) -> Iterator[str]:
             yield starred(name)
 
 
-def _call_fixes(group: Group, called: Sequence[str], expected: str) -> Iterator[Fix]:
-    if called and len(called) <= 3:
-        where = listed(map(short, called))
-        into = _written_into(group)
-        what = f"the operands to {expected}" if into is None else f"what is written to {into}"
-        yield fix(f"cast {what} at {where}", "line", called, into or expected)
-
-
 def _written_into(group: Group) -> str | None:
-    """Return the dtype that all calls of a group write into, which casts at the line do not change."""
-    writes = any(name in group.calls[0].op for name in SCATTERS) or _in_place(group.calls[0].op)
+    """Return the dtype of the tensor that all calls of a group write into; None if there is not one such dtype.
+
+    A cast at the line does not change the dtype of that tensor.
+    """
+    op = group.calls[0].op
+    name = op.split(".")[1] if op.count(".") > 1 else ""
+    in_place = name.endswith("_") and not name.endswith("__")  # `aten.lerp_.Scalar`
     dtypes = {call.operands[0].dtype for call in group.calls if call.operands}
+    writes = in_place or any(scatter in op for scatter in SCATTERS)
     return dtype_name(dtypes.pop()) if writes and len(dtypes) == 1 else None
 
 
-def _in_place(op: str) -> bool:
-    """Return whether an overload's name (`aten.lerp_.Scalar`) means that it writes into its first operand."""
-    name = op.split(".")[1] if op.count(".") > 1 else ""
-    return name.endswith("_") and not name.endswith("__")
-
-
 def _wanted(group: Group) -> torch.dtype:
-    """Return the dtype for the mismatched operand: that of its side, or the other operands' if it has that
-    already.
-    """
+    """Return the dtype for the mismatched operand: its side's, or, if it has that already, another operand's."""
     if group.refused != "mixture":
         return group.expected
     if group.mismatched.dtype != group.side:
         return group.side
-    met = (o.dtype for o in group.calls[0].operands if o.dtype in FLOATS and o.dtype != group.side)
-    return next(met, group.side)
+    others = (o.dtype for o in group.calls[0].operands if o.dtype in FLOATS and o.dtype != group.side)
+    return next(others, group.side)
 
 
 def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
-    """Yield fixes of the few trained adapters in another dtype than most."""
+    """Yield the fix that casts the few trained adapters in another dtype than most adapters."""
+    adapters = [weight for weight in trained(trace) if weight.adapter and weight.dtype in FLOATS]
     counts: Counter[torch.dtype] = Counter()
-    for weight in trace.weights:
-        if weight.adapter and weight.trainable and weight.dtype in FLOATS:
-            counts[weight.dtype] += weight.repeats
+    for weight in adapters:
+        counts[weight.dtype] += weight.repeats
     most = max(counts, key=lambda dtype: counts[dtype], default=None)
     if most is None or 2 * counts[most] <= counts.total():
         return
     steps = (step for call in group.calls for operand in call.operands for step in operand.origin.path())
-    met = {step.name for step in steps if step.kind == "parameter"}
-    layers = {
-        _adapted(owners[name].module, trace.modules)
-        for name in met
-        if name in owners and owners[name].adapter
-    }
-    beside = [
-        weight
-        for weight in trace.weights
-        if weight.adapter and weight.trainable and weight.dtype in FLOATS and weight.dtype != most
-        and _adapted(weight.module, trace.modules) in layers
-    ]  # fmt: skip
-    # PEFT's cast to an adapter's dtype hides which of its weights caused it.
-    few = [weight for weight in beside if weight.name in met] or beside
+    used = {step.name for step in steps if step.kind == "parameter" and step.name in owners}
+    layers = {_adapted(owners[name].module, trace.modules) for name in used if owners[name].adapter}
+    others = (weight for weight in adapters if weight.dtype != most)
+    in_layers = [weight for weight in others if _adapted(weight.module, trace.modules) in layers]
+    # PEFT's cast to the dtype of an adapter hides the weight that caused it.
+    few = [weight for weight in in_layers if weight.name in used] or in_layers
     if not few:
         return
     value, names = dtype_name(most), distinct_names(weight.name for weight in few)
@@ -137,30 +117,23 @@ def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> 
 
 
 def _adapted(module: str, modules: Mapping[str, str]) -> str:
-    """Return the layer to which the adapter `module` belongs: the parent with the base layer, else the direct
-    parent.
-    """
+    """Return the layer of the adapter `module`: the nearest parent with a base layer, else the direct parent."""
     parts = module.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
     return next((name for name in around if f"{name}.base_layer" in modules), module.rpartition(".")[0])
 
 
 def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> Iterator[Fix]:
-    # A layer's weight and bias belong together: with only one of them cast it accepts no dtype.
-    beside = {(weight.module, weight.dtype) for weight in blamed if weight.module}
-    others = (w for w in trace.weights if (w.module, w.dtype) in beside and not w.buffer)
+    # A layer's weight and bias belong together: a layer with only one of them cast accepts no dtype.
+    places = {(weight.module, weight.dtype) for weight in blamed if weight.module}
+    others = (w for w in trace.weights if (w.module, w.dtype) in places and not w.buffer)
     weights = list({weight.name: weight for weight in (*blamed, *others)}.values())
     names = weights_meant(trace, (weight.name for weight in weights))
     modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
     first = weights[0]
     lossless = all(_keeps_digits(weight, expected) for weight in weights)
-    cast = fix(
-        f"cast {listed(names, 2)} to {expected}",
-        "parameter",
-        names,
-        expected,
-        "safe" if lossless else "unsafe",
-    )
+    safety: Safety = "safe" if lossless else "unsafe"
+    cast = fix(f"cast {listed(names, 2)} to {expected}", "parameter", names, expected, safety)
     if lossless:
         yield cast
     if all(weight.kind == "norm" for weight in weights):
@@ -169,18 +142,14 @@ def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> I
         what = listed(modules, 2)
         if (len(modules) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
             what = f"each {first.module_class} of {what}"
-        yield fix(
-            f"let {what} cast at its border and compute in {expected}",
-            "boundary",
-            modules,
-            f"compute:{expected}",
-        )
+        text = f"let {what} cast at its border and compute in {expected}"
+        yield fix(text, "boundary", modules, f"compute:{expected}")
     if not lossless:
         yield cast
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:
-    """Return whether casting a frozen weight loses nothing: to a wider dtype, or exactly representable values."""
+    """Return whether `expected` represents every value of a frozen weight: it is wider, or the values are exact in it."""
     if weight.trainable or weight.pinned:
         return False
     if expected == "float32" and weight.dtype.itemsize < 4:
@@ -190,25 +159,24 @@ def _keeps_digits(weight: Weight, expected: str) -> bool:
 
 def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     owners = trace.owners
-    made_in = [
-        step.module for step in group.mismatched.origin.path() if step.module and step.kind != "conversion"
-    ]
-    made_in += [cause.module for cause in group.causes if cause.module]
+    steps = group.mismatched.origin.path()
+    makers = [step.module for step in steps if step.module and step.kind != "conversion"]
+    makers += [cause.module for cause in group.causes if cause.module]
     # A layer's output has the dtype of its weight; for norms see `_parameter_fixes`.
     blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
     meant = weights_meant(trace, (weight.name for weight in blamed))
-    # If one layer of many has another dtype, only its consequences are meant.
+    # If one layer of many has another dtype, the fixes name that layer alone.
     alone = len(meant) == 1 and "*" not in meant[0]
-    made_in = made_in if alone else list(map(starred, made_in))
+    makers = makers if alone else list(map(starred, makers))
     if not _is_own(group.mismatched, group.calls[0]):
         flow = [w.name for w in blamed if w.module and not w.buffer and w.kind != "norm"]
-        made_in += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
-    makers = tuple(dict.fromkeys(made_in))
-    for targets in (*([makers] if len(makers) > 1 else []), *((module,) for module in makers)):
+        makers += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
+    makers = list(dict.fromkeys(makers))
+    for targets in (*([makers] if len(makers) > 1 else []), *([module] for module in makers)):
         yield fix(f"return the outputs of {listed(targets, 2)} in {expected}", "output", targets, expected)
     if group.cause.kind == "input":
         yield fix(f"give the model {group.cause.name} in {expected}", "input", ("",), expected)
-    # The whole model's input is handled above if it is the cause; a loss's operations come after it.
+    # The fix of the model's input is above, and an operator of the loss has no module.
     called = [call.module for call in group.calls if call.module and not _is_own(group.mismatched, call)]
     places = modules_meant(trace, called)
     if places:
@@ -227,21 +195,18 @@ def _weights(trace: Trace) -> Mapping[str, list[Weight]]:
 
 
 @per_trace
-def _modules(trace: Trace) -> Mapping[tuple[str, str], set[str]]:
-    modules: dict[tuple[str, str], set[str]] = {}
-    for name, kind in trace.modules.items():
-        modules.setdefault((starred(name), kind), set()).add(name)
-    return modules
+def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
+    return grouped(trace.modules, lambda name: (starred(name), trace.modules[name]))
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return weights with their numbered siblings of the same dtype: with `*` if all siblings have it, else
-    by name.
+    """Return the names of weights and of their numbered siblings in other layers that have the same dtype.
 
-    A folded layer represents others of unknown names: these are written with `*`.
+    If all siblings have that dtype, `*` stands for the layer numbers. A folded layer represents layers of unknown
+    names, so it is written with `*` too.
     """
 
-    def each(name: str) -> Iterator[str]:
+    def written(name: str) -> Iterator[str]:
         weight = trace.owners.get(name)
         siblings = _weights(trace).get(starred(name), [])
         alike = [other for other in siblings if weight is not None and other.dtype == weight.dtype]
@@ -250,7 +215,7 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
         else:
             yield from (other.name for other in alike)
 
-    return tuple(dict.fromkeys(meant for name in names for meant in each(name)))
+    return tuple(dict.fromkeys(text for name in names for text in written(name)))
 
 
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
@@ -258,11 +223,11 @@ def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
 
     In a step that ended early, or a folded model, the other modules are unknown, so `*` is used.
     """
-    names = tuple(dict.fromkeys(modules))
+    names = dict.fromkeys(modules)
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)
 
-    def each(name: str) -> str:
-        siblings = _modules(trace).get((starred(name), trace.modules.get(name, "")), set())
-        return starred(name) if unknown or siblings <= set(names) else name
+    def written(name: str) -> str:
+        siblings = _modules(trace).get((starred(name), trace.modules.get(name, "")), [])
+        return starred(name) if unknown or names.keys() >= set(siblings) else name
 
-    return tuple(dict.fromkeys(map(each, names)))
+    return tuple(dict.fromkeys(map(written, names)))

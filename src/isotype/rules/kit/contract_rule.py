@@ -24,8 +24,8 @@ def contract_rule(
 
     Args:
         module: `__name__` of the rule's file.
-        headline: may use {given} and {expected}, names of dtypes, and {op}.
-        advise: returns a last fix for each finding.
+        headline: the finding's message, with {given} and {expected} for names of dtypes, and {op}.
+        advise: a function that returns the last fix of a finding.
     """
     code = code_of(module)
 
@@ -40,7 +40,7 @@ def contract_rule(
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Return the (code, cause) of errors in a partial trace that the full trace will have too."""
+    """Return the (code, cause) of each error in a partial trace that the full trace will have too."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -48,44 +48,32 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 
 def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
-    """Return rule `code`'s finding for a dtype refused by the model's code; None without a mismatched tensor."""
-    taken = _named_dtypes(failure.error)
-    at_hand = [o for o in failure.operands if o.origin.cause.kind != "constant"]
-    compute = sides_in(trace).at(failure.module, [operand.origin.cause for operand in at_hand])
-    refused = _refused_dtypes(failure.error) if not taken else frozenset()
-    if refused:
-        mismatched = [o for o in at_hand if o.dtype in refused][-1:]
-    elif taken:
-        # The latest one is the nearest to the line that raised.
-        mismatched = [o for o in at_hand if o.dtype not in taken][-1:]
+    """Return rule `code`'s finding for a dtype that the model's code refuses; None without a mismatched tensor."""
+    accepted = _dtypes_in(_TAKES.search(failure.error))
+    refused = frozenset() if accepted else _dtypes_in(_REFUSES.search(failure.error))
+    tensors = [o for o in failure.operands if o.origin.cause.kind != "constant"]
+    compute = sides_in(trace).at(failure.module, [operand.origin.cause for operand in tensors])
+    # The latest tensor is the nearest to the line that raised.
+    if len(refused) == 1 and all(dtype.itemsize < 4 for dtype in refused):
+        mismatched = [o for o in tensors if o.dtype in refused][-1:]
+        accepted = frozenset({torch.float32})
+    elif accepted:
+        mismatched = [o for o in tensors if o.dtype not in accepted][-1:]
     else:
-        mismatched = [o for o in at_hand if o.dtype != compute]
+        mismatched = [o for o in tensors if o.dtype != compute]
     if not mismatched:
         return None
-    owners = trace.owners
-    call = Call(
-        "",
-        failure.phase,
-        failure.module,
-        failure.source,
-        failure.operands,
-        (),
-        breach=Breach(failure.error, False, None),
-    )
-    if refused:
-        taken = frozenset({torch.float32})
-    expected = (
-        compute
-        if compute in taken or not taken
-        else min(taken, key=lambda dtype: (dtype.itemsize, str(dtype)))
-    )
+    owners, breach = trace.owners, Breach(failure.error, False, None)
+    call = Call("", failure.phase, failure.module, failure.source, failure.operands, (), breach=breach)
+    narrowest = min(accepted, key=lambda dtype: (dtype.itemsize, str(dtype)), default=compute)
+    expected = compute if compute in accepted else narrowest
     causes = distinct(origin for o in mismatched for origin in _alike(o.origin.cause, owners))
     group = Group(code, (call,), mismatched[0], causes, expected, compute, "by the model")
     return _finding(trace, group, "the model's own code refuses {given}", owners)
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield a cause and the weights of the same kind, at which the step would end next."""
+    """Yield a cause, and the weights of the same kind: the step would end at them next."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:
@@ -100,31 +88,18 @@ _TAKES = re.compile(
     r"(?:must be|only supports?|expects?|only)\b(.*?)(?:,? but (?:got|found)| (?:is|are) supported|$)",
     re.IGNORECASE | re.DOTALL,
 )
-
-
+"""The part of an error that names the accepted dtypes: "must be either float or double"."""
 _REFUSES = re.compile(
     r"(?:unsupported|not implemented for|(?:not|n't) support(?:ed)?\b|\bgot\b|\bfound\b)(.*)",
     re.IGNORECASE | re.DOTALL,
 )
-
-
+"""The part of an error that names the refused dtype: "Unsupported dtype BFloat16"."""
 _NAMES = {
     torch.float32: r"float[ -]?32|fp[ -]?32|(?<!b)float(?![ -]?\d)",
     torch.float64: r"double|float[ -]?64|fp[ -]?64",
     torch.float16: r"(?<!b)float[ -]?16|fp[ -]?16|half",
     torch.bfloat16: r"bfloat[ -]?16|bf[ -]?16",
 }
-
-
-def _named_dtypes(error: str) -> frozenset[torch.dtype]:
-    """Return the dtypes that an error names as accepted ("must be either float or double"); empty if none."""
-    return _dtypes_in(_TAKES.search(error))
-
-
-def _refused_dtypes(error: str) -> frozenset[torch.dtype]:
-    """Return the 16-bit dtype that an error names as refused ("Unsupported dtype BFloat16"); empty if none."""
-    named = _dtypes_in(_REFUSES.search(error))
-    return named if len(named) == 1 and all(dtype.itemsize < 4 for dtype in named) else frozenset()
 
 
 def _dtypes_in(part: re.Match[str] | None) -> frozenset[torch.dtype]:
@@ -139,7 +114,7 @@ def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Wei
     others = [
         dtype_name(o.dtype) for o in first.operands if o.dtype in FLOATS and o.dtype != group.mismatched.dtype
     ]
-    # Attention's kernel on the fakes carries no information about the simulated device.
+    # The attention kernel of fake tensors is not the kernel of the simulated device.
     op = "torch.scaled_dot_product_attention" if "_scaled_dot_product" in first.op else first.op
     return Finding(
         code=group.code,

@@ -1,13 +1,14 @@
 """Costs of silent findings: FLOPs, casts, bytes and estimated time, shared by the rules IST2xx and IST6xx.
 
-Time is the roofline's (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator takes
-`max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, a step the sum over its
-operators. Rates are the device profile's data-sheet peaks. Operators are counted one by one, as in eager
+Times are estimated by the roofline model (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator
+takes `max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, and a step takes the sum over
+its operators. Rates are the data-sheet peaks of the device profile. Operators are counted one by one, as in eager
 PyTorch, without launch costs, so that for tiny models only ratios of large operators are meaningful.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,17 +22,15 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
 from isotype.records.memory import Products, StepTime
 from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace
-from isotype.rules.kit import costs
 from isotype.rules.kit.groups import per_trace
 
-HALVES = frozenset({torch.bfloat16, torch.float16})
 _UNWRITTEN = (
     *(f"aten.{name}." for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
     str(UNNAMED_VIEW),
 )
 """Prefixes of operators that return memory without writing it."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
-# Python names of casts; a cast in any other function is autocast's.
+# Names of the Python functions that cast; autocast made a cast in any other function.
 _CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
@@ -39,7 +38,7 @@ _CAST_FUNCTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast of a float tensor to another float dtype; `elements` counts all calls that it represents."""
+    """A cast of a float tensor to another float dtype; `elements` is the number over all calls that it represents."""
 
     call: Call
     operand: Operand
@@ -58,43 +57,28 @@ class Cast:
         return self.elements * (self.before.itemsize + self.after.itemsize)
 
 
-def cast_of(call: Call) -> Cast | None:
-    """Return the cast of a call; None for any other call."""
-    if not call.op.startswith(_CASTS) or len(call.operands) != 1 or not call.results:
-        return None
-    operand, (after, shape) = call.operands[0], call.results[0]
-    if operand.dtype == after or not {operand.dtype, after} <= FLOATS:
-        return None
-    return Cast(call, operand, operand.dtype, after, elements(shape) * call.repeats)
-
-
 @per_trace
 def casts(trace: Trace) -> tuple[Cast, ...]:
     """Return the casts between float dtypes of a step, in order."""
-    return tuple(cast for call in trace.calls if (cast := cast_of(call)) is not None)
+    casts = []
+    for call in trace.calls:
+        if call.op.startswith(_CASTS) and len(call.operands) == 1 and call.results:
+            operand, (after, shape) = call.operands[0], call.results[0]
+            if operand.dtype != after and {operand.dtype, after} <= FLOATS:
+                casts.append(Cast(call, operand, operand.dtype, after, math.prod(shape) * call.repeats))
+    return tuple(casts)
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Return whether a cast is autocast's: not in a Python function that casts."""
+    """Return whether autocast made a cast: it is in no Python function that casts."""
     return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in _CAST_FUNCTIONS)
-
-
-def elements(shape: Iterable[int]) -> int:
-    """Return the number of elements of a shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-# -------------------------------------------------------------------------------------------------------- blame
 
 
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    As `Origin.cause`, but a module that casts its input down and its output back (a quantized layer, an
-    adapter) only restores a dtype: the blame passes to the origin of its input.
+    It is `Origin.cause`, except for a module that casts its input down and its output back (a quantized layer, an
+    adapter). Such a module only restores a dtype: the blame passes to the origin of its input.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -114,15 +98,6 @@ def root(origin: Origin) -> Origin:
     return blamed
 
 
-@per_trace
-def adapter_modules(trace: Trace) -> frozenset[str]:
-    """Return the names of the modules with adapter weights."""
-    return frozenset(weight.module for weight in trace.weights if weight.adapter)
-
-
-# --------------------------------------------------------------------------------------------------------- time
-
-
 @cache
 def is_view(op: str) -> bool:
     """Return whether an operator returns a view of its operand and moves no bytes."""
@@ -132,13 +107,13 @@ def is_view(op: str) -> bool:
 
 
 @cache
-def writes_in_place(op: str) -> bool:
-    """Return whether an operator returns an operand that it has written to."""
-    return any(value.alias_info and value.alias_info.is_write for value in _returns(op))
+def allocates(op: str) -> bool:
+    """Return whether an operator's results have their own memory, unlike those of views and in-place operators."""
+    return not is_view(op) and not any(value.alias_info for value in _returns(op))
 
 
 def _returns(op: str) -> Sequence[Any]:
-    """Return the declared results of an operator; none without a schema."""
+    """Return the outputs that the operator's schema declares, or an empty sequence if it has no schema."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace, None), name, None)
@@ -151,16 +126,16 @@ def bytes_moved(call: Call) -> int:
     """Return the bytes read and written by the represented calls; 0 for views and unwritten memory."""
     if is_view(call.op) or call.op.startswith(_UNWRITTEN):
         return 0
-    read = sum(elements(operand.shape) * operand.dtype.itemsize for operand in call.operands)
-    written = sum(elements(shape) * dtype.itemsize for dtype, shape in call.results)
+    read = sum(math.prod(operand.shape) * operand.dtype.itemsize for operand in call.operands)
+    written = sum(math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
     return (read + written) * call.repeats
 
 
 def new_pages(call: Call) -> int:
     """Return the bytes of new results too large for the C library to cache, for the represented calls."""
-    if is_view(call.op) or writes_in_place(call.op):
+    if not allocates(call.op):
         return 0
-    sizes = (elements(shape) * dtype.itemsize for dtype, shape in call.results)
+    sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
     return sum(size for size in sizes if size > LARGEST_KEPT) * call.repeats
 
 
@@ -173,9 +148,9 @@ Seconds = Callable[[Call], float]
 
 
 def seconds_on(profile: DeviceProfile, stand_in: torch.dtype | None = None) -> Seconds | None:
-    """Return a function that times a call by the roofline; None if the profile has no rates.
+    """Return a function that estimates a call's seconds by the roofline; None if the profile has no rates.
 
-    `stand_in`: the dtype whose rate is used for one without a published rate.
+    A dtype without a published rate gets the rate of `stand_in`.
     """
     peaks, bandwidth = profile.peak_flops, profile.memory_bandwidth
     if not peaks or bandwidth is None:
@@ -200,17 +175,16 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Return the step's estimated time over that with `costly` calls in the dtype `wanted` and without
-    `gone`.
+    """Return the step's estimated time over its time with `costly` calls in the dtype `wanted` and without `gone`.
 
     A call in another dtype moves its float bytes in proportion. None if the profile lacks rates for the
-    dtypes; `stand_in` is the dtype whose rate is used for one without a rate.
+    dtypes; a dtype without a rate gets the rate of `stand_in`.
     """
     profile = trace.setup.profile
     seconds, rate = seconds_on(profile, stand_in), profile.peak_flops.get(wanted)
     costly = list(costly)
-    known = {None, *profile.peak_flops} if stand_in is None else {None, *FLOATS}
-    if seconds is None or rate is None or any(run_dtype(call) not in known for call in costly):
+    rated = {None, *profile.peak_flops} if stand_in is None else {None, *FLOATS}
+    if seconds is None or rate is None or any(run_dtype(call) not in rated for call in costly):
         return None
     bandwidth = profile.memory_bandwidth
     assert bandwidth is not None
@@ -234,24 +208,18 @@ def all_bytes(trace: Trace) -> int:
     return sum(map(bytes_moved, trace.calls))
 
 
-def flops_of(calls: Iterable[Call]) -> int:
-    """Return the FLOPs of calls, including folded layers."""
-    return sum(call.flops * call.repeats for call in calls)
-
-
 def flops_share(trace: Trace, calls: Iterable[Call]) -> float:
     """Return the share (0 to 1) of the step's FLOPs in these calls."""
-    return flops_of(calls) / max(1, all_flops(trace))
+    return sum(call.flops * call.repeats for call in calls) / max(1, _all_flops(trace))
 
 
 @per_trace
-def all_flops(trace: Trace) -> int:
-    """Return the FLOPs of the whole step."""
+def _all_flops(trace: Trace) -> int:
     return sum(trace.flops.values())
 
 
 def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
-    """Return notes on how an estimate was made."""
+    """Return a note on the estimated slowdown and how it was computed; none for less than 0.5 %."""
     if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     title = trace.setup.profile.title
@@ -287,63 +255,57 @@ def step_time(trace: Trace) -> StepTime | None:
     seconds, traced, host, moved, launches = 0.0, 0.0, 0.0, 0, 0
     flops: dict[torch.dtype, float] = {}
     for call in trace.calls:
-        traffic, dtype = traffic_of(trace, call), costs.run_dtype(call)
-        left = steps.between if steps is not None and fuses(call) else 1.0
-        least = left * traffic / bandwidth
+        traffic, dtype = traffic_of(trace, call), run_dtype(call)
+        unfused = steps.between if steps is not None and fuses(call) else 1.0
+        least = unfused * traffic / bandwidth
         if dtype is not None:
             count = least_flops(call)
             flops[dtype] = flops.get(dtype, 0) + count
             least = max(least, count / peaks[dtype])
             seconds += least
-        if profile.random_rate is not None and call.op.startswith(_RANDOM):
-            least = max(least, _values(call) / profile.random_rate)
+        if profile.random_rate is not None and call.op.startswith(_RANDOM) and call.results:
+            drawn = math.prod(call.results[0][1]) * call.repeats
+            least = max(least, drawn / profile.random_rate)
         if profile.page_rate is not None:
-            least += costs.new_pages(call) / profile.page_rate
+            least += new_pages(call) / profile.page_rate
         traced += least
         moved += traffic
         launches += call.repeats if traffic else 0
-        host += steps.launch * call.repeats * left if steps is not None and traffic else 0
+        host += steps.launch * call.repeats * unfused if steps is not None and traffic else 0
     if not seconds:
         return None
+    ids = trace.setup.batch.get("input_ids")
+    tokens = None if ids is None else math.prod(ids)
     products = {
         dtype: Products(count, peaks[dtype], None if dtype in profile.peak_flops else emulated[dtype])
         for dtype, count in flops.items()
     }
-    return StepTime(seconds, max(traced, host), products, moved, bandwidth, launches, _tokens(trace), host)
+    return StepTime(seconds, max(traced, host), products, moved, bandwidth, launches, tokens, host)
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
     """Return the bytes read and written by the represented calls; an optimizer's call updates all layers' weights."""
-    size = costs.bytes_moved(call)
+    size = bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """Return the whole model's trained weights over those of the folded model."""
-    sizes = [(costs.elements(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
+    """Return the number of the whole model's trained weights over that of the folded model's."""
+    sizes = [(math.prod(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 
 
 def fuses(call: Call) -> bool:
-    """Return whether kernels fuse a call with its neighbours: no product, dequantization, optimizer or other
-    library's operator.
+    """Return whether kernels fuse a call with its neighbours.
+
+    They fuse no product, no dequantization, and no operator of the optimizer or of another library.
     """
     dequantizes = any(operand.dtype == torch.int8 for operand in call.operands)
     return not call.flops and not dequantizes and call.phase != "optimizer" and call.op.startswith("aten.")
 
 
-def _values(call: Call) -> int:
-    """Return the number of random values that the calls draw: those of the first result."""
-    return costs.elements(call.results[0][1]) * call.repeats if call.results else 0
-
-
 def least_flops(call: Call) -> float:
-    """Return the FLOPs of the represented calls; half for attention."""
+    """Return the FLOPs of the represented calls; half for attention, where a causal mask may skip half of them."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count
-
-
-def _tokens(trace: Trace) -> int | None:
-    shape = trace.setup.batch.get("input_ids")
-    return costs.elements(shape) if shape is not None else None

@@ -1,7 +1,4 @@
-"""Broken contracts by cause: one group per cause, whatever it breaks.
-
-A group has the operand to blame, the origin of its dtype, and its rule.
-"""
+"""Broken contracts grouped by cause: a group has the operand to blame, the origin of its dtype, and its rule."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ from weakref import WeakKeyDictionary
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import starred
+from isotype.core.names import grouped, starred
 from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace, Weight
 from isotype.trace.sides import Sides, is_adapter, sides_of
 
 Stage = Literal[
-    "tensor",  # whose tensor it is
-    "step",  # what no operand could change: a phase of its own, a function that is refused by name
-    "value",  # which number it is
-    "dtype",  # that no kernel takes the dtype, whatever the other operands are
-    "phase",  # when it runs
-    "operator",  # which family of operators it belongs to
-    "operand",  # what kind of weight it is
+    "tensor",  # the owner of the mismatched tensor
+    "step",  # a fact that no operand could change: a phase of its own, a function that is refused by name
+    "value",  # the number that is written
+    "dtype",  # no kernel takes the dtype, whatever the other operands are
+    "phase",  # the phase of the call
+    "operator",  # the family of operators
+    "operand",  # the kind of weight
     "rest",
 ]
-"""The criterion of a claim; earlier stages are checked first, within a stage in order of the codes."""
+"""The criterion of a claim. Earlier stages are checked first, and within a stage the rules in order of their codes."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
 """Kind of refusal: several dtypes, one dtype by the device, one dtype by a check of the model's code."""
@@ -45,14 +42,9 @@ class Broken:
     mismatched: Operand
     trace: Trace
 
-    @property
-    def owners(self) -> Mapping[str, Weight]:
-        """Weights by each of their names."""
-        return self.trace.owners
-
     @cached_property
     def floats(self) -> frozenset[torch.dtype]:
-        """The float dtypes of its operands."""
+        """The float dtypes of the call's operands."""
         return frozenset(operand.dtype for operand in self.call.operands if operand.dtype in FLOATS)
 
     @property
@@ -62,9 +54,9 @@ class Broken:
 
     @property
     def agrees(self) -> bool:
-        """True if its float operands agree and autocast to another dtype is not the reason.
+        """True if the float operands have one dtype and the breach is not autocast's.
 
-        Autocast refuses another 16-bit dtype than its own when promoting (`at::autocast::prioritize`).
+        Autocast refuses a 16-bit dtype other than its own when it promotes operands (`at::autocast::prioritize`).
         """
         return len(self.floats) < 2 and "autocast" not in self.message
 
@@ -81,16 +73,14 @@ class Broken:
 
 @dataclass(frozen=True)
 class Claim:
-    """A rule's claim on broken contracts, listed in its file's `CLAIMS`.
+    """A rule's claim on broken contracts, listed in the `CLAIMS` of the rule's file.
 
     Attributes:
-        stage: its criterion, and so its order.
-        takes: whether a broken contract is the rule's.
-        refused: what was refused, which decides the possible fixes.
-        grouped: whether `contract_rule` creates its findings, one per cause; else the rule itself does
-            from the trace.
-        settled: whether the first call of a group determines its finding, so that later phases cannot
-            change it.
+        stage: the criterion of the claim, which decides when it is checked.
+        takes: whether a broken contract belongs to the rule.
+        refused: the kind of refusal, which decides the possible fixes.
+        grouped: whether `contract_rule` creates the findings, one per cause; if False, the rule's `find` does.
+        settled: whether the first call of a group determines the finding, so that later phases cannot change it.
     """
 
     stage: Stage
@@ -115,9 +105,8 @@ def code_of(module: str) -> str:
 @cache
 def all_claims() -> tuple[tuple[str, Claim], ...]:
     """Return (code, claim) of every rule on broken contracts, in the order of checking."""
-    claims = [
-        (code, each) for code, module in rule_modules().items() for each in getattr(module, "CLAIMS", ())
-    ]
+    modules = rule_modules().items()
+    claims = [(code, claim) for code, module in modules for claim in getattr(module, "CLAIMS", ())]
     return tuple(sorted(claims, key=lambda claim: get_args(Stage).index(claim[1].stage)))
 
 
@@ -131,13 +120,13 @@ T = TypeVar("T")
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
     """Cache `function` per trace, without keeping the trace alive after a check."""
-    known: WeakKeyDictionary[Trace, Any] = WeakKeyDictionary()
+    results: WeakKeyDictionary[Trace, Any] = WeakKeyDictionary()
 
     @wraps(function)
     def once(trace: Trace) -> T:
-        if trace not in known:
-            known[trace] = function(trace)
-        result: T = known[trace]
+        if trace not in results:
+            results[trace] = function(trace)
+        result: T = results[trace]
         return result
 
     return once
@@ -152,14 +141,13 @@ class Group:
     """Calls that break a contract for one cause.
 
     Attributes:
-        code: the rule of the first call.
-        calls: in order of execution.
+        code: code of the rule that claims the first call.
+        calls: the calls, in order of execution.
         mismatched: the operand to blame in the first call.
-        causes: origins of the dtypes of all mismatched operands, one per name or source, that of the
-            first call first.
-        expected: the dtype it should have had.
-        side: the dtype of the part of the model that it mismatches.
-        refused: what was refused in the first call.
+        causes: origins of the dtypes of all mismatched operands, one per name or source, the first call's first.
+        expected: the dtype that `mismatched` should have had.
+        side: the dtype of the part of the model in which `mismatched` is out of place.
+        refused: the kind of refusal of the first call.
     """
 
     code: str
@@ -185,10 +173,10 @@ def groups(trace: Trace) -> tuple[Group, ...]:
     for call in trace.breaches():
         if call.breach is None or call.breach.consequence:
             continue
-        here = (call.op, call.module, call.source)
+        place = (call.op, call.module, call.source)
         if call.phase == "forward":
-            forward.add(here)
-        elif call.recomputed and here in forward:
+            forward.add(place)
+        elif call.recomputed and place in forward:
             continue  # a breach of the forward occurs again in recomputation
         mismatched = mismatched_operand(call, side_at(call, sides), owners)
         code, claim = claimed(Broken(call, mismatched, trace))
@@ -205,7 +193,7 @@ def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, s
         code,
         tuple(call for _, _, call, _ in broken),
         mismatched,
-        distinct(each.origin.cause for *_, each in broken),
+        distinct(operand.origin.cause for *_, operand in broken),
         _expected(first, trace.setup.compute),
         side_at(first, sides),
         refused,
@@ -214,25 +202,22 @@ def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, s
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Return the decision rule of this trace for which of two meeting dtypes is out of place."""
+    """Return the sides of this trace: they decide which of two dtypes in one operator is out of place."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes)
 
 
 def side_at(call: Call, sides: Sides) -> torch.dtype:
-    """Return the dtype of the part of the model where a call's float operands meet."""
+    """Return the dtype of the part of the model to which a call belongs."""
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     # A tensor without dimensions does not change the dtype of other operands.
-    return sides.at(
-        call.module, [o.origin.cause for o in floats if o.shape] or [o.origin.cause for o in floats]
-    )
+    deciding = [operand for operand in floats if operand.shape] or floats
+    return sides.at(call.module, [operand.origin.cause for operand in deciding])
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """Return one cause per name (without layer numbers) and source."""
-    kept: dict[tuple[str, str], Origin] = {}
-    for cause in causes:
-        kept.setdefault((starred(cause.name), cause.source), cause)
-    return tuple(kept.values())
+    """Return the first cause of each name (without layer numbers) and source."""
+    by_place = grouped(causes, lambda cause: (starred(cause.name), cause.source))
+    return tuple(first for first, *_ in by_place.values())
 
 
 def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
@@ -241,23 +226,25 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
 
 
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
-    """Return the operand to blame: the first float one in another dtype than its side's.
+    """Return the operand to blame: the first float operand in another dtype than `side`.
 
-    In an adapter it is the frozen part that is not float32 like the trained ones.
+    In an adapter with trained float32 weights, it is the frozen 16-bit weight beside them.
     """
     expected = _expected(call, side)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     scales = [o for o in floats if o.role in _SCALES and o.dtype != torch.float32]
     if scales and call.op.startswith("bitsandbytes."):
         return scales[0]
-    left = [o for o in floats if o.dtype.itemsize < 4 and _is_frozen_part(o.origin, owners)]
-    if left and any(_is_master(operand, owners) for operand in floats):
-        return left[0]
+    frozen = [o for o in floats if o.dtype.itemsize < 4 and _is_frozen_part(o.origin, owners)]
+    if frozen and any(_is_master(operand, owners) for operand in floats):
+        return frozen[0]
     if len({operand.dtype for operand in floats}) < 2:
         return (floats or list(call.operands))[0]
     scratch = [operand for operand in floats if operand.origin.cause.kind == "scratch"]
     if scratch:
-        return scratch[0]  # its use in another module is no evidence for this one
+        return scratch[
+            0
+        ]  # the dtypes of another module that uses the scratch tensor are no evidence for this one
     foreign = [operand for operand in floats if operand.dtype != side]
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # A tensor without dimensions does not change the dtype of other operands.
@@ -265,7 +252,7 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     # The model's own code explains more than a gradient or a downstream conversion.
     telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
     first = (telling or foreign or floats)[0]
-    # Of a layer's weights the matrix represents all: `addmm` has the bias first.
+    # The matrix represents all weights of a layer: `addmm` has the bias first.
     weights = [o for o in telling if _layer(o) == _layer(first) != ""]
     return max(weights, key=lambda operand: len(operand.shape), default=first)
 
@@ -279,33 +266,19 @@ def _layer(operand: Operand) -> str:
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
-_OWNED = ("parameter", "buffer")
-
-
 def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
     """Return whether an origin is an adapter's frozen tensor beside the trained ones (VeRA's shared projections)."""
-    owner = owners.get(origin.name)
-    return (
-        origin.kind in _OWNED
-        and owner is not None
-        and not owner.trainable
-        and _is_adapter(origin.name, owners)
-    )
+    owner = owners.get(origin.name) if origin.kind in ("parameter", "buffer") else None
+    return owner is not None and not owner.trainable and is_adapter(origin.name, owner)
 
 
 def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an operand is float32 because of an adapter's trained weight, or its layer's cast to
-    that dtype.
-    """
+    """Return whether an operand is float32 because of a trained weight, or because its layer casts to float32."""
     trained = any(
         step.kind == "parameter" and step.name in owners and owners[step.name].trainable
         for step in operand.origin.path()
     )
     return operand.dtype == torch.float32 and (trained or operand.origin.cause.kind == "cast")
-
-
-def _is_adapter(name: str, owners: Mapping[str, Weight]) -> bool:
-    return is_adapter(name, owners.get(name))
 
 
 def _key(cause: Origin, owners: Mapping[str, Weight]) -> tuple[str, ...]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from isotype.core.names import plural
 from isotype.records.finding import Finding, Fix, Severity
-from isotype.records.reach import Leak, Reach
+from isotype.records.reach import Leak, Reach, Source
+from isotype.records.trace import Trace
+
+
+def leak_of(trace: Trace, source: Source) -> Leak | None:
+    """Return the first measured leak from `source`; None if there is none, or if the reach was not measured."""
+    return None if trace.reach is None else trace.reach.leak(source)
 
 
 def leak_finding(
-    code: str, severity: Severity, message: str, reach: Reach, leak: Leak, cause: str, fixes: Iterable[Fix]
+    trace: Trace, leak: Leak, code: str, severity: Severity, message: str, cause: str, fix: Fix
 ) -> Finding:
     """Return the finding of a leak, at the module that causes it."""
-    of = f"{leak.changed:,} of {plural(leak.of, 'prediction')} change"
+    assert trace.reach is not None
+    changed = f"{leak.changed:,} of {plural(leak.of, 'prediction')} change"
     return Finding(
         code,
         severity,
@@ -21,10 +26,10 @@ def leak_finding(
         module=leak.module,
         cause=cause,
         notes=(
-            f"{of}, the first at row {leak.row}, token {leak.column}; the largest change is {leak.largest:.2g} of the largest logit",
-            measured_on(reach),
+            f"{changed}, the first at row {leak.row}, token {leak.column}; the largest change is {leak.largest:.2g} of the largest logit",
+            measured_on(trace.reach),
         ),
-        fixes=tuple(fixes),
+        fixes=(fix,),
         places=(leak.module,) if leak.module else (),
     )
 

@@ -11,6 +11,7 @@ from isotype.core.names import named, starred
 from isotype.records.finding import Action, Cost, Finding, Fix, places
 from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit import costs
+from isotype.rules.kit.weight_sets import quantized
 
 _LEAST_SHARE = 0.01
 _LEAST_SLOWER = 1.5
@@ -66,19 +67,19 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the share of the matmuls' time in `dtype`, by measured rates; without them, of the FLOPs."""
+    """Return the share of `dtype` in the time of all matmuls, by measured rates; without rates, in their FLOPs."""
     speed = trace.setup.profile.speed
-    times = {each: flops / speed.get(each, 1.0) for each, flops in trace.flops.items()}
+    times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
 
 
 def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
-    """Return the estimated step time over that with the matmuls of `dtype` in `target`."""
+    """Return the estimated step time over the step time with the matmuls of `dtype` in `target`."""
     slower = trace.setup.profile.slower(dtype, target)
     if slower is not None:
         share = _time_share(trace, dtype)
         return 1 / (1 - share + share / slower) if calls else None
-    # Without its own rate an emulated dtype runs at most at float32's, to which it is converted.
+    # An emulated dtype is converted to float32, so it runs at float32's rate at best.
     return costs.slowdown(trace, calls, target, stand_in=torch.float32)
 
 
@@ -111,16 +112,16 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
     if setup.autocast == dtype:
         return f"autocast is set to {name}"
     plain = [w for w in trace.weights if w.dtype == dtype and not w.buffer and w.quantization is None]
-    computing = [w for w in trace.weights if w.quantization is not None and w.quantization.compute == dtype]
-    if computing:
-        return f"the quantized layer {named(computing[0].module)} computes in {name}"
+    computing = next((weight for weight, state in quantized(trace) if state.compute == dtype), None)
+    if computing is not None:
+        return f"the quantized layer {named(computing.module)} computes in {name}"
     if plain:
         return f"{plain[0].name} is {name}"
     return f"the step computes in {name}"
 
 
 _UNSAFE = {torch.float16: "its values end at 65,504", torch.bfloat16: "it rounds each to 8 bits"}
-"""Cost of casting weights to a dtype."""
+"""The loss by a cast of weights to a dtype."""
 
 
 def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
@@ -132,9 +133,12 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
         Action("setting", "scaler", str(target == torch.float16)),
         Action("setting", "compute", name),
     )
-    casts = (Action("input", "", name),) if _is_input(trace, dtype) else ()
+    # An input of the model stays in `dtype` if only weights are cast.
+    operands = (operand for call in trace.calls for operand in call.operands)
+    inputs = any(operand.dtype == dtype and operand.origin.kind == "input" for operand in operands)
+    casts = (Action("input", "", name),) if inputs else ()
     actions = (*settings, *(_cast(weight, target) for weight in plain), *_layers(trace, dtype, name), *casts)
-    lossless = target == torch.float32 or not any(not weight.trainable for weight in plain)
+    lossless = target == torch.float32 or all(weight.trainable for weight in plain)
     scaler = " with a GradScaler" if target == torch.float16 else ""
     weights = " and cast the weights" if plain else ""
     why = "" if lossless else f"; {_UNSAFE[target]}"
@@ -145,26 +149,16 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     )
 
 
-def _is_input(trace: Trace, dtype: torch.dtype) -> bool:
-    """Return whether an input of the model is in `dtype`, which casts of weights do not change."""
-    return any(
-        operand.dtype == dtype and operand.origin.kind == "input"
-        for call in trace.calls
-        for operand in call.operands
-    )
-
-
 def _layers(trace: Trace, dtype: torch.dtype, target: str) -> Iterator[Action]:
     """Yield actions for quantized layers with compute dtype or state in `dtype`."""
-    for weight in trace.weights:
-        state = weight.quantization
-        if state is not None and state.compute == dtype:
+    for weight, state in quantized(trace):
+        if state.compute == dtype:
             yield Action("compute", starred(weight.module), target)
-        if state is not None and state.state == dtype:
+        if state.state == dtype:
             yield Action("state", starred(weight.module), target)
 
 
 def _cast(weight: Weight, target: torch.dtype) -> Action:
-    # Trained parameters get float32 masters: a GradScaler accepts no float16 gradients.
+    # Trained parameters become float32 masters: a GradScaler accepts no float16 gradients.
     to = torch.float32 if weight.trainable else target
     return Action("parameter", starred(weight.name), dtype_name(to))

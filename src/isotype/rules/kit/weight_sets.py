@@ -21,7 +21,7 @@ _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
 
 
 def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
-    """Return the trainable float parameters, of `dtypes` if given."""
+    """Return the trainable float parameters, or those in one of `dtypes`."""
     return tuple(
         weight
         for weight in trace.weights
@@ -46,12 +46,12 @@ def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
     """Return one action per name that casts to `dtype`."""
-    left = (weight for weight in weights if weight.dtype != dtype)
-    return actions("parameter", names(left), dtype_name(dtype))
+    others = (weight for weight in weights if weight.dtype != dtype)
+    return actions("parameter", names(others), dtype_name(dtype))
 
 
 def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) -> Fix:
-    """Return a fix that casts `weights` to `dtype`, safe if it is known to represent all values."""
+    """Return a fix that casts `weights` to `dtype`: safe if `dtype` is known to represent all values."""
     return fix(description, "parameter", names(weights), dtype_name(dtype), safety_of_cast(weights, dtype))
 
 
@@ -67,6 +67,17 @@ def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
             yield weight, weight.quantization
 
 
+def is_frozen_base(weight: Weight) -> bool:
+    """Return whether a weight is a frozen parameter of the base model, neither quantized nor pinned."""
+    special = weight.trainable or weight.adapter or weight.pinned or weight.buffer
+    return weight.quantization is None and not special
+
+
+def extra_bytes(weights: Iterable[Weight], wanted: torch.dtype) -> int:
+    """Return the bytes that `weights` take more than in the dtype `wanted`, including folded layers."""
+    return sum(w.repeats * math.prod(w.shape) * (w.dtype.itemsize - wanted.itemsize) for w in weights)
+
+
 def main_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
     """Return the dtype of most bytes of `weights`; None for no weights."""
     sizes: Counter[torch.dtype] = Counter()
@@ -76,7 +87,10 @@ def main_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
 
 
 def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
-    """Return fixes to float32 for trainable `weights`: alone, and with autocast if the model does not cast itself."""
+    """Return fixes that cast trainable `weights` to float32.
+
+    If the step runs without autocast, a second fix switches autocast on too.
+    """
     float32 = casts(weights, torch.float32)
     if not float32:
         return ()
@@ -96,7 +110,7 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
         "safe",
         actions=(*float32, cast),
     )
-    # A fully trained model would compute in float32 without autocast.
+    # A model whose weights are all trained would compute in float32 without autocast.
     return (alone, mixed) if adapters else (mixed, alone)
 
 
@@ -107,7 +121,7 @@ def spacing(value: float, dtype: torch.dtype) -> float:
 
 
 def layer_of(name: str) -> str:
-    """Return the repeated layer of a name (`model.layers.0`); "" outside of any."""
+    """Return the repeated layer of a name (`model.layers.0`); "" for a name outside of the layers."""
     parts = name.split(".")
     numbered = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return "" if numbered is None else ".".join(parts[: numbered + 1])
@@ -123,7 +137,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """Return a finding about `weights`; the first one is the place, and by default the cause."""
+    """Return a finding about `weights`; the first weight is the place and, by default, the cause."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

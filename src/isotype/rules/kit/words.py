@@ -13,7 +13,7 @@ from isotype.records.trace import Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""Parts of the paths of published models' code: widely used in training, so apparent slips are known to work."""
+"""Parts of the paths of published models' code, which many trainings use: what looks like a mistake there works."""
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
@@ -76,7 +76,7 @@ def actions(kind: ActionKind, targets: Iterable[str], value: str) -> tuple[Actio
 
 
 def advice(target: str, how: str, value: str | None = None) -> Fix:
-    """Return a fix that only the user can make: `how` in words, `value` for a shorter form."""
+    """Return a fix that only the user can make: `how` describes it, `value` is a shorter form of `how`."""
     return fix(how, "advice", (target,), how if value is None else value)
 
 
@@ -86,11 +86,11 @@ def setting(description: str, target: str, value: str, safety: Safety = "safe") 
 
 
 def safety_of_cast(weights: Iterable[Weight], dtype: torch.dtype) -> Safety:
-    """Return whether `dtype` is known to represent every value of `weights`."""
+    """Return "safe" if `dtype` is known to represent every value of `weights`, else "unsafe"."""
     return "safe" if all(weight.exact_in == dtype for weight in weights) else "unsafe"
 
 
 def and_its_like(names: Iterable[str]) -> str:
-    """Return the first name with `*` for layer numbers, and whether there are others."""
+    """Return the first name with `*` for layer numbers, followed by "and its like" if there are other names."""
     first, *others = distinct_names(names)
     return f"{first} and its like" if others else first
