@@ -91,6 +91,20 @@ def test_a_layer_that_chance_may_skip_is_kept(drawn: tuple[int, ...]) -> None:
     assert skipped == [False] * 3
 
 
+def test_a_guard_lets_unknown_values_pass() -> None:
+    def guarded(x: torch.Tensor) -> str:
+        if x.max() > 100:
+            raise ValueError("too large")
+        if x.min() < 0: raise ValueError("negative")  # noqa: E701 # fmt: skip
+        if not (x > 1).any():
+            raise ValueError("all small")
+        return "passed"
+
+    assert followed(guarded, {"x": X}, known=False) == "passed"
+    with pytest.raises(ValueError, match="negative"):
+        followed(guarded, {"x": X - 10})
+
+
 def below(x: torch.Tensor) -> int:
     rounds = 0
     while x.sum() > rounds * 0.001:

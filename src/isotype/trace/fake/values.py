@@ -239,12 +239,19 @@ class Values:
         return STAND_INS.get(func) or _OF_INT8.get(operator_name(func))
 
     def _number(self, tensor: torch.Tensor) -> Any:
-        """Return a stand-in for an unknown number: 1, but in turn others for a `while`, so that its loop ends."""
-        place, number = asking_line(), 1.0
-        if place is not None and getline(*place).lstrip().startswith("while "):
-            number = _OF_LOOP[self.loops[place] % len(_OF_LOOP)]
-            self.loops[place] += 1
-        return (bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int)(number)
+        """Return a stand-in for an unknown number or truth value: 1.
+
+        The condition of a `while` gets other numbers in turn, so that its loop ends; a condition that would raise an error is false.
+        """
+        file, line = asking_line() or ("", 0)
+        text, number = getline(file, line).strip(), 1.0
+        if text.startswith("while "):
+            number = _OF_LOOP[self.loops[file, line] % len(_OF_LOOP)]
+            self.loops[file, line] += 1
+        elif tensor.dtype == torch.bool and text.startswith(("if ", "elif ")) and " not " not in text:
+            number = not (": raise " in text or getline(file, line + 1).strip().startswith("raise "))
+        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+        return kind(number)
 
     def notes(self) -> Iterator[str]:
         """Return a note on every loop of which only the first rounds were traced."""
