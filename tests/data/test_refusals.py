@@ -114,7 +114,7 @@ SPECIAL = {
     "device": (lambda name: Path(name).symlink_to("/dev/zero"), "is a device"),
     "dangling": (
         lambda name: Path(name).symlink_to("nothing"),
-        "is a link that leads to 'nothing', which is not there",
+        "is a link that leads to 'nothing', which does not exist",
     ),
     "loop": (lambda name: Path(name).symlink_to(name), "is a link that leads back to itself"),
 }

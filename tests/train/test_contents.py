@@ -83,7 +83,10 @@ def test_pictures_that_are_missing_broken_or_miscounted_are_named_with_their_row
         (["no.png"], f"there is no picture '{Path('no.png').absolute()}'\n"),
         (["broken.png"], f"the picture '{Path('broken.png').absolute()}' cannot be read: "),
         (["data:image/png;base64,AAAA"], "the picture cannot be read: no kind of picture that pillow knows"),
-        (["a.png", "a.png"], "1 place for a picture and 2 pictures\n    expected  as many of both\n"),
+        (
+            ["a.png", "a.png"],
+            "1 place for a picture and 2 pictures\n    expected  as many places as pictures\n",
+        ),
         ([], "1 place for a picture and 0 pictures\n"),
     ):
         write("t.jsonl", lines(row, {**row, "images": pictures}))

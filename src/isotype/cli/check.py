@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 @interrupts_kept()
 def run(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype check` and return its exit status."""
     quiet_libraries()
     function_named = argv and re.fullmatch(r"\w+(\.\w+)*:\w+", argv[0])
     if function_named and not argv[0].startswith("embedded:"):
@@ -53,15 +52,11 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 
 def _prints_text(options: Options) -> bool:
-    """Return True if standard output gets text, not JSON or SARIF."""
     return not options.json and options.sarif != "-"
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return the command to run after a step without errors, by its description.
-
-    The command is the checked training, or `isotype plan` if only a model was given.
-    """
+    """Return the command to run after a step without errors, by a description: the checked training, or a plan."""
     if command is None:
         return {}
     if options.bare:
@@ -76,11 +71,7 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """Return the exit status of a check.
-
-    It is 1 if a finding has at least the severity `fail_on`, if the step does not fit or if the step could not be
-    traced to its end; else it is 0.
-    """
+    """Return 1 if a finding has the severity `fail_on` or a higher one, or if the step does not fit or was not traced, else 0."""
     failing = report.errors or not report.complete or report.fits is False
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 

@@ -31,7 +31,6 @@ _OF_THE_PLAN = {"dtype": "auto", "quantization": None, "base_memory": None, "dev
 
 
 def inspect_parser() -> Parser:
-    """Return the arguments of `isotype inspect`."""
     parser = Parser(
         prog="isotype inspect",
         description="List dtypes, shapes, bytes and quantization of a checkpoint. The same tensor of all layers is one row. "
@@ -69,10 +68,7 @@ def inspect_parser() -> Parser:
 
 
 def inspect(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype inspect` and return its exit status.
-
-    The table of the headers is printed first, then an error is raised if the checkpoint cannot be loaded.
-    """
+    """Run `isotype inspect`; raise an error after the table is printed if the checkpoint cannot be loaded."""
     options = inspect_parser().parse_args(list(argv))
     if options.program is not None:
         return _inspect_for(options, console)
@@ -139,7 +135,6 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
 
 
 def quality_parser() -> Parser:
-    """Return the arguments of `isotype quality`."""
     from isotype.precision.damages import MEASURED
 
     parser = Parser(
@@ -167,7 +162,6 @@ def quality_parser() -> Parser:
 
 
 def quality(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype quality` and return its exit status."""
     from isotype.train.command.arguments import count_problems
 
     parser = quality_parser()
@@ -194,14 +188,12 @@ def quality(argv: Sequence[str], console: Console) -> int:
 
 
 def explain_parser() -> Parser:
-    """Return the arguments of `isotype explain`."""
     parser = Parser(prog="isotype explain", description="Explain a finding of `isotype check` and its fixes.")
     parser.add_argument("code", nargs="?", help="a code such as IST101; without a code, all codes are listed")
     return parser
 
 
 def explain(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype explain` and return its exit status."""
     from rich.markdown import Markdown
 
     from isotype.rules import all_rules, page
@@ -215,11 +207,7 @@ def explain(argv: Sequence[str], console: Console) -> int:
 
 
 def find_rule(code: str) -> Rule:
-    """Return the rule of a code in any spelling (`IST101`, `ist101`, `101`).
-
-    Raises:
-        UsageError: no rule has this code; the error names similar codes.
-    """
+    """Return the rule of a code in any spelling (`IST101`, `ist101`, `101`), or raise UsageError with similar codes."""
     from isotype.rules import all_rules
 
     rules = {rule.code: rule for rule in all_rules()}
@@ -249,7 +237,6 @@ def _rule_table(rules: Sequence[Rule]) -> Table:
 
 
 def doctor_parser() -> Parser:
-    """Return the arguments of `isotype doctor`."""
     parser = Parser(
         prog="isotype doctor",
         description="Show which dtypes this machine runs, the measured speed of each dtype, and library versions that are "
@@ -265,7 +252,6 @@ def doctor_parser() -> Parser:
 
 
 def doctor(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype doctor` and return its exit status."""
     options = doctor_parser().parse_args(argv)
     from isotype.precision.devices.machine import gather_doctor_report
     from isotype.report.doctor import doctor_json, render_doctor
@@ -279,7 +265,6 @@ def doctor(argv: Sequence[str], console: Console) -> int:
 
 
 def merge_parser() -> Parser:
-    """Return the arguments of `isotype merge`."""
     from isotype.core.dtypes import GGUF_TYPES
 
     parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
@@ -316,7 +301,6 @@ def merge_parser() -> Parser:
 
 
 def merge(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype merge` and return its exit status."""
     options = merge_parser().parse_args(argv)
     quiet_libraries()
     from isotype.checkpoint.merge.merge import merge_adapter
@@ -344,7 +328,6 @@ def merge(argv: Sequence[str], console: Console) -> int:
 
 
 def chat_parser() -> Parser:
-    """Return the arguments of `isotype chat`."""
     parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
     add = parser.add_argument
     add("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
@@ -373,7 +356,6 @@ def chat_parser() -> Parser:
 
 
 def chat(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype chat` and return its exit status."""
     options = chat_parser().parse_args(argv)
     quiet_libraries()
     from isotype.train.chat import chat as talk
@@ -382,7 +364,6 @@ def chat(argv: Sequence[str], console: Console) -> int:
 
 
 def plan(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype plan` and return its exit status: 0, or 1 if nothing fits."""
     from isotype.planning.from_request import plan_of_request
     from isotype.planning.request import parse_request
     from isotype.planning.shelf import names_a_model
@@ -404,7 +385,7 @@ def plan(argv: Sequence[str], console: Console) -> int:
 
 
 def _run_without_model(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype plan` without a model: print the plans of the largest models that fit; return the exit status."""
+    """Print the plans of the largest models that fit; return the exit status."""
     from isotype.planning.shelf import plans
     from isotype.planning.text import render_models
 

@@ -65,11 +65,7 @@ isotype COMMAND --help lists the arguments of a command. --debug shows traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    The status is 0 after success, 1 after a failure, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129
-    after SIGHUP.
-    """
+    """Run one command; return 0 after success, 1 after a failure, 2 for bad input, 128 + N after signal N."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # All arguments after `run` belong to the user's script, also --debug.
     arguments, debug = (arguments, False) if arguments[:1] == ["run"] else take_debug_flag(arguments)
@@ -135,10 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without isotype's `--debug`, and whether that flag was among them.
-
-    `--debug underflow_overflow` and `--debug tpu_metrics_debug` are arguments of transformers and stay.
-    """
+    """Return the arguments without isotype's `--debug`, and True if it was there; transformers' `--debug VALUE` stays."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"

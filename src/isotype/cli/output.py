@@ -20,7 +20,6 @@ from isotype.report.text import wrapped
 
 
 def console_on(stderr: bool) -> Console:
-    """Return the console of standard output or standard error."""
     # Every rank of a launcher has this console; only rank 0 prints to standard output.
     console = TerminalConsole(stderr=stderr, quiet=not stderr and os.environ.get("RANK", "0") != "0")
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -36,7 +35,6 @@ def console_of_failure() -> Console:
 
 
 def print_error(console: Console, text: str) -> None:
-    """Print an error, wrapped at words."""
     lines = wrapped(f"error: {text}", console).removeprefix("error:")
     console.print(Text.assemble(("error:", "bold red"), lines), highlight=False, soft_wrap=True)
 
@@ -99,8 +97,7 @@ def _problems() -> Iterator[Problem]:
 def first_to_fail() -> bool:
     """Return True if this rank is the first to report a failure; the other ranks fail soon after it.
 
-    The ranks agree in the store of torchrun or accelerate, which outlives their processes. Without a store every rank
-    is the first.
+    The ranks agree in the store of torchrun or accelerate, which outlives them. Without a store every rank is the first.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

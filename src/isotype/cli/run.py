@@ -36,7 +36,7 @@ _WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
 
 
 def run(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype run` and return (or raise as SystemExit) the script's exit status."""
+    """Run the script; return its exit status or raise the script's SystemExit."""
     options = parse(argv)
     if signal.getsignal(signal.SIGTERM) is terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM ends the script as it would without isotype
@@ -121,7 +121,6 @@ def _script(target: str) -> str:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return isotype's options, and the script with its arguments."""
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] != "-":
         if argv[position] == "--":
@@ -148,7 +147,6 @@ def _execute(options: Options) -> None:
 
 
 def main() -> int:
-    """Run `python -m isotype.cli.run` as `isotype run`."""
     try:
         return run(sys.argv[1:], TerminalConsole())
     except IsotypeError as error:

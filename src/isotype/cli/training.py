@@ -43,7 +43,6 @@ PICTURES = shlex.split(
 
 
 def train(command: str, argv: Sequence[str], console: Console) -> int:
-    """Run one training command and return its exit status."""
     rest = list(argv)
     if {"-h", "--help"} & set(rest):
         from isotype.train.command.arguments import short_help
@@ -164,7 +163,6 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
 
 
 def _uses(trained: Path, settings: Settings, pictures: bool) -> dict[str, tuple[str, ...]]:
-    """Return the commands that use a trained model or adapter, by their descriptions."""
     chat = chat_commands(trained, pictures=pictures) if settings.method.answers else {}
     if not settings.model.use_peft:
         return chat

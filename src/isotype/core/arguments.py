@@ -77,7 +77,6 @@ class Parser(ValueParser):
         return parsed
 
     def refuse(self, problems: Sequence[Problem]) -> None:
-        """Raise one UsageError for the problems, if there are any."""
         if problems:
             hint = f"{self.prog} --help lists the arguments"
             raise UsageError("invalid arguments", problems, hint)
@@ -104,11 +103,9 @@ class Parser(ValueParser):
         return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
 
     def dests(self) -> list[str]:
-        """Return the names under which values are stored."""
         return [action.dest for action in actions_of(self)]
 
     def known_names(self) -> list[str]:
-        """Return the long name of each argument."""
         named = [action.option_strings for action in actions_of(self) if action.option_strings]
         return [next((name for name in names if name.startswith("--")), names[0]) for names in named]
 

@@ -162,7 +162,6 @@ def _refuse_others(path: Path) -> None:
 
 @cache
 def _warn(message: str) -> None:
-    """Log a warning once per process."""
     logger.warning(message)
 
 

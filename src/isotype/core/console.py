@@ -73,7 +73,6 @@ class Bar:
         self._progress: Progress | None = None
 
     def advance(self) -> None:
-        """Count one finished item."""
         self._done += 1
         if not self._shown:
             return
@@ -93,6 +92,5 @@ class Bar:
             self._progress.update(self._progress.task_ids[0], completed=self._done)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._progress is not None:
             self._progress.stop()

@@ -25,13 +25,7 @@ ATTENTION_KERNELS = (
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Names of an operator's arguments, and of those that the operator writes to.
-
-    Attributes:
-        roles: names of all arguments, in order.
-        mutates: True if the operator writes to its first argument.
-        written: names of the arguments that the operator writes to.
-    """
+    """Names of an operator's arguments (`roles`), and of those that it writes to; `mutates` is True if the first is one."""
 
     roles: tuple[str, ...]
     mutates: bool
@@ -46,7 +40,6 @@ def operator_name(func: Any) -> str:
 
 @cache
 def schema_of(func: Any) -> Schema:
-    """Return the schema of an `OpOverload`."""
     arguments = operator_schema(func).arguments
     first = arguments[0] if arguments else None
     mutates = first is not None and first.alias_info is not None and first.alias_info.is_write

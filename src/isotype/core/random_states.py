@@ -43,7 +43,6 @@ class RandomStates:
         return cls(tuple(setters))
 
     def put_back(self) -> None:
-        """Restore the states."""
         for restore in self.setters:
             restore()
 

@@ -1,1 +1,1 @@
-"""DATA: reading and validating training data, and the data sets that ship in the package."""
+"""Training data: reading, checks and conversion of data sets, and the data sets of the package."""

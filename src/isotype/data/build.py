@@ -1,7 +1,7 @@
-"""Check a local or hub data set row by row, then build it as a trainer takes it.
+"""Check a local or hub data set, then build it in the form that a trainer takes.
 
-JSON, JSON lines, CSV and text: every row is checked with its line number. Parquet, directories of `save_to_disk` and
-hub data sets: the columns and the first 1000 rows.
+Of JSON, JSON lines, CSV and text files every row is checked, and problems name its line. Of parquet files, directories
+of `save_to_disk` and hub data sets the columns and the first 1000 rows are checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 1000
 _READ_BYTES = 1 << 27
-"""About this many bytes are read; of larger data, every n-th row."""
+"""Bytes that are read for a fingerprint; of a larger data set only every n-th row is read."""
 _BATCH = 1000
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -45,11 +45,12 @@ _CACHE_VERSION = "isotype-2"
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of reading a data set.
+    """Settings of reading a data set.
 
     Attributes:
         text_field: name of SFT's plain text column.
-        say: prints a line for the user.
+        wanted: names of the splits to read, the one for training first.
+        say: function that prints a line for the user.
     """
 
     reading: Reading
@@ -64,12 +65,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked split: its problems, or how to build it.
+    """A checked split: its problems, or what is needed to build it.
 
     Attributes:
-        dataset: the split unless it is made of text files.
-        files, digest, shapes, reading: sources of a split of text files.
-        first: first row as the trainer takes it.
+        dataset: the data set of the split; None if the split is built from text files.
+        files, digest, shapes, reading: text files, their digests, types of the columns, conversion of the rows.
+        first: first row in the form that the trainer takes.
+        notes: lines for the user.
     """
 
     problems: Sequence[Problem]
@@ -82,7 +84,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
     def build(self) -> Dataset:
-        """Return the split, memory-mapped from the cache of `datasets`, whose key is the contents."""
+        """Return the split, memory-mapped from the cache of `datasets`; its key there is the content of the files."""
         from datasets import Dataset
 
         if self.dataset is not None:
@@ -113,7 +115,7 @@ class Prepared:
 
 
 def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | None = None) -> Prepared:
-    """Check one split of a local data set, or only its `columns` if given."""
+    """Return one split of a local data set after its check; with `columns`, only these columns of it."""
     files = local.splits[split]
     suffixes = {path.suffix.lower() for path in files}
     kinds = suffixes - {*_JSON_SUFFIXES} | ({".jsonl"} if suffixes & {*_JSON_SUFFIXES} else set())
@@ -139,11 +141,12 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
         records = _with_pictures(records, pictures)
     result = survey(records, job.method, job.text_field, cells=cells)
     if pictures and result.findings:
-        spoken = dataclasses.replace(job, reading=dataclasses.replace(job.reading, pictured=True))
-        records = _with_pictures(_records(files, spoken, columns), {})
+        # Rows without pictures may differ in form from rows with pictures: read all in the form of the latter.
+        pictured = dataclasses.replace(job, reading=dataclasses.replace(job.reading, pictured=True))
+        records = _with_pictures(_records(files, pictured, columns), {})
         again = survey(records, job.method, job.text_field, cells=cells)
         if not again.findings:
-            job, result = spoken, again
+            job, result = pictured, again
     for path, problem in broken(tuple(pictures)):
         result.note(*pictures[path], problem)
     problems = result.problems()
@@ -151,7 +154,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
     if result.count == 0:
         problems.append(_empty(named))
     order = " ".join(f"{path.suffix}:{digest}" for path, (digest, _) in digests.items())
-    if "images" in result.shapes:  # the rows hold paths, found from here
+    if "images" in result.shapes:  # the rows contain paths, which depend on these folders
         order += f" {[str(path.absolute()) for path in files]} {Path.cwd()}"
     source = listed(path.name for path in files)
     notes = (
@@ -174,7 +177,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
 def _with_pictures(
     records: Iterable[tuple[str, int, object]], paths: dict[str, tuple[str, int]]
 ) -> Iterator[tuple[str, int, object]]:
-    """Yield the records; an invalid inline picture makes its row a problem, paths are added to `paths`."""
+    """Yield the records, with a problem in place of a row whose inline picture is invalid; collect paths in `paths`."""
     for source, line, row in records:
         for picture in pictures_in(row) if isinstance(row, dict) else ():
             if isinstance(picture, str):
@@ -187,7 +190,7 @@ def _with_pictures(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Describe how plain texts were read; None if there are none."""
+    """Describe how .txt files were read, or which pictures have no caption; None if there is nothing to say."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -205,7 +208,6 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
 
 
 def _captions_line(source: str, row: Row | None) -> str | None:
-    """Describe how captions are trained; None if the data has none."""
     prompt = (row or {}).get("prompt")
     content = prompt[0].get("content") if isinstance(prompt, list) and prompt else None
     if not isinstance(content, list) or content[-1] != {"type": "text", "text": QUESTION}:
@@ -219,10 +221,9 @@ def _records(
     textual = TEXT_COLUMNS | {job.text_field}
     for path in files:
         for line, row in read_rows(path, textual, job.reading, names):
-            taken = row
             if columns is not None and isinstance(row, dict):
-                taken = {name: row[name] for name in columns if name in row}
-            yield path.name, line, taken
+                row = {name: row[name] for name in columns if name in row}
+            yield path.name, line, row
 
 
 def _at(source: str, problem: Problem) -> Problem:
@@ -230,7 +231,7 @@ def _at(source: str, problem: Problem) -> Problem:
 
 
 def _empty(named: str) -> Problem:
-    return Problem(f"{named}: there are no examples", "at least one example", "write examples to it")
+    return Problem(f"{named}: there are no examples", "at least one example", "write examples to the file")
 
 
 def _prepare_parquet(files: tuple[Path, ...], job: Job, columns: Sequence[str] | None) -> Prepared:
@@ -246,7 +247,7 @@ def _prepare_parquet(files: tuple[Path, ...], job: Job, columns: Sequence[str] |
     for path in rest:
         if set(schemas[path].names) != set(schemas[first].names):
             schema = f"{path.name}: the columns are {quoted(schemas[path].names)}"
-            expected = f"those of {first.name}: {quoted(schemas[first].names)}"
+            expected = f"the columns of {first.name}: {quoted(schemas[first].names)}"
             problems.append(Problem(schema, expected, fix))
     if problems:
         return Prepared(problems)
@@ -290,20 +291,20 @@ def _prepare_saved(folder: Path, split: str, job: Job, columns: Sequence[str] | 
         dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, pyarrow.ArrowInvalid) as error:
         failure = f"split '{split}': the directory '{folder}' cannot be read: {first_line(error)}"
-        expected = "what save_to_disk wrote, whole"
+        expected = "a complete data set that save_to_disk wrote"
         return Prepared([Problem(failure, expected, "save it again with save_to_disk")])
     return opened(dataset, [(f"split '{split}'", None)], job, columns)
 
 
 Parts = Sequence[tuple[str, int | None]]
-"""(name, rows) of the files of a data set, in order; None if a file's rows are not counted."""
+"""(name, number of rows) of each file of a data set, in order; the number is None if it is unknown."""
 
 
 def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None = None) -> Prepared:
-    """Return a `Dataset` or `IterableDataset` as the trainer takes it, after checks of each part's first rows."""
+    """Return a `Dataset` or `IterableDataset` in the form that the trainer takes, after checks of each part's first rows."""
     if columns is not None:
         dataset = dataset.select_columns([name for name in columns if name in dataset.column_names])
-    # An iterable data set learns its columns from its first row.
+    # A streamed data set may have no column names before its first row is read.
     stored = list(dataset.column_names or next(iter(dataset), {}))
     everything = listed(name for name, _ in parts)
     known = {*COLUMNS, *job.reading.reads, job.text_field}
@@ -324,7 +325,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
             return Prepared([_at(everything, wrong)])
     reading = job.reading
     sample, changed = _sample(plain, parts, reading, Counter() if reading.sees else names)
-    if reading.sees:  # a picture a row stays as it is stored, unless rows are written again in any case
+    if reading.sees:  # a single picture stays as it is stored, unless the rows are written again anyway
         spelled = _spelled(dataset)
         reading = dataclasses.replace(reading, listed=reading.listed or changed or spelled)
         sample, changed = _sample(plain, parts, reading, names)
@@ -334,8 +335,8 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     problems = result.problems("row")
     if changed and not problems:
         dataset = _converted(undecoded(dataset), first, reading, parts, "images" in result.shapes)
-    seen = reading.sees and hasattr(dataset, "__len__") and {*PICTURE_COLUMNS} & {*dataset.column_names}
-    if seen and not problems:
+    pictured = reading.sees and hasattr(dataset, "__len__") and {*PICTURE_COLUMNS} & {*dataset.column_names}
+    if pictured and not problems:
         problems = [_in_part(parts, at, problem) for at, problem in broken_rows(dataset)]
     notes = (
         roles_line(everything, names, SAMPLED_ROWS),
@@ -346,7 +347,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
 
 
 def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Counter[tuple[str, str]]:
-    """Count the unused columns over all rows, and the unknown keys of messages among the surveyed rows."""
+    """Count the unused columns in all rows, and the unused keys of messages in the checked rows."""
     method = METHODS[job.method]
     unread = () if method.loss == "policy" else (name for name in rest if name not in method.optional)
     columns = {name for where, name in result.keys if where == "row"}.union(unread)
@@ -358,7 +359,7 @@ def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Coun
 def _sample(
     dataset: Any, parts: Parts, reading: Reading, names: Counter[str]
 ) -> tuple[list[tuple[str, int, object]], bool]:
-    """Return (source, number, row) of each part's first rows, and whether the reading changes one."""
+    """Return (source, row number, converted row) of each part's first rows, and if the conversion changes a row."""
     sample: list[tuple[str, int, object]] = []
     changed = False
     start = 0
@@ -375,7 +376,7 @@ def _sample(
 
 
 def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts, seen: bool) -> Any:
-    """Apply `reading` to every row; chats become objects, since their messages may have different keys."""
+    """Return the data set with all rows converted; chats are stored as JSON, since their messages may differ in keys."""
     import datasets
 
     taken = reading.apply(first)
@@ -417,7 +418,7 @@ def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
 
 
 def _spelled(dataset: Any) -> bool:
-    """Return True if pictures are stored as text, such as paths, rather than as the type that decodes them."""
+    """Return True if pictures are stored as text, such as paths, and not as the type `Image`."""
     import datasets
 
     kinds = [dataset.features.get(name) for name in PICTURE_COLUMNS] if dataset.features is not None else []
@@ -426,7 +427,7 @@ def _spelled(dataset: Any) -> bool:
 
 
 def undecoded(dataset: Any) -> Any:
-    """Return the data set with pictures as stored, `{"bytes", "path"}`, if its types are known."""
+    """Return the data set with pictures as stored, `{"bytes", "path"}`; unchanged if its types are unknown."""
     import datasets
 
     def plain(kind: Any) -> Any:
@@ -441,25 +442,25 @@ def undecoded(dataset: Any) -> Any:
         return dataset
     if not hasattr(dataset, "__len__"):
         return dataset.cast(features)
-    view = dataset.with_format(None)  # a copy: a cast would write every row again
+    view = dataset.with_format(None)  # with_format copies the data set; a cast would write every row again
     view.info.features = features
     return view
 
 
 def literal(files: Iterable[Path]) -> list[str]:
-    """Escape paths for `load_dataset`, which reads them as patterns."""
+    """Return absolute paths for `load_dataset`, which takes paths as patterns, with wildcards escaped."""
     return [glob.escape(str(path.absolute())) for path in files]
 
 
 def fingerprint_of_rows(rows: Any) -> str | None:
-    """Return the number of rows and a machine-independent hash of values, columns and order; None for a stream."""
+    """Return the number of rows and a hash of their content that is the same on all machines; None for a stream."""
     if not hasattr(rows, "__len__"):
         return None
     count = len(rows)
     digest = hashlib.blake2b(str(count).encode(), digest_size=8)
     step = max(1, -(-rows.data.nbytes // _READ_BYTES))
     chosen = rows if step == 1 else rows.select(range(0, count, step))
-    # Arrow returns stored values: an image stays bytes or a path.
+    # In Arrow's format a picture is not decoded.
     for table in chosen.with_format("arrow").iter(batch_size=_BATCH):
         rows_of_table = table.to_pylist()
         if {*PICTURE_COLUMNS} & {*table.column_names}:
@@ -469,7 +470,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
 
 
 def _movable(row: Row) -> Row:
-    """Replace paths of pictures by names and sizes, which are the same on every machine."""
+    """Return the row with names and sizes of pictures in place of their paths, which differ between machines."""
     places: list[object] = []
     for picture in pictures_in(row):
         path = None if picture.get("bytes") is not None else Path(picture["path"])

@@ -1,4 +1,4 @@
-"""Valid cells of each column, roles of a chat and parts of a message (content, marks for the loss); their problems."""
+"""Checks of a row's cells: types of values, roles of messages, parts of a message, marks for the loss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from isotype.core.names import listed, plural
 
 Row = dict[str, Any]
 
-REFILL = "fill it in, or remove the example"
+REFILL = "fill in the column, or remove the example"
 
 
 def describe(value: object) -> str:
-    """Name the kind of a value in plain words."""
+    """Name the kind of a JSON value in plain words: "an empty list"."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -59,7 +59,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """Return the fault of a list of {role, content} messages (or of objects checked by `judge`), None if it is valid."""
+    """Return the fault of a list of messages, or None; `judge` checks a message, by default {role, content}."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -71,7 +71,7 @@ def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_
 
 
 def conversation_fault(value: object) -> str | None:
-    """Return the fault of a list of {from, value} messages, None if it is valid."""
+    """Return the fault of a list of {from, value} messages, or None if the list is valid."""
 
     def judge(message: Row) -> str | None:
         lacking = next((key for key in ("from", "value") if not isinstance(message.get(key), str)), None)
@@ -90,7 +90,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a test whose fault is a value of none of these types; a bool is not a number."""
+    """Return a function that returns the fault of a value of none of these types, or None; a bool is no number."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -107,7 +107,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """Requirements of a column: their description, the test and the fix."""
+    """The requirement of a column: its description, a function that returns a value's fault or None, and the fix."""
 
     expected: str
     fault: Callable[[object], str | None]
@@ -148,14 +148,14 @@ COLUMNS: Mapping[str, Column] = {
 }
 
 
-# A CSV cell of any other column may be read as a number or as true/false.
 TEXT_COLUMNS = frozenset(COLUMNS) - {"label", *_NUMBERS}
+"""Columns whose cells in a CSV file are always text. Cells of other columns may be numbers or true/false."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 """Roles that chat templates write."""
 
 ANSWERS = frozenset({"messages", "conversations", "completion", "chosen", "rejected"})
-"""Columns with targets, if they contain a chat."""
+"""Columns whose chats contain answers that are trained on."""
 
 CHATS = ANSWERS | {"prompt"}
 
@@ -163,21 +163,21 @@ _MEANT = {"human": "user", **dict.fromkeys(("gpt", "ai", "bot", "chatbot", "mode
 
 
 def chat_problems(column: str, value: object) -> Iterator[Problem]:
-    """Yield the wrong roles of one chat with otherwise valid messages; nothing for plain text."""
+    """Yield the problems with the roles of a chat whose messages are otherwise valid; nothing for plain text."""
     if not isinstance(value, list):
         return
     roles = [str(message["role"]) for message in value]
     for role in dict.fromkeys(roles):
-        # What is like no role may be one of the model's own template.
+        # A role that is similar to none of `ROLES` may be defined by the model's chat template.
         near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.75)
         meant = near[0] if near else _MEANT.get(role.lower())
         if meant is not None and role not in ROLES:
             what = f"column '{column}' holds a message of the role '{role}'"
             yield Problem(what, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
-    # It is unknown if a role that only the template defines is an answer.
+    # A role that only the chat template defines may be that of an answer.
     if column in ANSWERS and "assistant" not in roles and set(ROLES).issuperset(roles):
         what = f"column '{column}' holds no message of the assistant"
-        yield Problem(what, "at least one, as target", "add the answer, or remove the example")
+        yield Problem(what, "at least one answer to train on", "add the answer, or remove the example")
 
 
 def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | None:
@@ -201,7 +201,7 @@ LEARNED_MARKS = (
 _LEFT_OUT_MARKS = ("mask", "masked")  # torchtune
 _PARTLY = ("train_detail", "training_detail")  # axolotl
 MARKS = (*LEARNED_MARKS, *_LEFT_OUT_MARKS)
-"""Keys of a message that include it in the loss or exclude it."""
+"""Keys of a message that include its tokens in the loss or exclude them."""
 
 # 1, 1.0, 0 and 0.0 are equal to these.
 _YES, _NO = (True, "true", "True", "1"), (False, "false", "False", "0")
@@ -212,13 +212,12 @@ PART_KEYS = frozenset({"type", "text", "thinking"})
 
 
 def left_out(message: Mapping[str, Any]) -> bool:
-    """Return True if a message is marked as excluded from the loss."""
-    unlearned = any(message.get(key) in _NO for key in LEARNED_MARKS)
-    return unlearned or any(message.get(key) in _YES for key in _LEFT_OUT_MARKS)
+    marks = (*((key, _NO) for key in LEARNED_MARKS), *((key, _YES) for key in _LEFT_OUT_MARKS))
+    return any(message.get(key) in values for key, values in marks)
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, sees: bool) -> Iterator[Problem]:
-    """Yield problems of the marks and parts of a row's messages; `sees`: the trainer takes pictures."""
+    """Yield problems with the marks and parts of a row's messages; `sees` is True if the trainer takes pictures."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)
@@ -238,29 +237,29 @@ def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iter
             expected = "turns that count in the loss completely or not at all"
             yield Problem(what, expected, "split the turn, or remove the key")
         elif value not in _YES and value not in _NO:
-            yield Problem(what, "1 or true, 0 or false", "round it, or remove the key")
+            yield Problem(what, "1 or true, 0 or false", "write 0 or 1, or remove the key")
         elif method != "sft" and column != "prompt" and left_out(message):
             expected = f"answers without such a key: {method} trains on every turn"
             yield Problem(what, expected, "remove the key")
 
 
 def _part_problem(column: str, part: Mapping[str, Any], sees: bool) -> Problem | None:
-    kind, given = part["type"], f"column '{column}' holds"
+    kind, holds = part["type"], f"column '{column}' holds"
     if kind in ("text", "thinking"):
         text = part.get(kind) if kind == "text" or "thinking" in part else part.get("text")
         if isinstance(text, str) or (kind == "thinking" and text is not None):
             return None
-        what = f"{given} a part whose '{kind}' is {describe(text)}"
+        what = f"{holds} a part whose '{kind}' is {describe(text)}"
         return Problem(what, "text", "write it as text, or remove the part")
     if kind == "image" and sees:
         return None
-    fix = "write it as text, or remove it; nothing of it would be trained"
+    fix = "write the part as text, or remove it: nothing of it would be trained"
     expected = "parts of the types 'text' and 'image'" if sees else "parts of the type 'text'"
-    return Problem(f"{given} a part of the type '{kind}'", expected, fix)
+    return Problem(f"{holds} a part of the type '{kind}'", expected, fix)
 
 
 def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -> None:
-    """Count the keys of messages and of their parts that isotype and TRL do not know."""
+    """Count the keys of messages and of their parts that neither isotype nor TRL reads."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             keys.update(("message", key) for key in message.keys() - MESSAGE_KEYS if message[key] is not None)
@@ -270,14 +269,13 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 
 
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
-    """Describe the unused keys of a data set with their counts; None if everything is used.
+    """Describe the unused keys of a data set with their counts, or return None if all keys are used.
 
-    `keys`: (row, message or part; name) -> count; `sample`: number of rows counted, None if all.
+    `keys` counts ("row", "message" or "part", name of the key) in the first `sample` rows, or in all rows if that is None.
     """
-    named = {
-        where: [f"'{key}' of {plural(n, where)}" for (w, key), n in sorted(keys.items()) if w == where]
-        for where, _ in keys
-    }
+    named: dict[str, list[str]] = {}
+    for (where, key), count in sorted(keys.items()):
+        named.setdefault(where, []).append(f"'{key}' of {plural(count, where)}")
     turns = [*named.get("message", ()), *named.get("part", ())]
     said = [f"unused: {listed(named['row'])}"] if "row" in named else []
     said += [f"used only by a chat template that names it: {listed(turns)}"] if turns else []

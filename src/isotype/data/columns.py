@@ -1,7 +1,6 @@
-"""Columns that each trainer accepts, and the problems of rows that lack them.
+"""Columns that each trainer accepts, and checks of rows (dicts) against them.
 
-Pure functions over rows (dicts); no file is read. The tables follow `_prepare_dataset` of TRL's trainers, which fail
-in the middle of tokenization and without a line number.
+The tables follow `_prepare_dataset` of TRL's trainers, which fail in the middle of tokenization and name no line.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
-    """Return the formats of `method`, with `text_field` as the plain text column."""
+    """Return the sets of columns that `method` accepts, with `text_field` as the name of the plain text column."""
     formats = METHODS[method].formats
     return tuple(replace(f, required=(text_field,)) if f.required == ("text",) else f for f in formats)
 
 
 def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None:
-    """Return the first of `formats` that matches `columns`."""
+    """Return the first of `formats` that `columns` match, or None."""
     present = set(columns)
     fit = (item for item in formats if present.issuperset(item.required))
     return next((item for item in fit if present.isdisjoint(item.excludes)), None)
 
 
 def _near(wanted: str, columns: Sequence[str]) -> str | None:
-    """Return the column that most likely means `wanted`: a usual synonym, another case or a typing error."""
+    """Return the column that most likely means `wanted` (a synonym, another case, a typing error), or None."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
         if candidate in by_lower:
@@ -79,12 +78,12 @@ def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str
         sources = [source for source in pairs.values() if source is not None]
         if len(set(sources)) == len(pairs):
             renames.append({source: want for want, source in pairs.items() if source is not None})
-    # The format with the most columns: it loses the least data.
+    # The format with the most columns loses the least data.
     return max(renames, key=len, default={})
 
 
 def columns_problem(columns: Sequence[str], method: str, text_field: str = "text") -> Problem | None:
-    """Return the problem of a data set of these `columns` for `method`; None if TRL takes it."""
+    """Return the problem of a data set with these `columns` for `method`, or None if TRL accepts them."""
     formats = formats_of(method, text_field)
     if matching(columns, formats):
         return None
@@ -99,9 +98,9 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
     elif others:
         fix = f"these columns suit {', '.join(f'isotype {name}' for name in others)}"
     elif method == "sft" and "prompt" in columns:
-        fix = "add 'completion'; a 'prompt' alone makes TRL look for it"
+        fix = "add 'completion': TRL expects that column beside 'prompt'"
     elif method == "sft":
-        fix = f"name the columns: {_named(formats)}; or the one that holds the text: --dataset_text_field COLUMN"
+        fix = f"name the columns: {_named(formats)}; or name the column of the text: --dataset_text_field COLUMN"
     else:
         fix = f"name the columns: {_named(formats)}; or choose the method that fits them"
     accepted = ", or ".join(" + ".join(f"'{name}'" for name in item.required) for item in formats)
@@ -109,12 +108,12 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
 
 
 def _named(formats: Sequence[Format]) -> str:
-    wanted = max(formats, key=lambda each: len(each.required)).required
+    wanted = max((form.required for form in formats), key=len)
     return f"--columns {','.join(f'{want}=COLUMN' for want in wanted)}"
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Return names in quotes; beyond twelve only their number."""
+    """Return up to twelve names in quotes, and the number of other names."""
     return listed((f"'{name if len(name) <= 40 else name[:37] + '…'}'" for name in names), 12) or "none"
 
 
@@ -123,10 +122,11 @@ class Survey:
     """Results of one pass over all rows of a data set.
 
     Attributes:
-        findings: lines by (source, problem); an empty list if the problem concerns the whole source.
+        findings: line numbers by (source, problem); an empty list if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
-        first: first row with columns, valid or not; None if there is none.
-        keys: (row, message or part; name) of what is not read -> count.
+        count: number of rows.
+        first: first row that is an object, valid or not; None if there is no such row.
+        keys: ("row", "message" or "part", name of an unused key) -> count.
     """
 
     findings: dict[tuple[str, Problem], list[int]] = field(default_factory=dict)
@@ -141,9 +141,11 @@ class Survey:
             lines.append(line)
 
     def problems(self, word: str = "line") -> list[Problem]:
-        """Return the findings as problems that begin with their place; `word` is the unit of the numbers."""
-        found = ((f"{source}{_places(word, lines)}", item) for (source, item), lines in self.findings.items())
-        return [replace(item, given=f"{place}: {item.given}") for place, item in found]
+        """Return the findings as problems that begin with their lines; `word` is "line" or "row"."""
+        return [
+            replace(problem, given=f"{source}{_places(word, lines)}: {problem.given}")
+            for (source, problem), lines in self.findings.items()
+        ]
 
 
 def _places(word: str, lines: Sequence[int]) -> str:
@@ -156,7 +158,7 @@ def _places(word: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checks of every further row, derived from the first one."""
+    """Checks of all rows, derived from the first row `columns` at the place `place`."""
 
     columns: Row
     place: str
@@ -190,13 +192,13 @@ class _Plan:
         elif isinstance(row[self.turns[0]], str) != self.plain:
             here, first = ("messages", "text") if self.plain else ("text", "messages")
             expected, fix = f"{first}, as on {self.place}", "write all rows as text, or all as messages"
-            yield Problem(f"{quoted(self.turns)} hold {here}", expected, fix)
+            yield Problem(f"{here} in {quoted(self.turns)}", expected, fix)
 
 
 def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
     chosen = matching(row, formats_of(method, text_field))
     judged = (*chosen.required, *METHODS[method].optional) if chosen else ()
-    # The policy methods hand every column to the reward functions.
+    # GRPO and RLOO pass all columns to the reward functions.
     reads_all = chosen is None or METHODS[method].loss == "policy"
     known = {**COLUMNS, text_field: TEXT} if method == "sft" else COLUMNS
     turns = tuple(name for name in TURN_COLUMNS if chosen and name in chosen.required)
@@ -220,18 +222,18 @@ def survey(
     word: str = "line",
     cells: bool = False,
 ) -> Survey:
-    """Judge all rows of a data set for `method` in one pass.
+    """Check all rows of a data set for `method` in one pass.
 
     Args:
-        records: (source, line, row) in order; a `Problem` in place of a row is passed on.
+        records: (source, line, row) in order; a `Problem` in place of a row becomes a finding.
         text_field: name of SFT's plain text column.
-        word: unit of the numbers: "line" of a file or "row" of a table.
-        cells: rows come from CSV, where a column of several kinds is text.
+        word: "line" if the numbers are lines of a file, "row" if they are rows of a table.
+        cells: True if the rows come from CSV, where a column with several kinds of values is text.
     """
     result = Survey()
     plan: _Plan | None = None
     pictures = PICTURE_COLUMNS if "images" in METHODS[method].optional else ()
-    optional = {*pictures} - {"image"}  # rows may lack pictures
+    optional = {*pictures} - {"image"}  # rows may lack the column `images`
     for source, line, row in records:
         result.count += 1
         if isinstance(row, Problem):
@@ -247,8 +249,8 @@ def survey(
             wrong = columns_problem(tuple(row), method, text_field)
             usual = {*COLUMNS, *NEAR_NAMES, *(name for names in NEAR_NAMES.values() for name in names)}
             if wrong and cells and usual.isdisjoint(name.lower() for name in plan.columns):
-                # The first line is an example.
-                fix = "the first line must name the columns: add one, such as prompt,completion"
+                # The first line of the CSV file is a row, not the header.
+                fix = "add a first line that names the columns, such as prompt,completion"
                 wrong = replace(wrong, fix=fix)
             if wrong:
                 result.note(source, None, wrong)
@@ -281,15 +283,13 @@ _UNFIT = {
 
 
 def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> None:
-    """Merge a row's types into the columns' types, and note a column without a common type."""
+    """Merge the types of a row's cells into the types of the columns; a column without a common type is a problem."""
     for name, value in row.items():
-        before = result.shapes.get(name, NULL)
-        seen = STRING if type(value) is str else shape_of(value)
-        if seen == before:
-            if before is NULL:
-                result.shapes[name] = NULL
+        before = result.shapes.setdefault(name, NULL)
+        shape = STRING if type(value) is str else shape_of(value)
+        if shape == before:
             continue
-        after = merge(before, seen)
+        after = merge(before, shape)
         if after == MIXED and cells:
             after = STRING
         elif after in _UNFIT and after != before:

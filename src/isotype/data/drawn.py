@@ -1,8 +1,8 @@
-"""`embedded:shapes`: drawn pictures, each with a question about the colour, the form or the number of its shapes.
+"""The data set `embedded:shapes`: drawn pictures with questions about the colour, the form or the number of the shapes.
 
-A picture is a grid of nine cells; one to four of them have a shape, all of one form and colour. Every sixth
-combination of number, colour and form is only in the test split. Pictures are the same on every machine: fixed seed,
-whole pixels, no font.
+A picture has nine cells, and one to four of them contain a shape; all shapes of a picture have one form and colour. One
+sixth of the combinations of number, colour and form is only in the test split. Pictures are the same on every machine,
+since they are drawn with a fixed seed, in whole pixels and without a font.
 """
 
 from __future__ import annotations
@@ -42,25 +42,22 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Content:
-    """A number of shapes of one form and colour."""
-
     number: int
     colour: str
     form: str
 
     @property
     def words(self) -> str:
-        """`three red circles`."""
+        """The content in words: `three red circles`."""
         return f"{NUMBERS[self.number - 1]} {self.colour} {self.forms}"
 
     @property
     def forms(self) -> str:
-        """Form, plural if there are several."""
         return self.form + "s" * (self.number > 1)
 
 
 CONTENTS = tuple(Content(n, colour, form) for n in range(1, 5) for colour in COLOURS for form in FORMS)
-# One sixth of all, of each number, colour and form.
+# One sixth of all contents, and of the contents with a certain number, colour or form.
 HELD_BACK = frozenset(
     Content(number, colour, FORMS[(at // 2 + number) % 3])
     for number in range(1, 5)
@@ -70,7 +67,7 @@ HELD_BACK = frozenset(
 
 
 def draw(content: Content, rng: random.Random) -> Any:
-    """Return the picture as pixels uint8 [SIDE, SIDE, 3]; `rng` decides places and sizes of the shapes."""
+    """Return a picture as uint8 pixels [SIDE, SIDE, 3]; `rng` draws the positions and sizes of its shapes."""
     pixels = numpy.full((SIDE, SIDE, 3), rng.randrange(225, 256), numpy.uint8)
     for cell in rng.sample(range(9), content.number):
         y, x = numpy.mgrid[0:SIDE, 0:SIDE] + 0.5
@@ -87,7 +84,6 @@ def draw(content: Content, rng: random.Random) -> Any:
 
 
 def questions(content: Content) -> list[tuple[str, str]]:
-    """Return (question, answer) pairs about a picture."""
     are, which = "are", f"{content.forms.capitalize()}."
     if content.number == 1:
         are, which = "is", f"A {content.form}."
@@ -100,16 +96,16 @@ def questions(content: Content) -> list[tuple[str, str]]:
 
 
 def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
-    """Yield (content, pixels, question, answer) of a split's rows, always the same."""
+    """Yield (content, pixels, question, answer) of a split's rows, which are the same in each call."""
     rng = random.Random(f"{NAME} {_VERSION} {split}")
-    contents = [each for each in CONTENTS if (each in HELD_BACK) == (split == "test")]
+    contents = [content for content in CONTENTS if (content in HELD_BACK) == (split == "test")]
     for at in range(_ROWS[split]):
         content = rng.choice(contents)
         yield content, draw(content, rng), *questions(content)[at % 4]
 
 
 def shapes_folder() -> Path:
-    """Return the folder of the data set, drawn on first use (raises DataError without pillow)."""
+    """Return the folder of the data set, which is drawn in the first call; raise DataError without pillow."""
     folder = default_cache_dir() / f"{NAME}-{_VERSION}"
     if folder.is_dir():
         return folder
@@ -131,6 +127,6 @@ def shapes_folder() -> Path:
         part.replace(folder)
     except OSError:
         shutil.rmtree(part, ignore_errors=True)
-        if not folder.is_dir():  # another process may have been faster
+        if not folder.is_dir():  # else another process has drawn the pictures
             raise
     return folder

@@ -1,22 +1,22 @@
-"""Find the data set of a training command, check it before any model is loaded, then build it.
+"""Find the data set of a training command, check it before a model is loaded, then build it.
 
 `--dataset_name` takes a hub id as in `trl`, a local file, a local directory, or `embedded:NAME` for a data set of the
-package. An existing path wins over a hub id; a name that looks like a path is never looked up on the hub. No code of
-a data set is executed.
+package. If a path of this name exists, the hub is not used; a name that looks like a path is never looked up on the
+hub. No code of a data set is executed.
 
-Blank lines are skipped. The words train, validation and test (or synonyms) in file names name a directory's splits;
-another file is a split with its own name.
+In a directory the words train, validation and test (or synonyms) in the names of files or folders name the splits. If
+some files have such names, each other file is a split with the name of the file.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import DataError, Problem, first_line
-from isotype.data.build import Job, opened, prepare
+from isotype.data.build import Job, Prepared, opened, prepare
 from isotype.data.locate import EMBEDDED, LocalData, data_error, find_local, splits_problems
 from isotype.data.mixture import load_mixture
 from isotype.data.reading import Reading, parse_columns
@@ -40,21 +40,20 @@ def load_training_data(
     lines: bool = False,
     say: Callable[[str], object] = logger.info,
 ) -> DatasetDict | IterableDatasetDict:
-    """Return the splits for training and, with `need_test`, for evaluation, under the names that the arguments give
-    them.
+    """Return the split for training and, with `need_test`, the split for evaluation, by the names in the arguments.
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
-        dataset_args: `trl.DatasetMixtureConfig`, or None; its `datasets` win over `dataset_name`, as in TRL.
+        dataset_args: `trl.DatasetMixtureConfig`, or None; if it has `datasets`, `dataset_name` is not used, as in TRL.
         text_field: name of SFT's plain text column (`SFTConfig.dataset_text_field`).
         columns: `"alpaca"`, or the trainer's names for the data set's columns (`prompt=question,completion=answer`).
-        chat: turn prompts and answers of plain text into messages of user and assistant.
-        prompts: prompt tokens are targets, too.
-        lines: each line of a .txt file is an example; else the whole file is one.
-        say: prints each line about the data that the user should read.
+        chat: True to turn prompts and answers of plain text into messages of user and assistant.
+        prompts: True if prompt tokens are targets, too.
+        lines: True if each line of a .txt file is an example; else the whole file is one.
+        say: function that prints a line about the data for the user.
 
     Raises:
-        DataError: with all problems, at most ten spelled out.
+        DataError: the data set cannot be trained on. The error describes up to ten problems and counts the others.
     """
     wanted = [script_args.dataset_train_split] + [script_args.dataset_test_split] * need_test
     reading = Reading(method, parse_columns(columns), chat, prompts=prompts, lines=lines)
@@ -84,13 +83,7 @@ def load_training_data(
 def _load_local(local: LocalData, streaming: bool, job: Job) -> DatasetDict | IterableDatasetDict:
     from datasets import DatasetDict, IterableDatasetDict
 
-    problems = splits_problems(local.name, local.splits, job.wanted)
-    if problems:
-        raise data_error(local.name, problems)
-    prepared = {split: prepare(local, split, job) for split in job.wanted}
-    problems = [problem for item in prepared.values() for problem in item.problems]
-    if problems:
-        raise data_error(local.name, problems)
+    prepared = _checked(local.name, local.splits, job, lambda split: prepare(local, split, job))
     for line in dict.fromkeys(line for item in prepared.values() for line in item.notes):
         job.say(line)
     if streaming:
@@ -115,20 +108,21 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
         failure = f"'{name}' is no file or directory here, and the hub data set cannot be loaded: {first_line(error)}"
         fix = "check the spelling, --dataset_config and your access to it, or name a local file"
         raise data_error(name, [Problem(failure, "a hub data set of plain data files", fix)]) from error
-    return _chosen(loaded, name, job)
+    prepared = _checked(
+        name, loaded, job, lambda split: opened(loaded[split], [(f"split '{split}'", None)], job)
+    )
+    for line in (line for item in prepared.values() for line in item.notes):
+        job.say(f"{name}, {line}")
+    return type(loaded)({split: item.dataset for split, item in prepared.items()})
 
 
-def _chosen(loaded: Any, name: str, job: Job) -> DatasetDict | IterableDatasetDict:
-    problems = splits_problems(name, loaded, job.wanted)
-    chosen = {}
-    notes: list[str] = []
-    for split in () if problems else job.wanted:
-        prepared = opened(loaded[split], [(f"split '{split}'", None)], job)
-        chosen[split] = prepared.dataset
-        problems += prepared.problems
-        notes += prepared.notes
+def _checked(
+    name: str, splits: Iterable[str], job: Job, check: Callable[[str], Prepared]
+) -> dict[str, Prepared]:
+    """Return the wanted splits after their check; raise DataError for missing splits, or else for their problems."""
+    problems = splits_problems(name, splits, job.wanted)
+    prepared = {} if problems else {split: check(split) for split in job.wanted}
+    problems += [problem for item in prepared.values() for problem in item.problems]
     if problems:
         raise data_error(name, problems)
-    for line in notes:
-        job.say(f"{name}, {line}")
-    return type(loaded)(chosen)
+    return prepared

@@ -1,4 +1,4 @@
-"""Find a data set: a file, a directory, a data set of the package, or none of these (then the hub)."""
+"""Find the files of a data set on this machine: a file, a directory, or a data set of the package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SPLIT_WORDS = {
 }
 _SPLIT_OF_WORD = {word: split for split, words in _SPLIT_WORDS.items() for word in words}
 _OF_A_MODEL = ("model.safetensors", "model.safetensors.index.json", "adapter_config.json", "tokenizer.json")
-# What `datasets` keeps beside data, as in its own list of files to ignore.
+# Files that `datasets` writes beside data and ignores itself.
 _NOT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
@@ -46,8 +46,8 @@ class LocalData:
     """A data set on this machine.
 
     Attributes:
-        splits: files of every split; for a directory of `save_to_disk`, that directory.
-        saved: written by `save_to_disk`.
+        splits: files of every split, or the directory of the split if `saved`.
+        saved: True if `save_to_disk` wrote the data set.
     """
 
     name: str
@@ -78,7 +78,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def find_local(name: str, test_split: str = "test") -> LocalData | None:
-    """Return the local or embedded data set of that name, None for a hub id; raise DataError if invalid."""
+    """Return the local or embedded data set of this name, or None for a hub id; raise DataError for an unusable path."""
     if name.startswith(EMBEDDED):
         return _find_embedded(name)
     path = Path(name).expanduser()
@@ -93,14 +93,14 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
 
 
 def _mode(path: Path) -> tuple[int | None, Problem | None]:
-    """Return the mode of a file or directory (None if it does not exist), and the problem of any other path."""
+    """Return (mode, None) of a file or directory, (None, None) if it does not exist, else (None, problem)."""
     expected = "a file or a directory"
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and path.is_symlink():
             loop = error.errno == errno.ELOOP
-            where = "back to itself" if loop else f"to '{path.readlink()}', which is not there"
+            where = "back to itself" if loop else f"to '{path.readlink()}', which does not exist"
             return None, Problem(f"'{path}' is a link that leads {where}", expected, "name the file itself")
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return None, None
@@ -116,7 +116,7 @@ def _mode(path: Path) -> tuple[int | None, Problem | None]:
 
 def _missing(path: Path) -> Problem:
     missing, expected = f"there is no file or directory '{path}'", "a file or directory that exists"
-    fix = f"'{path.parent}' does not exist either: see from where the path starts"
+    fix = f"'{path.parent}' does not exist either: check where the path starts"
     if path.parent.is_dir():
         names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
         fix = f"'{path.parent}' holds {quoted(names)}"
@@ -167,18 +167,18 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
         return LocalData(name, {item.name: (item,) for item in saved}, saved=True)
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return LocalData(name, {"train": (folder,)}, saved=True)
-    if any((folder / each).is_file() for each in _OF_A_MODEL):
+    if any((folder / file).is_file() for file in _OF_A_MODEL):
         directory = f"the directory '{folder}' holds a model: {quoted(sorted(item.name for item in folder.iterdir()))}"
-        fix = f"--model_name_or_path {name} if that was meant, and the data in --dataset_name"
+        fix = f"name the model in --model_name_or_path {name}, and the data in --dataset_name"
         raise data_error(name, [Problem(directory, "a directory of data", fix)])
     files = _data_files(folder.glob("*")) or _data_files(folder.glob("*/*"))
     if not files:
-        held = sorted(item.name for item in folder.iterdir())
-        expected = f"files ending in {', '.join(_SUFFIXES)}, or what save_to_disk wrote"
-        fix = f"name a directory with such files; this one holds {quoted(held)}"
-        if any(Path(each).suffix.lower() in SUFFIXES for each in held):
+        names = sorted(item.name for item in folder.iterdir())
+        expected = f"files ending in {', '.join(_SUFFIXES)}, or a data set that save_to_disk wrote"
+        fix = f"name a directory with such files; this directory holds {quoted(names)}"
+        if any(Path(file).suffix.lower() in SUFFIXES for file in names):
             fix = "write a text for each picture: cat.txt for cat.png, or metadata.jsonl with 'file_name' and 'text'"
-        fix = fix if held else "the directory is empty"
+        fix = fix if names else "the directory is empty"
         raise data_error(name, [Problem(f"the directory '{folder}' holds no data", expected, fix)])
     inside = {path: _split_word(path.parent.name) if path.parent != folder else None for path in files}
     words = {path: (None if captioned(path) else _split_word(path.stem)) or inside[path] for path in files}
@@ -202,7 +202,7 @@ def _data_files(paths: Iterable[Path]) -> list[Path]:
     if problems:
         raise data_error(str(named[0].parent), problems)
     files = [path for path, (mode, _) in modes.items() if mode is not None and stat.S_ISREG(mode)]
-    # In a folder of pictures other texts are about the data.
+    # In a folder of pictures with metadata or captions, other text files only describe the data set.
     if metadata := [path for path in files if path.stem.lower() == METADATA]:
         return metadata
     captions = [path for path in files if captioned(path)]
@@ -210,7 +210,7 @@ def _data_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> list[Problem]:
-    """Return the problems of wanted splits that do not exist; the first wanted one is for training."""
+    """Return the problems of wanted splits that do not exist. The first wanted split is for training."""
     have, problems = sorted(splits), []
     for position, split in enumerate(wanted):
         if split in have:

@@ -1,4 +1,4 @@
-"""The training methods: command, trainer of TRL, columns of its rows and kind of loss, one record per method."""
+"""The training methods: command, trainer in TRL, columns of the rows and kind of loss, one record per method."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal
 from isotype.data.tokens import TOKEN_COLUMNS
 
 Loss = Literal[
-    "labels",  # the model's own, of one forward with labels
-    "reward",  # of the scores of chosen and rejected answers
-    "preference",  # of their log-probabilities against a reference model's
-    "unpaired",  # of labelled completions against a reference model's
-    "policy",  # of completions that the model generates
+    "labels",  # the model's loss of one forward with labels
+    "reward",  # from the scores of chosen and rejected answers
+    "preference",  # from log-probabilities of chosen and rejected answers, compared with a reference model
+    "unpaired",  # from log-probabilities of labelled completions, compared with a reference model
+    "policy",  # from rewards of completions that the model generates
 ]
-"""Computation of a step; `isotype.train.preflight.synthetic.LOSSES` computes it without a data set."""
+"""Kind of loss; `isotype.train.preflight.synthetic.LOSSES` computes each kind without a data set."""
 
 Reference = Literal[
     "none",
     "always",
-    "beta",  # where the argument of that name, the weight of the divergence from it, is not zero
+    "beta",  # if the argument `beta`, the weight of the divergence from the reference model, is not zero
 ]
-"""Use of a frozen reference model by the loss."""
+"""When the loss needs a frozen reference model."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Format:
     """A set of columns that a trainer accepts.
 
     Attributes:
-        excludes: columns by which TRL reads the row as another format, and then fails.
+        required: columns that a row must have.
+        excludes: columns that a row must not have, since TRL would take the row for another format and fail.
     """
 
     required: tuple[str, ...]
@@ -46,19 +47,22 @@ _LONG_PROMPT = "the prompt alone fills"
 
 @dataclass(frozen=True)
 class Method:
-    """A stable trainer of TRL.
+    """A training method by one of TRL's stable trainers.
 
     Attributes:
-        name: the command, and TRL's script module.
+        name: name of isotype's command and of TRL's script module.
+        title: description in `isotype --help`.
         trainer: name of the trainer class in `trl`.
+        loss: kind of loss.
         formats: accepted sets of columns, in TRL's order of preference.
-        optional: columns with a special meaning. Others are allowed: GRPO and RLOO pass them to the reward functions,
-            the other trainers ignore them.
-        task_type: PEFT's task type; it decides which parts beside the adapters are trained.
+        optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass them to the reward
+            functions, and the other trainers ignore them.
+        task_type: PEFT's task type, which decides the parts that are trained beside the adapters.
         auto_class: name of transformers' auto class, or None for the class that the config names.
-        reference: see `Reference`; `compares` decides it for a training.
-        dropped: rows that the trainer drops by `max_length`, as the beginning of a clause; "" if it drops none.
-        fused_head: the trainer takes log-probabilities from TRL's fused head and never reads logits.
+        model_kwargs: arguments of the model class.
+        reference: when the loss needs a reference model; `compares` decides this for a training.
+        dropped: beginning of a clause about the rows that the trainer drops by `max_length`; "" if it drops none.
+        fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 
     name: str
@@ -87,7 +91,7 @@ class Method:
         return getattr(import_module("trl"), self.trainer)
 
     def dataclass_types(self) -> tuple[Any, ...]:
-        """Dataclasses of TRL's script: script, training, model and data set arguments."""
+        """Return the dataclasses of arguments of TRL's script: script, training, model and data set."""
         trl = import_module("trl")
         script = import_module(f"trl.scripts.{self.name}")
         arguments = getattr(script, f"{self.name.upper()}ScriptArguments", trl.ScriptArguments)

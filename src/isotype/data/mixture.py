@@ -1,4 +1,4 @@
-"""`datasets:` of a configuration file: several data sets, each with columns of its own, as one."""
+"""Mixtures: several data sets with different columns, named under `datasets:` in a configuration file, as one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
 _SEED = 0
-"""Seed of the split into training and test rows, fixed so that a resumed run has the same split."""
+"""Seed of the split into training and test rows, which a resumed run repeats."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class _Part:
     """A data set of a mixture.
 
     Attributes:
-        splits: the checked splits that its `split` names.
-        prepare: checks it again with another reading.
+        splits: (name, checked split) of each split that the entry names.
+        prepare: function that checks the splits again with another reading.
     """
 
     name: str
@@ -40,7 +40,6 @@ class _Part:
 
     @property
     def row(self) -> dict[str, Any]:
-        """First row under the trainer's names."""
         return next((item.first for _, item in self.splits if item.first is not None), {})
 
 
@@ -50,8 +49,8 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
 
     if args.streaming and args.test_split_size is not None:
         conflict = f"--test_split_size {args.test_split_size} with a streamed mixture"
-        fix = "leave --streaming or --test_split_size away"
-        raise data_error("datasets", [Problem(conflict, "a mixture whose size is known, to be split", fix)])
+        fix = "leave out --streaming or --test_split_size"
+        raise data_error("datasets", [Problem(conflict, "a mixture of known size, which can be split", fix)])
     if len(job.wanted) > 1 and args.test_split_size is None:
         conflict = "evaluation is on and the mixture has no test split"
         fix = "--test_split_size 0.1, or --eval_strategy no"
@@ -85,10 +84,6 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
     if problems:
         raise data_error("datasets", problems)
     return type(splits)({name: splits[name] for name in job.wanted})
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# One data set
 
 
 def _part(entry: Any, job: Job, streaming: bool) -> tuple[_Part | None, Sequence[Problem]]:
@@ -145,12 +140,8 @@ def _from_hub(
     return [("", opened(loaded, [(entry.path, None)], job, only))], []
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# All of them
-
-
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
-    """Return the parts; if their forms differ, read again as conversations, or with messages for plain turns."""
+    """Return the parts in one form: if their forms differ, texts become messages, or prompts become conversations."""
     formats = formats_of(job.method, job.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]
@@ -190,11 +181,11 @@ def _again(part: _Part, **changes: Any) -> _Part:
 
 
 def _aligned(parts: Sequence[_Part], job: Job, streaming: bool) -> list[Any]:
-    """Return one data set per part; columns of one name have one type."""
+    """Return a data set for each part; columns of the same name have the same type in all of them."""
     import datasets
 
     used = None
-    if job.method == "sft":  # only SFT ignores other columns, whose types may clash
+    if job.method == "sft":  # SFT ignores other columns, whose types may differ between the parts
         used = {*COLUMNS, job.text_field, "image", "images"}
     shapes: dict[str, Shape] = {}
     for part in parts:
@@ -243,8 +234,8 @@ def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:
     features = dataset.features
     if features is None:
         return dataset
-    own = {name: shape_of_feature(feature) for name, feature in features.items()}
-    others = (name for name, shape in own.items() if shape is not None and shape != shapes[name])
+    stored = {name: shape_of_feature(feature) for name, feature in features.items()}
+    others = (name for name, shape in stored.items() if shape is not None and shape != shapes[name])
     target = dict(features) | {name: to_feature(shapes[name]) for name in others}
     if "images" in shapes:
         target["images"] = to_feature(shapes["images"])
@@ -255,12 +246,12 @@ def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:
 
 
 def _same(row: Any, seen: bool) -> dict[str, Any]:
-    # A row that goes back as it came keeps its stored values, which are not cast.
+    # `map` does not cast a row that it gets back as the same object, so a copy is returned.
     return {"images": [], **row} if seen else dict(row)
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """Return the first rows of each data set in the proportions of `fraction`, without repetition."""
+    """Return the first rows of each data set in the proportions of `fraction`; no row is repeated."""
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):
         return built

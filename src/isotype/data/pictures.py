@@ -1,4 +1,4 @@
-"""A picture of a row: read into a path or bytes, its header checked before training."""
+"""Pictures in rows of a data set: where they are stored, and checks of their files before training."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _READABLE = "a picture that can be read"
 _FIX = "correct the path, or write the file again"
 _FORMS = "a path, base64 text, a data URL, or {bytes, path}"
 _SHORTEST = 32
-"""Minimum characters of base64 text; shorter text is a path."""
+"""Minimum characters of base64 text; a shorter text is a path."""
 _THREADS = 16
-"""More than there are cores, since they wait for files."""
+"""Number of threads that read pictures; they mostly wait for files, so there may be more than cores."""
 
 Stored = str | bytes | Mapping[str, Any]
-"""A path, the bytes of a file, or both as `datasets` stores them: {bytes, path}."""
+"""A picture: its path, the bytes of its file, or {bytes, path} as `datasets` stores it."""
 
 
 def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
-    """Return a picture as a path or bytes, or its problem.
+    """Return a picture of a row as a path, bytes or {bytes, path}, or return the problem with it.
 
     Args:
         value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object with one of these.
-        folder: base of relative paths; if the file is not there, the working directory.
+        folder: folder of relative paths; paths to no file in it are relative to the working directory.
     """
     if isinstance(value, Mapping):
         return _of_object(value, folder)
@@ -87,13 +87,13 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """Return the problem of a picture that cannot be read, None if it can; `whole`: decode it, else check its header."""
+    """Return the problem of a picture that cannot be read, or None. With `whole` it is decoded, not only its header."""
     size = _read(picture, (lambda opened: opened.load()) if whole else (lambda opened: opened.verify()))
     return size if isinstance(size, Problem) else None
 
 
 def size_of(picture: Stored) -> tuple[int, int] | Problem:
-    """Return (width, height) of a picture in pixels as displayed, from its header; or the problem of reading it."""
+    """Return (width, height) in pixels of a picture as displayed, from its header, or the problem of reading it."""
     return _read(picture, lambda opened: None)
 
 
@@ -109,7 +109,7 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
     try:
         with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as opened:
             width, height = opened.size
-            # For the tags of a PNG file pillow would decode it.
+            # Pillow decodes the whole picture to read the tags of a PNG file.
             tags = {} if opened.format == "PNG" else opened.getexif()
             turned = tags.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
             check(opened)
@@ -124,7 +124,7 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
 
 
 def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
-    """Yield (path, problem) of each picture whose header cannot be read: in a thread pool, with a bar."""
+    """Yield (path, problem) of each picture whose header cannot be read; threads read them, and a bar shows progress."""
     bar = Bar("reading the headers of pictures")
     bar.total = len(paths)
     pool = ThreadPoolExecutor(_THREADS)
@@ -139,14 +139,14 @@ def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
 
 
 def picture_columns(rows: Any) -> list[str]:
-    """Return the columns of pictures in a data set or split; of a stream without column names, those of its first row."""
+    """Return the picture columns of a data set or split; of a stream without column names, those of the first row."""
     names: Iterable[str] = getattr(rows, "column_names", None) or next(iter(rows), {})
     present = {*names}
     return [name for name in PICTURE_COLUMNS if name in present]
 
 
 def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Problem]]:
-    """Yield (row, problem) of the pictures of a `datasets.Dataset`, as `picture_problem` finds them."""
+    """Yield (row number, problem) of each picture in a `datasets.Dataset` that has a `picture_problem`."""
     read = partial(picture_problem, whole=whole)
     names = picture_columns(rows)
     bar = Bar("reading pictures")
@@ -155,9 +155,13 @@ def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Proble
         start = 0
         # Arrow gives the stored values, undecoded.
         for table in rows.select_columns(names).with_format("arrow").iter(batch_size=64):
-            rows_of_table = enumerate(table.to_pylist(), start)
-            found = [(at, each) for at, row in rows_of_table for each in pictures_in(row)]
-            for (at, _), problem in zip(found, pool.map(read, (each for _, each in found)), strict=True):
+            pictures = [
+                (at, picture)
+                for at, row in enumerate(table.to_pylist(), start)
+                for picture in pictures_in(row)
+            ]
+            problems = pool.map(read, (picture for _, picture in pictures))
+            for (at, _), problem in zip(pictures, problems, strict=True):
                 if problem is not None:
                     yield at, problem
             start += table.num_rows
@@ -167,7 +171,7 @@ def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Proble
 
 
 def data_url(picture: Any, side: int = 256) -> str:
-    """Return a decoded picture as a data URL, at most `side` pixels wide and high."""
+    """Return a decoded picture as a data URL, scaled down to at most `side` pixels in width and height."""
     small = picture.copy()
     small.thumbnail((side, side))
     stream = io.BytesIO()
@@ -177,7 +181,7 @@ def data_url(picture: Any, side: int = 256) -> str:
 
 
 def row_without_pictures(rows: Any) -> int | None:
-    """Return the index of the first row of a `datasets.Dataset` without a picture, None if there is none; no picture is decoded."""
+    """Return the number of the first row without a picture in a `datasets.Dataset`, or None; no picture is decoded."""
     at = 0
     for table in rows.with_format("arrow").iter(1000):
         columns = [table.column(name) for name in PICTURE_COLUMNS if name in table.column_names]
@@ -190,6 +194,5 @@ def row_without_pictures(rows: Any) -> int | None:
 
 
 def pictures_in(row: Mapping[str, Any]) -> list[Any]:
-    """Return the pictures in the columns of a row, unchanged."""
     cells: Iterable[Any] = (row[name] for name in PICTURE_COLUMNS if row.get(name) is not None)
-    return [each for cell in cells for each in (cell if isinstance(cell, list) else [cell])]
+    return [picture for cell in cells for picture in (cell if isinstance(cell, list) else [cell])]

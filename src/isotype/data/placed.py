@@ -1,8 +1,8 @@
-"""Bring the pictures of a row into one column `images`, each with its place `{"type": "image"}` in a message.
+"""Move the pictures of a row into one column `images`, each with a place `{"type": "image"}` in a message.
 
-Sources differ: TRL has a column and places in messages, or no places (then before the first question); OpenAI and
-axolotl put the picture into the message; LLaVA, LLaMA-Factory and ms-swift write `<image>` into the text; a folder of
-pictures has captions.
+The forms of data sets differ. TRL's rows have a column and places in messages, or no places, which are then before the
+first question. OpenAI and axolotl put the picture into the message. LLaVA, LLaMA-Factory and ms-swift write `<image>`
+into the text. A folder of pictures has captions.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ PART_KINDS = ("image", "image_url", "input_image")
 PAYLOADS = ("image", "image_url", "url", "path", "base64", "source", "bytes")
 CAPTIONS = ("text", "caption")
 _MARK = re.compile(r"\n?<image>\n?")
-# In a text that is written for one model already.
+# Picture tokens of certain models: a text with such a token is already written for one model.
 _TOKENS = re.compile(
     r"<start_of_image>|<image_soft_token>|<\|image_?\w*\|>|<\|vision_start\|>|<IMG_CONTEXT>|\[IMG\]|<\|patch\|>"
 )
 _ORDER = ("prompt", "messages", "completion", "chosen", "rejected")
 _ANSWERS = ("completion", "chosen", "rejected")
-_FIX = 'write {"type": "image"} or <image> for each of them, and as many pictures in a column \'images\''
+_FIX = 'write {"type": "image"} or <image> for each picture, and as many pictures in a column \'images\''
 
 
 def with_places(
     row: Row, folder: Path | None = None, *, listed: bool = True, pictured: bool = False
 ) -> Row | Problem:
-    """Return the row with its pictures in `images` and a place for each, unchanged if it has none, or its problem.
+    """Return the row with its pictures in `images` and a place for each picture, or the problem with it.
 
-    Texts of a row with pictures become messages, unless they contain a model's own picture tokens.
+    A row without pictures is returned unchanged. Texts of a row with pictures become messages, unless they contain
+    picture tokens of a certain model.
 
     Args:
-        row: under the trainer's names, its messages with roles.
-        listed: move a single picture of a column `image` into `images`.
-        pictured: use the form of rows with pictures even if there are none.
+        row: row with the trainer's column names and roles.
+        folder: folder to which paths of pictures are relative; None for a stored data set.
+        listed: True to move a single picture of a column `image` into `images`.
+        pictured: True to give a row without pictures the form of rows with pictures.
     """
     pictured = pictured or not row.keys().isdisjoint(PICTURE_COLUMNS)
     if not pictured and not any(part.get("type") in PART_KINDS for part in _parts(row)):
@@ -66,24 +68,24 @@ def with_places(
             expected = "pictures only in prompts: no model answers with one"
             return Problem(f"column '{name}' holds a picture", expected, "move it to the prompt")
     if pictures.seen:
-        # TRL would put the pictures before the first question of plain text once more.
+        # If a question were plain text, TRL would add places for the pictures before it again.
         chats = {name: [in_parts(turn) for turn in chat] for name, chat in chats.items()}
     elif beside:
         _before(chats, len(beside))
         pictures.places, pictures.taken = len(beside), list(beside)
     if pictures.places != len(beside):
         what = f"{plural(pictures.places, 'place')} for a picture and {plural(len(beside), 'picture')}"
-        return Problem(what, "as many of both", _FIX)
+        return Problem(what, "as many places as pictures", _FIX)
     return _stored({**spoken, **chats}, pictures.taken, folder, listed)
 
 
 @dataclass
 class _Pictures:
-    """The pictures of a row in the order of its turns.
+    """The pictures of a row, collected in the order of its messages.
 
     Attributes:
-        waiting: pictures beside the messages without a place so far.
-        marked: there were any, so `<image>` in a text is a place.
+        waiting: pictures of the picture columns that have no place yet.
+        marked: True if there are such pictures, so that `<image>` in a text is a place.
     """
 
     waiting: deque[Any]
@@ -93,11 +95,10 @@ class _Pictures:
 
     @property
     def seen(self) -> int:
-        """Places of both kinds so far, filled or not."""
+        """Number of places so far, also of places without a picture."""
         return max(len(self.taken), self.places)
 
     def of_turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message with a place for each of its pictures."""
         content = turn.get("content")
         if isinstance(content, str) and self.marked and "<image>" in content:
             content = _split(content)
@@ -118,16 +119,12 @@ class _Pictures:
 
 
 def _stored(row: Row, pictures: list[Any], folder: Path | None, listed: bool) -> Row | Problem:
-    kept = {name: value for name, value in row.items() if name not in PICTURE_COLUMNS}
-    images: list[Any] = []
-    for each in pictures:
-        picture = stored(each, folder)
-        if isinstance(picture, Problem):
-            return picture
-        images.append(picture)
+    images = [stored(picture, folder) for picture in pictures]
+    if problem := next((image for image in images if isinstance(image, Problem)), None):
+        return problem
     if not listed and len(images) == 1 and "images" not in row and row.get("image") is pictures[0]:
         return {**row, "image": images[0]}
-    return {**kept, "images": images}
+    return {name: value for name, value in row.items() if name not in PICTURE_COLUMNS} | {"images": images}
 
 
 def _parts(row: Row) -> Iterator[Mapping[str, Any]]:
@@ -147,7 +144,7 @@ def _split(content: str) -> list[Any]:
 
 
 def in_parts(turn: Any) -> Any:
-    """Return a question with its text as a part; other messages unchanged."""
+    """Return a user's message with its text as a part; other messages are returned unchanged."""
     content = turn.get("content")
     if turn.get("role") != "user" or not isinstance(content, str):
         return turn
@@ -155,7 +152,7 @@ def in_parts(turn: Any) -> Any:
 
 
 def _before(chats: Row, count: int) -> None:
-    """Insert places before the first question for pictures without one, as TRL does for plain text."""
+    """Insert `count` places for pictures before the first question, as TRL does for plain text."""
     asked = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
     if not asked or any(isinstance(turn["content"], str) for turn in asked):
         return
@@ -163,18 +160,20 @@ def _before(chats: Row, count: int) -> None:
 
 
 def _spoken(row: Row, seen: bool) -> Row | Problem:
-    """Return the row with texts as messages, a caption as answer to `QUESTION`, and shared turns of a pair as prompt."""
+    """Return a row with pictures as conversations, or the problem with it; `seen` is True if pictures are in columns.
+
+    Texts become messages, a caption the answer to `QUESTION`, the common beginning of a pair of conversations its prompt.
+    """
     name = next((name for name in CAPTIONS if name in row), None)
     if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):
         if not seen:
             return row
         text = _MARK.sub("", row[name], count=1) if row[name].lstrip().startswith("<image>") else row[name]
         if _MARK.search(text) or _TOKENS.search(text):
-            what, fix = (
-                f"column '{name}' is text with pictures in it",
-                "write 'messages', or 'prompt' and 'completion'",
+            fix = "write 'messages', or 'prompt' and 'completion'"
+            return Problem(
+                f"column '{name}' is text with pictures in it", "a caption, or a conversation", fix
             )
-            return Problem(what, "a caption, or a conversation", fix)
         rest = {key: value for key, value in row.items() if key != name}
         question = {"role": "user", "content": [dict(PLACE), {"type": "text", "text": QUESTION}]}
         return {**rest, "prompt": [question], "completion": [{"role": "assistant", "content": text}]}

@@ -1,4 +1,4 @@
-"""Convert rows of a data set to a trainer's names (`--columns`), to the roles of chat templates and to one form."""
+"""Convert rows of a data set to the form that a trainer takes: names of columns, roles of messages, pictures, labels."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from isotype.data.sharegpt import standard_chats
 from isotype.data.tokens import TOKEN_COLUMNS, with_labels
 
 PRESETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    # tatsu-lab/stanford_alpaca: an instruction, perhaps an input, and the output.
+    # Rows of tatsu-lab/stanford_alpaca have an instruction, sometimes an input, and an output.
     "alpaca": {"prompt": ("instruction", "input"), "completion": ("output",)},
 }
-_OPTIONAL = frozenset({"input"})  # of Alpaca: rows without one leave it out
+_OPTIONAL = frozenset({"input"})  # Alpaca's rows may lack this column
 
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Columns of a trainer, each made of one or several columns of the data set.
+    """The columns that a trainer takes, each made of one or several columns of the data set.
 
     Attributes:
-        targets: trainer's name -> data set's names; several texts are joined by a blank line, without empty ones.
-        origin: the argument or file of the user.
+        targets: (trainer's name, data set's names); the texts of several columns are joined by blank lines, without
+            empty texts.
+        origin: argument or file in which the user named the columns.
     """
 
     targets: tuple[tuple[str, tuple[str, ...]], ...]
@@ -37,11 +38,10 @@ class ColumnMap:
 
     @property
     def sources(self) -> frozenset[str]:
-        """All data set columns that are read."""
         return frozenset(name for _, names in self.targets for name in names)
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
-        """Return the row under the trainer's names (columns without a target stay), or a Problem if one is missing."""
+        """Return the row with the trainer's column names, or the problem of a missing column; other columns stay."""
         missing = sorted(self.sources - _OPTIONAL - set(row))
         if missing:
             return Problem(
@@ -57,7 +57,7 @@ class ColumnMap:
 
 
 def column_map(value: object, origin: str) -> ColumnMap | None:
-    """Return `columns` of one data set of a mixture: a preset, pairs as text, or {trainer's name: name or names}."""
+    """Return the map of `columns` in a mixture: a preset, pairs as text, or {trainer's name: name or names}."""
     if isinstance(value, str):
         return parse_columns(value, origin)
     pairs = {
@@ -72,7 +72,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
 
 
 def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
-    """Parse `alpaca` or `prompt=question,completion=answer` (None for None); raise DataError for other texts."""
+    """Return the map of `alpaca` or `prompt=question,completion=answer` (None for None); raise DataError for other texts."""
     if text is None:
         return None
     if text in PRESETS:
@@ -87,16 +87,17 @@ def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | No
 
 @dataclass(frozen=True)
 class Reading:
-    """Changes to every row of a data set, however it is stored.
+    """The conversion of all rows of a data set for a training method.
 
     Attributes:
-        columns: trainer's names for the data set's columns.
-        chat: prompts and answers that are text become messages of user and assistant.
-        joined: prompt and completion become one conversation, `messages`; only columns of conversations stay.
-        prompts: prompt tokens are targets, too (`--completion_only_loss False`).
-        lines: each line of a .txt file is an example; else the whole file is one.
-        listed: a single picture of a stored data set becomes a list, as for files.
-        pictured: some rows have pictures; the others take their form.
+        method: the training method.
+        columns: the trainer's names for columns of the data set, or None.
+        chat: True if prompts and answers that are text become messages of user and assistant.
+        joined: True if prompt and completion become one conversation, `messages`; only columns of conversations stay.
+        prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
+        lines: True if each line of a .txt file is an example; else the whole file is one.
+        listed: True if a single picture of a stored data set becomes a list, as for files.
+        pictured: True if rows without pictures take the form of rows with pictures.
     """
 
     method: str
@@ -110,21 +111,22 @@ class Reading:
 
     @property
     def sees(self) -> bool:
+        """True if the trainer takes pictures."""
         return "images" in METHODS[self.method].optional
 
     @property
     def reads(self) -> frozenset[str]:
-        """Columns that may be changed."""
+        """Columns that the conversion reads or changes."""
         sources = self.columns.sources if self.columns is not None else frozenset()
         pictures = {*PICTURE_COLUMNS, *CAPTIONS} if self.sees else set()
         return CHATS | sources | {"system", *TOKEN_COLUMNS} | pictures
 
     def apply(self, row: Row, names: Counter[str] | None = None, folder: Path | None = None) -> Row | Problem:
-        """Return the row as the trainer takes it, or its problem.
+        """Return the row in the form that the trainer takes, or the problem with it.
 
         Args:
             names: counts the speakers of {from, value} messages, see `standard_chats`.
-            folder: folder of the row's file, base of relative picture paths; None for a stored data set.
+            folder: folder of the row's file, to which paths of pictures are relative; None for a stored data set.
         """
         mapped = row if self.columns is None else self.columns.apply(row)
         if isinstance(mapped, Problem):
@@ -137,7 +139,7 @@ class Reading:
         chat: Any = standard.get("messages")
         unpaired = METHODS[self.method].loss == "unpaired"
         if unpaired and "completion" not in standard and isinstance(chat, list) and len(chat) > 1:
-            del standard["messages"]  # LLaMA-Factory's rows: the label is the last message's
+            del standard["messages"]  # in LLaMA-Factory's rows the label belongs to the last message
             standard = {**standard, "prompt": chat[:-1], "completion": chat[-1:]}
         if self.sees:
             listed = self.listed or folder is not None
@@ -154,7 +156,6 @@ class Reading:
 
 
 def _spoken(row: Row) -> Row:
-    """Return the row with every turn of text as a list of one message."""
     roles = {name: "user" if name == "prompt" else "assistant" for name in TURN_COLUMNS}
     return {
         name: [{"role": roles[name], "content": value}] if name in roles and isinstance(value, str) else value

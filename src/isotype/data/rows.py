@@ -1,10 +1,9 @@
-"""Read rows with line numbers from text files (JSON, JSON lines, CSV, TSV, plain text).
+"""Readers of the rows in text files (JSON, JSON lines, CSV, TSV, plain text), with line numbers.
 
-Each reader yields (line, row) or, for an unreadable row, a `Problem` (its `given` without file and line). The same
-readers check a file and build the data set, so the checked rows are the trained rows.
+A reader yields (line, row), or (line, `Problem`) for an unreadable row. The same readers check a file and build the
+data set, so the checked rows are the trained rows.
 
-A plain text is one example, or each of its lines on request. Blank lines are separators, a byte order mark is
-skipped.
+A plain text is one example, or on request each of its lines is one. Blank lines and a byte order mark are skipped.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes of a line: a tokenizer needs about a hundred times as much memory."""
+"""Maximum bytes of a line: a tokenizer needs about a hundred times as much memory as the text."""
 _CHUNK = 1 << 20
-_WHOLE = (".json",)  # whose lines are no examples
-_NO_TEXT_FIX = "write it as text; UTF-16 without a mark is converted by: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
+_WHOLE = (".json",)  # suffixes of files whose lines are not examples
+_NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
 _UNPACK = "unpack it first, for example: {} OLD > NEW"
 _KINDS = (
     (b"\x1f\x8b", "a gzip archive", _UNPACK.format("gunzip -c")),
@@ -51,7 +50,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
-    """Return the hex digest of a file, and the problem (with byte offset) if it is not UTF-8 text."""
+    """Return the hex digest of a file's content, and the problem (with byte offset) if the file is not UTF-8 text."""
     digest = hashlib.blake2b(digest_size=16)
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = lines = length = 0
@@ -83,17 +82,18 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
 
 
 def _other_kind(raw: bytes) -> Problem | None:
-    """Return the problem of a file that begins like a file of another kind."""
+    """Return the problem of a file whose first bytes are those of a binary or compressed format, or None."""
     if raw.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return _not_utf8(0, raw[0], "UTF-32")
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return _not_utf8(0, raw[0], "UTF-16")
-    kind, fix = next((each for mark, *each in _KINDS if raw.startswith(mark)), ("", ""))
-    return Problem(f"it is {kind}, whatever its name says", "a text file in UTF-8", fix) if kind else None
+    for mark, kind, fix in _KINDS:
+        if raw.startswith(mark):
+            return Problem(f"the file is {kind}, whatever its name says", "a text file in UTF-8", fix)
+    return None
 
 
 def unreadable(error: OSError) -> Problem:
-    """Return the problem of a file that the operating system cannot read."""
     return Problem(f"cannot be read: {error.strerror}", "a file that you may read", "check its permissions")
 
 
@@ -128,7 +128,7 @@ def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> P
 
 
 def _lone_surrogate(text: str, value: object) -> Problem | None:
-    """Return the problem of half a character (backslash-u D800 to DFFF), which JSON can spell but UTF-8 cannot."""
+    """Return the problem of half a character (backslash-u D800 to DFFF), which JSON can contain but UTF-8 cannot."""
     if "\\ud" not in text and "\\uD" not in text:
         return None
     try:
@@ -140,7 +140,7 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """Yield one JSON object per line, or of one array; the first character decides, not the file's name."""
+    """Yield the JSON objects of a file: of an array if the first character is `[`, else one object per line."""
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
             text = line.strip(_BLANK)
@@ -213,8 +213,8 @@ def _skip(text: str, at: int) -> int:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
-    """Yield rows of text cells under the names of the first line; a quoted cell may span lines."""
-    # The limit of 131072 characters a cell is a setting of the whole process; texts of books are longer.
+    """Yield the rows of a CSV file with text cells; a row that spans several lines has the number of its first line."""
+    # By default a cell has at most 131072 characters in the whole process; a book is longer.
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -238,21 +238,21 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                 else:
                     fix = 'put cells that contain the separator or quotes in quotes: "a, ""b"""'
                     what = plural(len(cells), "cell")
-                    yield line, Problem(what, f"{len(header)}, one for each column of the header", fix)
+                    yield line, Problem(what, f"{len(header)} cells, one for each column of the header", fix)
         except csv.Error as error:
             fix = 'quote cells as "…" and double the quotes inside them: ""'
             yield start, Problem(f"not CSV: {error}", "comma-separated values (RFC 4180)", fix)
 
 
 def read_document(path: Path) -> Iterator[Record]:
-    """Yield the whole file as one text in a column `text`; nothing if it is blank."""
+    """Yield the whole file as one text in a column `text`; nothing if the file is blank."""
     text = path.read_text(encoding="utf-8-sig")
     if text.strip():
         yield 1, {"text": text}
 
 
 def read_text(path: Path) -> Iterator[Record]:
-    """Yield one text per line in a column `text`, the name that `datasets` uses."""
+    """Yield each line as a text in a column `text`, the name that `datasets` uses."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             text = line.rstrip("\n")
@@ -283,7 +283,7 @@ _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def cell_value(cell: str) -> bool | int | float | str | None:
-    """Return the value of a CSV cell outside text columns: None, bool, number or text."""
+    """Return the value of a CSV cell in a column that may hold other values than text: None, bool, number or text."""
     if not cell:
         return None
     if cell.lower() in _TRUTH:
@@ -299,9 +299,10 @@ def read_rows(
     reading: Reading | None = None,
     names: Counter[str] | None = None,
 ) -> Iterator[Record]:
-    """Yield (line, row or Problem) of one file; CSV cells are typed except in the columns `textual`.
+    """Return an iterator over (line, row or Problem) of one file.
 
-    With a `reading`, rows are as a trainer takes them (`names`: see `Reading.apply`) and its source columns are text.
+    Cells of a CSV file are text in the columns `textual`; others may become numbers or bools. A `reading` converts the rows
+    to the form that a trainer takes; `names` counts speakers, see `Reading.apply`.
     """
     if reading is not None:
         sources = reading.columns.sources if reading.columns is not None else frozenset()
@@ -326,7 +327,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield the rows with the picture that the file captions, or that its metadata names."""
+    """Yield the rows with the picture that the text file captions, or with the pictures that a metadata file names."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
@@ -343,7 +344,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the picture beside a text file with the same stem; None if there is none."""
+    """Return the picture beside a text file that has the same name except for the suffix, or None."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)
@@ -352,7 +353,7 @@ def captioned(path: Path) -> Path | None:
 def generate(
     paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...], reading: Reading
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of valid files for `Dataset.from_generator`; `paths` is a list, to be sharded."""
+    """Yield the rows of checked files for `Dataset.from_generator`, which can divide a list such as `paths` into shards."""
     for path in paths:
         for _, row in read_rows(Path(path), frozenset(textual), reading):
             yield {name: row.get(name, []) if name == "images" else row[name] for name in columns}

@@ -1,7 +1,7 @@
-"""Types of JSON values, merged over all rows of a file: one schema, decided before the first row is stored.
+"""Types of JSON values, merged over all rows of a file into one schema before the first row is stored.
 
-`datasets` infers a schema from the first part of a file: ISO dates become timestamps, digits in CSV integers, "NA"
-null, and objects get the keys of other rows. A schema from all rows keeps the file's values.
+`datasets` infers a schema from the first part of a file. Then ISO dates become timestamps, digits in CSV become
+integers, "NA" becomes null, and objects get the keys of other rows. A schema of all rows keeps the values of the file.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ Shape = str | tuple[str, Any]
 NULL: Shape = "null"
 PICTURE: Shape = "picture"
 STRING: Shape = "string"
-JSON: Shape = "json"  # an object whose keys or types differ by row: kept as JSON text, given back as objects
-MIXED: Shape = "mixed"  # no one type holds it
+JSON: Shape = (
+    "json"  # objects whose keys or types differ between rows; stored as JSON text and returned as objects
+)
+MIXED: Shape = "mixed"  # values without a common type
 HUGE: Shape = "huge"  # an integer beyond 64 bits
-DEEP: Shape = "deep"  # nested deeper than `DEEPEST`, which Arrow and JSON libraries do not read
+DEEP: Shape = "deep"  # nested deeper than `DEEPEST`: Arrow and JSON libraries cannot read it
 DEEPEST = 48
 
 _SCALARS: dict[type, Shape] = {type(None): NULL, bool: "bool", int: "int64", float: "float64", str: STRING}
 
 
 def shape_of(value: object, depth: int = 0) -> Shape:
-    """Return the shape of one JSON value that is nested in `depth` objects and lists."""
+    """Return the shape (type) of a JSON value that is nested in `depth` objects and lists."""
     if depth > DEEPEST:
         return DEEP
     if isinstance(value, dict):
@@ -59,22 +61,22 @@ def _string_struct(keys: tuple[str, ...]) -> Shape:
 
 def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
     kinds = [shape for _, shape in fields]
-    if worst := next((each for each in (DEEP, HUGE) if each in kinds), None):
-        return worst
-    # "_type" is the key by which `datasets` tells a feature from an object; Arrow ends a name at its first NUL.
+    if unfit := next((shape for shape in (DEEP, HUGE) if shape in kinds), None):
+        return unfit
+    # `datasets` takes an object with the key "_type" for a feature; Arrow ends a name at its first NUL.
     if not fields or MIXED in kinds or any(key == "_type" or "\0" in key for key, _ in fields):
         return JSON
     return ("struct", fields)
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape for the values of both; objects without a common shape become JSON."""
+    """Return the narrowest shape for values of both shapes; it is JSON for objects that differ, else MIXED."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:
         return b
-    if worst := next((each for each in (DEEP, HUGE) if each in (a, b)), None):
-        return worst
+    if unfit := next((shape for shape in (DEEP, HUGE) if shape in (a, b)), None):
+        return unfit
     if {a, b} == {"int64", "float64"}:
         return "float64"
     if isinstance(a, tuple) and isinstance(b, tuple) and a[0] == b[0]:
@@ -86,12 +88,12 @@ def merge(a: Shape, b: Shape) -> Shape:
 def _merge_structs(a: dict[str, Shape], b: dict[str, Shape]) -> Shape:
     if a.keys() != b.keys():
         kinds = (*a.values(), *b.values())
-        return next((each for each in (DEEP, HUGE) if each in kinds), JSON)
+        return next((shape for shape in (DEEP, HUGE) if shape in kinds), JSON)
     return _struct(tuple((key, merge(shape, b[key])) for key, shape in a.items()))
 
 
 def to_feature(shape: Shape) -> Any:
-    """Return a shape as a `datasets` feature: `Value`, `List`, `Json` or a dict of features."""
+    """Return the feature of `datasets` for a shape: `Value`, `List`, `Json`, `Image` or a dict of features."""
     import datasets
 
     if shape == JSON:
@@ -107,7 +109,7 @@ def to_feature(shape: Shape) -> Any:
 
 
 def shape_of_feature(feature: Any) -> Shape | None:
-    """Return the shape of a `datasets` feature; None if no row can have it (a tensor)."""
+    """Return the shape of a feature of `datasets`, or None for a feature that no shape describes, such as a tensor."""
     import datasets
 
     if isinstance(feature, datasets.Json):
@@ -120,6 +122,6 @@ def shape_of_feature(feature: Any) -> Shape | None:
         inner = shape_of_feature(feature.feature)
         return None if inner is None else ("list", inner)
     if isinstance(feature, dict):
-        fields = {key: shape_of_feature(each) for key, each in feature.items()}
+        fields = {key: shape_of_feature(item) for key, item in feature.items()}
         return None if None in fields.values() else ("struct", tuple(fields.items()))
     return None

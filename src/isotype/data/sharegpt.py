@@ -1,8 +1,7 @@
-"""Convert conversations of ShareGPT and similar ({from, value} messages) to messages with the roles of chat
-templates.
+"""Convert conversations in ShareGPT's form ({from, value} messages) to messages with the roles of chat templates.
 
-The names are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only the keys,
-so templates would write `<|im_start|>gpt`, which no model was trained on.
+The names of speakers are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only
+the keys, so that templates would write `<|im_start|>gpt`, which no model was trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SPEAKERS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("function_call", "tool_call"), CALL),
 }
-"""Roles by a {from, value} message's `from`, in lower case."""
+"""Value of `from` in lower case -> role of the message."""
 
 _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 
@@ -38,26 +37,26 @@ _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 def standard_chats(
     row: Row, names: Counter[str] | None = None, *, conversations: bool = True
 ) -> Row | Problem:
-    """Return the row with `conversations` as `messages`, and {role, content} messages in every column of chats.
+    """Return the row with `conversations` as `messages`, and {role, content} messages in all columns of chats.
 
-    A single message in place of an answer becomes a list. A column `system` becomes the first message of a
-    conversation without a system message, as in LLaMA-Factory.
+    If the row has a problem, it is returned instead. A single message in place of an answer becomes a list. A column
+    `system` becomes the first message of a conversation without a system message, as in LLaMA-Factory.
 
     Args:
-        names: counts the messages of each `from`; None if not counted.
-        conversations: the trainer takes a column of that name.
+        names: counts the messages of each speaker; None if they are not counted.
+        conversations: True if a column `conversations` is converted.
     """
     counted: Counter[str] = Counter()
     result: Row = {}
     for name, value in row.items():
         if name in TURN_COLUMNS and isinstance(value, dict) and {"from", "role"} & value.keys():
             value = [value]
-        taken = conversations if name == "conversations" else name in CHATS and _is_shared(value)
-        if not taken:
+        converts = conversations if name == "conversations" else name in CHATS and _is_shared(value)
+        if not converts:
             result[name] = value
             continue
         if name == "conversations" and {"messages", "prompt"} & row.keys():
-            continue  # the other columns are what is trained on
+            continue  # the trainer takes the other column
         messages = _messages(name, value, counted)
         if isinstance(messages, Problem):
             return messages
@@ -73,7 +72,7 @@ def standard_chats(
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
-    """Describe how speakers' names were mapped to roles; None without; `sample`: rows counted, None if all."""
+    """Describe how speakers were mapped to roles, or return None if there are none; `sample` rows were counted."""
     if not names:
         return None
     counts = names.most_common()
@@ -89,7 +88,7 @@ def _is_shared(value: object) -> bool:
 
 
 def _messages(column: str, value: Any, names: Counter[str]) -> list[Row] | Problem:
-    """Return the messages of one chat as {role, content}, or its first problem."""
+    """Return the messages of a chat as {role, content}, or the first problem with them."""
     standard = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
     fault = messages_fault(value) if standard else conversation_fault(value)
     if fault:
@@ -127,7 +126,7 @@ def _message(column: str, message: Row) -> Row | Problem:
 
 
 def _calls(text: str) -> list[Row] | None:
-    """Return the tool calls in a JSON text as chat templates take them; None if it has none."""
+    """Return the tool calls in a JSON text in the form of chat templates, or None if the text is no call."""
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
@@ -142,7 +141,7 @@ def _calls(text: str) -> list[Row] | None:
 
 
 def _arguments(call: Row) -> Any:
-    """Return the arguments of a call, parsed if they are JSON text, since templates write JSON."""
+    """Return the arguments of a call; JSON text is parsed, since chat templates write arguments as JSON."""
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, str):
         return arguments

@@ -1,4 +1,4 @@
-"""Rows of token ids: valid columns, and the labels that masks stand for."""
+"""Rows of token ids: checks of their columns, and labels made from masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IGNORED = -100
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 _UNREAD = ("token_type_ids", "position_ids")
 TOKEN_COLUMNS = ("labels", *_MASKS, "attention_mask", *_UNREAD)
-"""Columns with a meaning beside `input_ids`."""
+"""Columns that may stand beside `input_ids`."""
 ID_COLUMNS = ("input_ids", "labels", "chosen_ids", "rejected_ids")
 
 _LABEL_FIX = f"write {IGNORED} where no loss is computed, and the token's id elsewhere"
@@ -28,41 +28,42 @@ _FIXES = {
 
 
 def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
-    """Return the row with the `labels` that its masks stand for, without masks and padding; or its problem.
+    """Return a row of token ids with `labels` in place of masks, and without padding; or the problem of the row.
 
-    `prompts`: prompt tokens are targets, too, so `completion_mask` is ignored.
+    With `prompts` prompt tokens are targets, too: `completion_mask` is ignored.
     """
     ids = row["input_ids"]
     if not isinstance(ids, list) or not ids or not any(name in row for name in TOKEN_COLUMNS):
-        return row  # the column's own check reports the ids
+        return row  # the check of the column `input_ids` reports invalid ids
     for name in TOKEN_COLUMNS:
         if name in row and (fault := _fault(name, row[name], len(ids))):
             return Problem(f"column '{name}' {fault[0]}", fault[1], _FIXES[name])
     masks = [name for name in _MASKS if name in row and not (prompts and name == "completion_mask")]
     shown = row.get("attention_mask", [1] * len(ids))
-    learned = map(all, zip(shown, *(row[name] for name in masks), strict=True))
-    pairs = zip(row.get("labels", ids), learned, strict=True)
-    labels = [label if counts else IGNORED for label, counts in pairs]
+    targets = map(all, zip(shown, *(row[name] for name in masks), strict=True))
+    pairs = zip(row.get("labels", ids), targets, strict=True)
+    labels = [label if is_target else IGNORED for label, is_target in pairs]
     if set(labels) == {IGNORED}:
         what = f"no token of the row counts in the loss: each label is {IGNORED}, or masked"
-        return Problem(what, "at least one label that is a token's id", "write one, or remove the example")
-    taken = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
+        fix = "write a label, or remove the example"
+        return Problem(what, "at least one label that is a token's id", fix)
+    converted = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
     if masks or "labels" in row:
-        taken["labels"] = labels
+        converted["labels"] = labels
     if not all(shown):
         first, last = _ends(shown)
-        taken |= {name: taken[name][first:last] for name in ("input_ids", "labels") if name in taken}
-    return taken
+        names = converted.keys() & {"input_ids", "labels"}
+        converted |= {name: converted[name][first:last] for name in names}
+    return converted
 
 
 def _ends(shown: Sequence[int]) -> tuple[int, int]:
-    """Return the first place that is not padding, and the one behind the last."""
-    counted = [at for at, value in enumerate(shown) if value]
-    return (counted[0], counted[-1] + 1) if counted else (0, 0)
+    positions = [position for position, value in enumerate(shown) if value]
+    return (positions[0], positions[-1] + 1) if positions else (0, 0)
 
 
 def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
-    """Return (fault, expectation) of one column beside `count` token ids."""
+    """Return the fault of a column beside `count` token ids and the expected values, or None if it is valid."""
     mask = name not in ("labels", *_UNREAD)
     kinds = (int, bool) if mask else (int,)
     if not isinstance(values, list):
@@ -70,13 +71,13 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
     if wrong := [value for value in values if type(value) not in kinds][:1]:
         return f"holds {describe(wrong[0])}", "a list of whole numbers"
     if len(values) != count:
-        return f"has {plural(len(values), 'value')} for {plural(count, 'token id')}", "one for each token"
+        return f"has {plural(len(values), 'value')} for {plural(count, 'token id')}", "a value for each token"
     if mask and not {0, 1}.issuperset(values):
         return f"holds {next(value for value in values if value not in (0, 1))}", "0 and 1"
     if name == "labels" and (below := next((v for v in values if v < 0 and v != IGNORED), None)):
         return f"holds {below}", f"token ids, or {IGNORED} where no loss is computed"
     if name == "attention_mask" and not all(values[slice(*_ends(values))] or [0]):
-        return "is 0 for more than the ends", "0 at the ends alone, where padding is"
+        return "is 0 for tokens inside of the row", "0 only at the ends, where padding is"
     usual = {"token_type_ids": [0] * count, "position_ids": list(range(count))}
     if values != usual.get(name, values):
         return "has values that the trainer does not read", "'input_ids' with 'labels' or masks"
@@ -84,20 +85,23 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """Yield (row, problem) of each column's first row with an id out of range (if known), or too many labels."""
+    """Yield (row number, problem) of the first row in each column with an id that the model lacks, or with too many labels.
+
+    `rows` is a `datasets.Dataset`; the model has `size` ids, or an unknown number if that is None.
+    """
     import pyarrow.compute as pc
 
     names = [name for name in ID_COLUMNS if name in rows.column_names]
-    seen: set[str] = set()
+    reported: set[str] = set()
     start = 0
     for table in rows.select_columns(names).with_format("arrow").iter(batch_size=1000) if names else ():
         if {"input_ids", "labels"} <= set(names):
             counts = [pc.list_value_length(table[name]) for name in ("input_ids", "labels")]
-            if pc.any(differ := pc.not_equal(*counts)).as_py() and not seen:
+            if pc.any(differ := pc.not_equal(*counts)).as_py() and not reported:
                 at = pc.index(differ, True).as_py()
                 ids, labels = (count[at].as_py() for count in counts)
                 what = f"column 'labels' has {plural(labels, 'value')} for {plural(ids, 'token id')}"
-                yield start + at, Problem(what, "one for each token", _LABEL_FIX)
+                yield start + at, Problem(what, "a value for each token", _LABEL_FIX)
                 return
         for name in names:
             column = table[name].combine_chunks()
@@ -107,9 +111,9 @@ def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
                 bad = pc.and_(bad, pc.not_equal(values, IGNORED))
             if size is not None:
                 bad = pc.or_(bad, pc.greater_equal(values, size))
-            if name in seen or not pc.any(bad).as_py():
+            if name in reported or not pc.any(bad).as_py():
                 continue
-            seen.add(name)
+            reported.add(name)
             at = pc.index(bad, True).as_py()
             what = f"column '{name}' holds {values[at].as_py()}"
             expected = "0 or more" if size is None else f"0 to {size - 1}, the ids that the model has"

@@ -83,7 +83,6 @@ def _unsteady(report: DoctorReport) -> str | None:
 
 
 def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[Incompatibility]]:
-    """Group incompatibilities by the package that has to change."""
     return grouped(incompatibilities, lambda incompatibility: Requirement(incompatibility.change).name)
 
 

@@ -109,11 +109,7 @@ def _joints(text: str) -> list[str]:
 
 
 def write_report(path: Path, text: str) -> Path:
-    """Write a report atomically, create its folder if needed, and return the path.
-
-    Raises:
-        SaveError: the report cannot be written.
-    """
+    """Write a report atomically and return its path; raise SaveError if the report cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
@@ -253,13 +249,9 @@ class Span:
 def stacked_areas(
     title: str, areas: Sequence[Area], spans: Sequence[Span], unit: str, limit: float | None = None
 ) -> str:
-    """Return a chart of areas stacked from the bottom up as SVG, with an axis of values.
+    """Return a chart of areas stacked from the bottom up as SVG, with an axis of values in `unit`.
 
-    Args:
-        areas: the areas from the bottom up, with equally many points.
-        spans: named ranges of the points, in order.
-        unit: unit of the amounts, written at the axis.
-        limit: amount that a line marks, or None.
+    `spans` are named ranges of the points, in order. A line marks the amount `limit`.
     """
     count = len(areas[0].amounts)
     sums = [0.0] * count

@@ -277,7 +277,7 @@ def _how(group: PlanGroup) -> str:
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
     """Print a merge: its rounding error, the path of the model and the commands to run next.
 
-    `export` has the tokens of the command that writes a GGUF file for llama.cpp, without a format.
+    `export` has the tokens of the command for llama.cpp, without a format.
     """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)

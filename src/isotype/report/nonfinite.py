@@ -122,7 +122,6 @@ def _fix_of_range(event: NonFinite) -> str:
 
 
 def _rows(event: NonFinite) -> str:
-    """Name the rows of the batch that the value comes from."""
     if not event.rows or event.batch == 1:
         return "the batch"
     if len(event.rows) == event.batch:

@@ -79,7 +79,6 @@ _ACTIONS = {
 
 
 def to_html(report: Record) -> str:
-    """Return the report as one HTML document."""
     name = PurePath(report.trace.model).name or report.trace.model or "model"
     css, word = ("failed", "✕ miswired") if report.miswired else _STATUS[report.status]
     return render(
@@ -185,7 +184,6 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
 def _memory_row(
     phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None, peak: bool
 ) -> Content:
-    """Return the template's data of one phase's bar, divided by kind."""
     total, left, parts = sum(kinds.values()), 0, []
     for kind in MEMORY_KINDS:
         amount = kinds.get(kind, 0)

@@ -239,7 +239,6 @@ def _ranked(counters: Iterable[Counter[str]]) -> Dtypes:
 
 
 def _look(row: Row) -> Row:
-    """Return the row without what may differ between layers that share a row."""
     return replace(row, first=0, last=0, layers=0, bytes=0)
 
 

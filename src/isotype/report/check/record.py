@@ -143,11 +143,8 @@ Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
     """Group the errors and warnings by who can apply their first fix.
 
-    - `repair`: `isotype.repair` changes the model.
-    - `unsafe`: `isotype.repair` with `unsafe=True` changes the model.
-    - `caller`: the user changes a setting or a line of code.
-    - `untried`: the fix was not verified by a second trace.
-    - `left`: there is no known fix.
+    `isotype.repair` can (`repair`), or only with `unsafe=True` (`unsafe`); the user can by a setting or in code (`caller`).
+    The others have a fix that no second trace verified (`untried`), or no known fix (`left`).
     """
     outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):

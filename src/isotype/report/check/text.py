@@ -316,7 +316,6 @@ def lines(
 
 
 def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
-    """Return (label, description) of the step's costs and of the limits of the verdict."""
     setup = report.trace.setup
     weights = [("weights", words) for words in unquantized_experts(report.trace)]
     if not whole:
@@ -340,7 +339,6 @@ def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
 
 
 def _left_out(report: Record) -> str:
-    """Count the notes and fixes that a report without `-v` omits."""
     notes = sum(len(finding.notes[_NOTES_SHOWN:]) for finding in report.findings)
     fixes = sum(len(finding.fixes[_FIXES_SHOWN:]) for finding in report.findings)
     counted = [*([f"notes ({notes:,})"] if notes else []), *([f"fixes ({fixes:,})"] if fixes else [])]

@@ -67,7 +67,6 @@ class BlockHeadroom:
 
 
 def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
-    """Summarize the samples block by block."""
     blocks = []
     for number, name in enumerate(headroom.blocks):
         values = [sample.largest[number] for sample in headroom.samples]

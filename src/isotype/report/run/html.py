@@ -55,7 +55,6 @@ _STATUS = {
 
 
 def to_html(record: RunRecord) -> str:
-    """Return the report as one HTML document."""
     summary, charts = summarize(record), charts_of(record)
     name = PurePath(record.model).name or record.model
     return render(
@@ -266,7 +265,6 @@ def _loss_scale(steps: Sequence[StepRecord]) -> list[Chart]:
 
 
 def in_words(chart: Chart, record: RunRecord) -> str:
-    """Describe a chart for screen readers."""
     if chart.id != "loss" or not record.steps:
         return f"{chart.title}, {chart.unit}{f': {chart.remark}' if chart.remark else ''}"
     first, last = record.steps[0], record.steps[-1]
