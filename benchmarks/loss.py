@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import results
-from isotype.lora.loss.log_probs import Precision, log_probs
+from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
 from isotype.precision.devices.simulated import working_dtype
 
@@ -32,8 +32,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def isotype_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    precision = Precision(weight.dtype, working_dtype(weight.dtype, hidden))
-    return log_probs(Head(weight), hidden, targets, ("entropy", "is_top1"), precision=precision).log_probs
+    working = working_dtype(weight.dtype, hidden)
+    return log_probs(Head(weight), hidden, targets, ("entropy", "is_top1"), working=working).log_probs
 
 
 def trl_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from isotype.lora.loss import softmax
-from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
+from isotype.lora.loss.log_probs import PerToken, log_probs, log_probs_of_logits
 from isotype.lora.loss.logits import Head
 from tests.pairwise import pairwise
 
@@ -107,8 +107,8 @@ def test_results_and_gradients(dtype: torch.dtype, bias: bool, feature: str, nam
     exact = replace(head, weight=head.weight.double(), bias=None if head.bias is None else head.bias.double())
     x, expected_x = leaf(hidden), leaf(hidden, torch.float64)
     expected = reference(exact, expected_x, targets)
-    small = Precision(scratch=7 * 203 * dtype.itemsize)  # chunks of several sizes
-    found = log_probs(head, x, targets, WIDE, gradients=names, precision=small)
+    small = 7 * 203 * dtype.itemsize  # chunks of several sizes
+    found = log_probs(head, x, targets, WIDE, gradients=names, scratch=small)
     for name in (*SOFT, "log_sum_sq_probs"):
         assert getattr(found, name).dtype == torch.float32
         assert error(getattr(found, name), expected[name]) < TOLERANCE[dtype], name
@@ -135,7 +135,7 @@ def test_trained_head(dtype: torch.dtype, feature: str) -> None:
                 targets,
                 SOFT[1:],
                 gradients=SOFT,
-                precision=Precision(scratch=8 * 97 * dtype.itemsize),
+                scratch=8 * 97 * dtype.itemsize,
             )
         )
         total(made, SOFT, 31).backward()
@@ -150,7 +150,7 @@ def test_trained_head(dtype: torch.dtype, feature: str) -> None:
 def test_sizes(tokens: int, vocabulary: int) -> None:
     head, hidden, targets = make(tokens, 3, vocabulary, torch.float32)
     x, expected_x = leaf(hidden), leaf(hidden, torch.float64)
-    found = log_probs(head, x, targets, WIDE, precision=Precision(scratch=4 * 4 * vocabulary))
+    found = log_probs(head, x, targets, WIDE, scratch=4 * 4 * vocabulary)
     expected = reference(replace(head, weight=head.weight.double()), expected_x, targets)["log_probs"]
     assert found.log_probs.shape == (tokens,)
     assert torch.allclose(found.log_probs.double(), expected, atol=2e-6)
@@ -191,8 +191,8 @@ def test_autocast_decides_the_compute_dtype(
         compute == torch.float32
     )  # on a CPU autocast has no float32: there it is off, and the caller names the dtype
     with torch.autocast("cpu", dtype=torch.bfloat16 if off else compute, enabled=not off):
-        precision = Precision(compute=torch.float32) if off else None
-        found = log_probs(head, x, targets, ("entropy",), gradients=gradients, precision=precision)
+        working = torch.float32 if off else None
+        found = log_probs(head, x, targets, ("entropy",), gradients=gradients, working=working)
         found.log_probs.sum().backward()
     expected = reference(replace(head, weight=head.weight.double()), expected_x, targets)["log_probs"]
     expected.sum().backward()
@@ -217,9 +217,7 @@ def test_working_in_float32_is_exact_but_for_the_last_rounding(
     monkeypatch.setattr("isotype.lora.loss.logits._PART", 4 * 16 * 10)
     head, hidden, targets = make(11, 16, 61, dtype)
     x, expected_x = leaf(hidden), leaf(hidden, torch.float64)
-    found = log_probs(
-        head, x, targets, ("entropy",), gradients=gradients, precision=Precision(working=torch.float32)
-    )
+    found = log_probs(head, x, targets, ("entropy",), gradients=gradients, working=torch.float32)
     expected = reference(replace(head, weight=head.weight.double()), expected_x, targets)
     for name in ("log_probs", "entropy"):
         assert error(getattr(found, name), expected[name]) < TOLERANCE[torch.float32]

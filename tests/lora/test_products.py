@@ -305,7 +305,7 @@ def test_what_the_loops_cannot_read_is_left_to_torch(dtype: torch.dtype) -> None
 def test_what_a_measurement_raises_is_raised(
     cache: Path, compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_layer_of", lambda dtype: 1 / 0)
+    monkeypatch.setattr(products, "_layers_of", lambda dtype: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         timing(compiled_dtype)
     assert not cache.exists()

@@ -123,7 +123,7 @@ def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
     if not all(x.shape[2:] == cos.shape[1:] and rows in (1, x.shape[0]) for x in (q, k)):
         return None
     if q.device.type == "cpu":
-        return elementwise if all(map(elementwise.known, operands)) else None
+        return elementwise if all(map(elementwise.supported, operands)) else None
     return kernel_of("rotary", *operands)
 
 

@@ -1,7 +1,6 @@
-"""Attention in blocks of queries by torch's kernel, each with only the keys that it attends to.
+"""Attention by torch's kernel in blocks of queries, each with only the keys to which the block attends.
 
-Speeds up packed rows and windows without a compiler: torch's kernel reads every key of a row, including
-masked ones.
+Blocks speed up packed rows and windows if there is no compiler: torch's kernel reads every key of a row, masked keys too.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ Beside = Callable[..., object]
 def recomputed(
     compute: Compute, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beside: Beside = lambda *_: None
 ) -> torch.Tensor:
-    """Return `compute(q, k, v)`, and save only these three for the backward.
+    """Return `compute(q, k, v)`; only q, k and v are saved for the backward, which computes the result again.
 
-    `beside` gets the tensors that are read and written; its result is alive as long as they are.
+    `beside` is called before `compute`, and before the backward, with the tensors that are read and written. What it
+    returns stays alive until the results exist: a trace so counts the copies that a kernel works on.
     """
     out: torch.Tensor = _Recomputed.apply(q, k, v, compute, beside)  # type: ignore[no-untyped-call]
     return out
 
 
 def float32_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return empty float32 tensors in the shapes of `tensors`: the copies that a kernel works on."""
+    """Return empty float32 tensors with the shapes of `tensors`, as large as the copies that a kernel works on."""
     return [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in tensors]
 
 
@@ -58,14 +58,14 @@ class _Recomputed(torch.autograd.Function):
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return softmax(scale q kᵀ + mask) v, with the keys of each query given by the plan.
+    """Return softmax(scale q kᵀ + mask) v, where the plan has the keys and the mask of each query.
 
-    Computed in float32, for float64 in float64: in 16 bits torch's kernel rounds the terms of the gradients' sums.
-    q, k and v: see `spec_of`.
+    The sums are computed in float32, or in float64 for float64 inputs: in 16 bits torch's kernel rounds every term of the
+    gradients' sums. `spec_of` gives the shapes of q, k and v.
 
     Returns:
-        `[batch, query heads, queries, value head]` in the inputs' dtype; a transposed view of contiguous
-            `[batch, queries, query heads, value head]`. Zero for queries without keys.
+        `[batch, query heads, queries, value head]` in the inputs' dtype, a transposed view of contiguous
+            `[batch, queries, query heads, value head]`; zero for queries without keys.
     """
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
@@ -97,7 +97,7 @@ def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: 
 
 
 def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """Return `[batch, query heads, rows, value head]`; the heads of a group form one matrix."""
+    """Return the result of one block, `[batch, query heads, rows, value head]`; the heads of a group form one matrix."""
     batch, heads, rows, head = q.shape
     key_heads, keys = k.shape[1], slice(*block.keys)
     mask = None
@@ -105,8 +105,10 @@ def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scal
         mask = q.new_zeros(len(block.tile), rows, block.keys[1] - block.keys[0])
         mask[..., block.masked[0] - block.keys[0] : block.masked[1] - block.keys[0]] = block.tile / LOG2_E
         group = heads // key_heads
-        each = mask.repeat(1, group, 1) if len(mask) == 1 else mask.reshape(key_heads, group * rows, -1)
-        mask = each.unsqueeze(0)  # four dimensions: for another mask torch materializes all scores
+        by_head = mask.repeat(1, group, 1) if len(mask) == 1 else mask.reshape(key_heads, group * rows, -1)
+        mask = by_head.unsqueeze(
+            0
+        )  # with a mask of other than four dimensions, torch materializes all scores
     folded = q.reshape(batch, key_heads, -1, head)
     out = scaled_dot_product_attention(folded, k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, rows, v.shape[3])

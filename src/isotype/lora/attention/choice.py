@@ -1,4 +1,4 @@
-"""Measured choice of the fastest attention kernel on this machine, cached by class of shapes."""
+"""Choice of the fastest attention kernel on this machine, measured once for each class of shapes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from isotype.lora.attention.plan import Spec, block_rows, plan_of, plan_of_mask,
 from isotype.precision.devices.simulated import working_dtype
 
 REVISION = 5
-"""Version of the kernels: measurements of other versions are ignored."""
+"""Version of the kernels; measurements of other versions are ignored."""
 
 MARGIN = 1.05
-"""Minimum speed-up over torch's kernel, also in the slower quarter of the repetitions."""
+"""Minimum speed-up over torch's kernel, at the lower quartile of the repetitions."""
 
 _SCORES = 1 << 21
 _LONGEST = 1024
@@ -37,7 +37,7 @@ OwnKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spec], torch.Ten
 def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
     if kind != "masked":
         return scaled_dot_product_attention(q, k, v, is_causal=kind == "causal", enable_gqa=True)
-    # As transformers does with a mask.
+    # transformers repeats keys and values if there is a mask.
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=_mask(q, k))
 
@@ -55,26 +55,26 @@ def _own(kernel: OwnKernel) -> Kernel:
 
 
 def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return a typical mask: causal plus other conditions."""
+    """Return a causal mask, which stands for masks of all kinds."""
     return torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
 
 
 OWN: dict[Name, OwnKernel] = {"blocks": blocks.attention, "strips": strips.attention}
-"""isotype's kernels. Kernels that round scores to 16 bits are excluded: their results differ."""
+"""Name -> kernel of isotype. No kernel rounds scores to 16 bits, which would change results."""
 
 KERNELS: dict[Name, Kernel] = {"sdpa": _torch, **{name: _own(kernel) for name, kernel in OWN.items()}}
 
 
 def offered(dtype: torch.dtype) -> tuple[Name, ...]:
-    """Return the kernels available here in a dtype; compiles them once per machine."""
+    """Return the names of the kernels that this machine has for a dtype; the first call compiles kernels."""
     compiled = dtype != torch.float64 and strips.compiled_strips().reason is None
     return tuple(name for name in KERNELS if name != "strips" or compiled)
 
 
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the gradients' products: bfloat16 if it is native, else float32.
+    """Return the dtype of attention's products: `x`'s dtype, but float32 for float16 and for an emulated bfloat16.
 
-    float16 cannot hold the gradients of scores under loss scaling.
+    The gradients of scores, multiplied by a loss scale, exceed the range of float16.
     """
     return torch.float32 if x.dtype == torch.float16 else working_dtype(x.dtype, x)
 
@@ -84,11 +84,11 @@ class Shape:
     """A class of calls that share one measurement.
 
     Attributes:
-        batch, key_heads: that are measured, at most those of the call.
+        batch, key_heads: measured rows of the batch and key heads, at most those of the call.
         group: query heads per key head.
-        head, value_head: dimension of a head of q and k, and of v.
+        head, value_head: dimensions of a head of q and k, and of v.
         length: the larger number of queries and keys, rounded up to a power of two.
-        kind: causal, full or masked attention (measured with a causal mask).
+        kind: causal, full or masked attention; the latter is measured with a causal mask.
         trained: whether gradients are computed.
     """
 
@@ -103,20 +103,22 @@ class Shape:
     trained: bool
 
     def __str__(self) -> str:
-        what = "forward and backward" if self.trained else "forward"
+        passes = "forward and backward" if self.trained else "forward"
         return (
             f"{dtype_name(self.dtype)}, {self.group * self.key_heads} heads of {self.head} on {self.key_heads}, "
-            f"{self.batch} x {self.length} tokens, {self.kind}, {what}"
+            f"{self.batch} x {self.length} tokens, {self.kind}, {passes}"
         )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel for a class of shapes, `own` the fastest of isotype's.
+    """The kernel for a class of shapes.
 
     Attributes:
-        milliseconds: kernel -> median time of one call.
-        faster: speed of `own` relative to torch's kernel, in the slower quarter of the repetitions.
+        kernel: name of the chosen kernel.
+        own: name of isotype's fastest kernel.
+        milliseconds: name of a kernel -> median time of one call.
+        faster: torch's time over the time of `own`, at the lower quartile of the repetitions.
     """
 
     kernel: Name
@@ -130,7 +132,7 @@ class Choice:
 
 
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trained: bool) -> Shape:
-    """Return the class of a call: q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys, …]`."""
+    """Return the class of a call with q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys, …]`."""
     group, length = q.shape[1] // k.shape[1], 1 << (max(q.shape[2], k.shape[2]) - 1).bit_length()
     measured = min(length, _LONGEST)
     rows = max(1, _SCORES // (group * measured * measured))
@@ -144,9 +146,9 @@ _CHOICES = measured.Kept(Choice)
 
 
 def choose(shape: Shape) -> tuple[Choice, str | None]:
-    """Return the kernel for a class of shapes, and why it could not be cached (None if it was).
+    """Return (choice for a class of shapes, why the choice could not be stored or None).
 
-    An unknown class is measured: some tenths of a second, once per machine.
+    A new class is measured, which takes some tenths of a second, once per machine.
     """
     threads = torch.get_num_threads()
     return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
@@ -157,16 +159,16 @@ def measure(shape: Shape, threads: int) -> Choice:
 
 
 def decided(times: dict[Name, list[float]]) -> Choice:
-    """Return the choice for the kernels' times in milliseconds per turn."""
-    medians = {name: round(statistics.median(each), 4) for name, each in times.items()}
+    """Return the choice by the kernels' milliseconds in each turn."""
+    medians = {name: round(statistics.median(turns), 4) for name, turns in times.items()}
     own = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
-    ratios = sorted(torchs / mine for torchs, mine in zip(times["sdpa"], times[own], strict=True))
+    ratios = sorted(by_torch / by_own for by_torch, by_own in zip(times["sdpa"], times[own], strict=True))
     faster = ratios[len(ratios) // 4]
     return Choice(own if faster > MARGIN else "sdpa", own, medians, round(faster, 3))
 
 
 def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
-    """Return a call of each kernel, with its backward if gradients are computed."""
+    """Return name -> call of each kernel, with the backward if gradients are computed."""
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 

@@ -1,15 +1,15 @@
-"""Attention of concatenated rows by FlashAttention's kernel for varying lengths, which computes no padding.
+"""Attention on NVIDIA GPUs: FlashAttention's kernel for concatenated rows of any lengths, and repeated heads.
 
 `torch.nn.attention.varlen.varlen_attn` (torch 2.11 with a scale and windows) takes 16-bit queries, keys and
-values `[tokens, heads, head]` on NVIDIA GPUs of compute capability 8.0 and later, with grouped heads, causal
-attention, windows and a backward. It has no dropout, soft cap or bias, and one head size.
+values `[tokens, heads, head]` on NVIDIA GPUs of compute capability 8.0 and later. It supports grouped heads, causal
+attention, windows and a backward, but no dropout, soft cap or bias, and a single head size.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,25 +24,25 @@ _MOST_HEAD = 256
 _ALIGNED = 8
 """Head sizes are multiples of this."""
 _SINCE = "2.11"
-_CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask", "position_bias")
-"""Keyword arguments of layers that change the result."""
+CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask")
+"""Keyword arguments of layers that change the result, and that isotype's kernels and `varlen_attn` do not support."""
 
 
 def takes_lengths() -> bool:
-    """Return whether torch's function has a scale and windows, by version: importing it imports torch's compiler."""
+    """Return whether `varlen_attn` of this torch has a scale and windows; an import would import torch's compiler, too."""
     return torch.__version__ >= _SINCE
 
 
 @cache
 def varlen_attention() -> Any:
-    """Return torch's function; requires `takes_lengths`."""
+    """Return torch's `varlen_attn`, which exists if `takes_lengths` is true."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
-    """Return why a device, compute dtype or model config excludes this kernel, as a clause; None if none does."""
+    """Return why attention by lengths is impossible with a device, compute dtype and model config, as a clause; else None."""
     if profile.kind != "cuda":
         return f"attention by lengths is for NVIDIA GPUs, and this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in DTYPES:
@@ -56,13 +56,13 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
 
 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """Return the mask for a model: announced sequences themselves, else transformers' mask for `sdpa`.
+    """Return the current sequences as a model's mask, or transformers' mask for `sdpa` if there are none.
 
-    Raises NotImplementedError if the model's mask comes from its own function, which sequences do not represent.
+    Raises NotImplementedError if a function of the model makes the mask, which sequences cannot represent.
     """
     from transformers.masking_utils import sdpa_mask
 
-    # A compiler would have to read the context; sdpa's mask gets the same from positions.
+    # torch.compile cannot read the context variable; sdpa's mask separates the sequences by positions.
     sequences = None if torch.compiler.is_compiling() else current()
     if sequences is None:
         return sdpa_mask(*args, local_size=local_size, **kwargs)
@@ -74,11 +74,13 @@ def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> An
 def why_not_call(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
-    """Return why a call uses a mask after all, as a clause; None if it uses lengths.
+    """Return why a call cannot use lengths and needs the sequences' mask, as a clause; else None.
 
     Args:
         inputs: query, key and value `[batch, heads, tokens, head]`.
-        kwargs: other arguments of the layer.
+        sequences: the sequences of the row.
+        causal: whether a query attends to no later key.
+        kwargs: other keyword arguments of the attention layer's call.
     """
     query, key, value = inputs
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
@@ -92,16 +94,14 @@ def why_not_call(
         return "it has a window and is not causal"
     if kwargs.get("dropout"):
         return "it has dropout"
-    changes = [name for name in _CHANGES if kwargs.get(name) is not None]
-    if changes:
-        return f"it has {', '.join(changes)}"
-    return None
+    changes = [name for name in (*CHANGES, "position_bias") if kwargs.get(name) is not None]
+    return f"it has {', '.join(changes)}" if changes else None
 
 
 def by_lengths(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, *, scale: float | None, causal: bool
 ) -> torch.Tensor:
-    """Return `[1, tokens, query heads, head]` for a call without objections from `why_not_call`."""
+    """Return attention's result `[1, tokens, query heads, head]` for a call for which `why_not_call` returns None."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in inputs)
     window = sequences.window if sequences.window is not None and sequences.window < sequences.longest else 0
     grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() and query.shape[1] != key.shape[1] else {}
@@ -118,13 +118,6 @@ def _parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attention()).parameters)
 
 
-@dataclass(frozen=True)
-class _Ungrouped:
-    """The attributes that `sdpa_attention_forward` reads from an attention layer without grouped heads."""
-
-    is_causal: bool
-
-
 def repeated_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -134,11 +127,11 @@ def repeated_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Use transformers' `sdpa` with keys and values repeated for each query head, instead of grouped heads.
+    """Compute attention by transformers' `sdpa`, with keys and values repeated for each query head.
 
-    It passes grouped heads to torch without a mask; on GPUs without FlashAttention (torch up to 2.13) torch then
-    materializes all scores in float32. Calls with a mask, with one query or with a paged cache are unchanged.
-    Arguments and results as for `isotype.lora.attention.registered.attention_forward`.
+    Without a mask, transformers passes grouped heads to torch; on GPUs without FlashAttention (torch up to 2.13) torch
+    then materializes all scores in float32. Calls with a mask, with one query or with a paged cache are unchanged.
+    Arguments and results are those of `isotype.lora.attention.registered.attention_forward`.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -146,7 +139,9 @@ def repeated_attention_forward(
     layer: Any = module
     if groups > 1 and attention_mask is None and query.shape[2] > 1 and kwargs.get("cache") is None:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        layer = _Ungrouped(bool(getattr(module, "is_causal", True)))
+        layer = SimpleNamespace(
+            is_causal=bool(getattr(module, "is_causal", True))
+        )  # no `num_key_value_groups`
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         layer, query, key, value, attention_mask, is_causal=is_causal, **kwargs
     )

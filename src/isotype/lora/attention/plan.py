@@ -1,4 +1,4 @@
-"""Plans of attention: the keys that each block of queries attends to. Only these scores are computed."""
+"""Plans of attention: for each block of queries the keys to which it attends. A kernel computes only these scores."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ Span = tuple[int, int]
 """(first, last + 1)"""
 
 _AT_ONCE = 1 << 20
-"""Values of a mask that are looked at together."""
+"""Number of a mask's values that are compared at once."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of queries (`rows`) and the `keys` that any of them attends to.
+    """A block of queries.
 
     Attributes:
-        masked: keys among them that some queries do not attend to, or that have a bias.
-        tile: added to the scores of `masked`, in units of log 2: float32 `[1 or heads, rows, masked]`.
+        rows: the queries.
+        keys: all keys to which any of the queries attends.
+        masked: the part of `keys` to which some queries do not attend, or that has a bias.
+        tile: the mask of the keys `masked`, added to the scores in units of log 2, float32 `[1 or heads, rows, masked]`.
     """
 
     rows: Span
@@ -38,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `batch` of the batch with the same blocks. Queries in no block have the result zero."""
+    """The rows `batch` of the batch, which have the same blocks. The result is zero for queries in no block."""
 
     batch: Span
     blocks: tuple[Block, ...]
@@ -46,10 +48,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The keys that each query attends to, of `batch` rows with `queries` and `keys` each.
+    """The keys to which each query of a batch attends.
 
-    `closed_finitely`: some queries are masked from every key by finite numbers. These exceed the scores but for
-    rounding: torch's kernels let such a query attend to all keys about equally, which no block represents.
+    Attributes:
+        batch: number of rows of the batch.
+        queries, keys: number of queries and keys of a row.
+        parts: the blocks of all rows.
+        closed_finitely: whether finite numbers mask some query from every key. torch's kernels then let the query attend
+            to all keys about equally, because rounding removes the scores from the sums; no block represents that.
     """
 
     batch: int
@@ -60,7 +66,7 @@ class Plan:
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
-        """(queries of all rows of the batch, keys) of each block."""
+        """For each block (number of queries over all rows of the batch, number of keys)."""
         return [
             ((part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]), block.keys[1] - block.keys[0])
             for part in self.parts
@@ -80,7 +86,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Spec:
-    """A call: its plan, the scale of q kᵀ, and the dtype to which computed operands are rounded."""
+    """A call of attention: the plan, the scale of q kᵀ, and the dtype to which computed operands are rounded."""
 
     plan: Plan
     scale: float
@@ -102,8 +108,9 @@ def spec_of(
         q: `[batch, query heads, queries, head]`, in any layout.
         k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
         v: `[batch, key heads, keys, value head]`; all three have one dtype.
-        scale: by default 1 / √head.
-        work: dtype of products of 16-bit inputs; by default the inputs', float32 if a CPU only emulates it.
+        plan: the keys of each query.
+        scale: factor of q kᵀ; None: 1 / √head.
+        work: dtype of products of 16-bit inputs; None: the inputs' dtype.
 
     Raises:
         ValueError: shapes or dtypes do not match one another or the plan.
@@ -125,8 +132,8 @@ def spec_of(
 def block_rows(group: int) -> int:
     """Return the number of queries per block for `group` query heads per key head.
 
-    Measured on a core with AVX512 and 1 MiB of L2: products of about 200 rows reach the machine's rate, and
-    more rows read more masked keys in causal attention.
+    On a core with AVX512 and 1 MiB of L2 cache, products of about 200 rows reached the machine's rate. With more rows,
+    causal attention reads more masked keys.
     """
     return max(32, min(128, 192 // group))
 
@@ -137,7 +144,7 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
     Args:
         size: (batch, queries, keys).
         rows: queries per block, see `block_rows`.
-        causal: whether a query attends to no later key. The last query is at the position of the last key.
+        causal: whether a query attends to no later key; the last query has the position of the last key.
     """
     batch, queries, keys = size
     return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
@@ -145,8 +152,8 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
 
 @lru_cache(maxsize=32)
 def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool) -> Plan:
-    """Return the plan without a mask, cached for all layers and steps of one size; see `plan_of`."""
-    with torch.inference_mode(False):  # a step that is trained may be the next one to read its tiles
+    """Return `plan_of` these sizes, cached for all layers and steps."""
+    with torch.inference_mode(False):  # a training step may read the plan's tiles next
         return plan_of((batch, queries, keys), rows, causal=causal)
 
 
@@ -158,7 +165,7 @@ def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]
         if not causal:
             yield Block((first, last), (0, keys))
             continue
-        first = max(first, -later)  # queries before the first key attend to nothing
+        first = max(first, -later)  # queries before the first key attend to no key
         if last <= first:
             continue
         begin, high, count = first + later + 1, last + later, last - first
@@ -168,19 +175,19 @@ def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]
 
 
 def _tile(count: int) -> torch.Tensor:
-    """Return `[1, count, count - 1]`: -inf where the key is after the query; key 0 follows query 0."""
+    """Return a tile `[1, count, count - 1]` with -inf where the key is after the query; key 0 is after query 0."""
     after = torch.arange(count)[:, None] <= torch.arange(count - 1)
     return torch.zeros(1, *after.shape, dtype=torch.float32).masked_fill_(after, -math.inf)
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A cached plan with the identity of its mask.
+class _Cached:
+    """A cached plan with the identity of the mask.
 
     Attributes:
-        view: the part of the mask's memory, batch and block size.
-        version: see `version_of`.
-        values: a copy of a mask without a version counter.
+        view: the part of the storage that the mask shows, the rows of the batch, and the queries per block.
+        version: the mask's version, see `version_of`.
+        values: a copy of the mask if it has no version counter.
     """
 
     plan: Plan
@@ -200,29 +207,29 @@ _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
     """Return the plan of a mask, cached for all layers that share it.
 
-    Padding, packed sequences and windows are detected in the mask: a block of queries reads the keys from the
-    first to the last that any of them attends to, and blocks begin where sequences do.
+    Padding, packed sequences and windows are detected in the mask. A block reads all keys from the first to the last one
+    to which any of its queries attends, and blocks begin where sequences begin.
 
     Args:
         mask: `[1 or batch, 1 or heads, queries, keys]`; bool (True: attends), or added to the scores.
-            Values up to half of its dtype's lowest one count as masked, see `Plan.closed_finitely`.
+            Values at or below half of the lowest number of the mask's dtype count as masked, see `Plan.closed_finitely`.
         batch: rows of the batch.
         rows: queries per block, see `block_rows`.
     """
     owner = base_of(mask)
     view = (mask.storage_offset(), *mask.shape, *mask.stride(), batch, rows)
-    kept: _Kept | None = _plans.get(owner)  # type: ignore[no-untyped-call]
-    if kept is None or not kept.is_of(mask, view):
+    cached: _Cached | None = _plans.get(owner)  # type: ignore[no-untyped-call]
+    if cached is None or not cached.is_of(mask, view):
         version = version_of(mask)
-        with torch.inference_mode(False):  # a step that is trained may be the next one to read its tiles
+        with torch.inference_mode(False):  # a training step may read the plan's tiles next
             values = _one_of_each(mask).clone() if version is None else None
-            kept = _Kept(_read(mask, batch, rows), view, version, values)
-        _plans[owner] = kept
-    return kept.plan
+            cached = _Cached(_read(mask, batch, rows), view, version, values)
+        _plans[owner] = cached
+    return cached.plan
 
 
 def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask without expanded rows of the batch."""
+    """Return a mask with a single row if the rows of the batch are expanded from one."""
     return mask[:1] if mask.stride(0) == 0 else mask
 
 
@@ -237,7 +244,7 @@ def _tile_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(mask: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A mask `[…, queries, keys]` in pieces of queries: what is computed of all of it would be as large as it is."""
+    """Yield pieces of a mask `[…, queries, keys]`, so that the results of comparisons are smaller than the mask."""
     rows = max(1, _AT_ONCE // max(1, mask[..., :1, :].numel()))
     return (mask[..., first : first + rows, :] for first in range(0, mask.shape[-2], rows))
 
@@ -263,7 +270,7 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
-    """Yield the blocks of one mask `[1 or heads, queries, keys]`, which has a bias or only says where queries attend."""
+    """Yield the blocks of one row's mask `[1 or heads, queries, keys]`; `biased` is True if it has values besides 0 and -inf."""
     if not mask.numel():
         return
     firsts, ends, live = list[int](), list[int](), list[bool]()
@@ -275,23 +282,23 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
     for first, last in _row_blocks(firsts, live, rows):
         low = min(firsts[row] for row in range(first, last) if live[row])
         high = max(ends[row] for row in range(first, last) if live[row])
-        here = mask[:, first:last, low:high]
+        block_mask = mask[:, first:last, low:high]
         if biased:
-            yield Block((first, last), (low, high), (low, high), _tile_of(here))
+            yield Block((first, last), (low, high), (low, high), _tile_of(block_mask))
             continue
-        closed = (~_opened(here)).flatten(0, 1).any(0).nonzero().flatten()
+        closed = (~_opened(block_mask)).flatten(0, 1).any(0).nonzero().flatten()
         if not len(closed):
             yield Block((first, last), (low, high))
             continue
         begin, end = int(closed[0]), int(closed[-1]) + 1
-        tile = _tile_of(here[..., begin:end])
+        tile = _tile_of(block_mask[..., begin:end])
         yield Block((first, last), (low, high), (low + begin, low + end), tile)
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:
-    """Yield blocks of at most `rows` queries with keys, starting where the first key jumps (a new sequence).
+    """Yield blocks of at most `rows` queries that attend to keys; a block begins where the first key jumps (a new sequence).
 
-    Short sequences share a block: the overhead of a block exceeds the savings.
+    Short sequences share a block, because another block would cost more than it saves.
     """
     first, least = 0, rows // 2
     for row in range(1, len(live) + 1):
@@ -305,9 +312,10 @@ def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Itera
 
 
 def attention_to_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return zeros `[batch, query heads, queries, value head]` with zero gradients, as torch's kernel does.
+    """Return zeros with zero gradients, as torch's kernel does if no query attends to a key.
 
-    A transposed view of contiguous `[batch, queries, query heads, value head]`.
+    The result is `[batch, query heads, queries, value head]`, a transposed view of contiguous
+    `[batch, queries, query heads, value head]`.
     """
     batch, heads, queries, _ = q.shape
     nothing = sum(x[..., :0].sum() for x in (q, k, v))  # sums of no elements: zero, with zero gradients

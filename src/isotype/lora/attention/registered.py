@@ -1,4 +1,4 @@
-"""Attention of transformers' models by the fastest kernel here, through transformers' registries."""
+"""Attention of transformers' models by the fastest kernel on this machine, through transformers' registries."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from isotype.core.names import plural
 from isotype.lora.attention.blocks import float32_copies, recomputed
 from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
 from isotype.lora.attention.lengths import (
+    CHANGES,
     by_lengths,
     lengths_mask,
     repeated_attention_forward,
@@ -46,50 +47,36 @@ from isotype.precision.devices.attention import (
 from isotype.precision.devices.profile import DeviceProfile
 
 NAME = "isotype"
-"""Name in transformers' registries, and for `model.set_attn_implementation`."""
+"""Name of `attention_forward` in transformers' registries, and for `model.set_attn_implementation`."""
 
 REPEATED = "isotype_repeated"
-"""Name of torch's kernel with repeated keys and values, see `isotype.lora.attention.lengths`."""
+"""Name of `isotype.lora.attention.lengths.repeated_attention_forward` in transformers' registries."""
 
 LENGTHS = "isotype_lengths"
-"""Name of torch's kernels with one for concatenated sequences, see `lengths_attention_forward`."""
-
-_NOT_OURS = (
-    "softcap",
-    "s_aux",
-    "sinks",
-    "indices",
-    "block_indices",
-    "cache",
-    "head_mask",
-    "output_attentions",
-)
-"""Keyword arguments that change the result and that this kernel does not support."""
+"""Name of `lengths_attention_forward` in transformers' registries."""
 
 _SHORT = 32
-"""Calls of up to this many tokens take microseconds with any kernel."""
-
+"""Calls with at most this many queries take microseconds with any kernel."""
 
 _SPARSE = 0.4
-"""Share of all scores. Causal attention reads more than half of them, and is measured."""
+"""Share of all scores below which torch's kernel, which computes all scores, is not measured; causal masks are above."""
 
 
 @dataclass
 class AttentionReport:
-    """Result of `use_fast_attention`, updated by later calls.
+    """Result of `use_fast_attention`; later calls of the model's attention add to it.
 
     Attributes:
-        taken: whether the model's attention uses isotype's choice.
-        reason: why not, as a clause; None if it does.
-        repeated: the device on which keys and values of grouped heads are repeated for torch's kernel;
-            None if they are not.
+        taken: whether the model's attention is one of isotype's functions.
+        reason: why it is not, as a clause; None if it is.
+        repeated: title of the device on which keys and values are repeated for torch's kernel; None if they are not.
         slow: why attention materializes all scores on this device, as a clause; None if it does not.
         choices: class of shapes -> chosen kernel and measured times.
-        left: reason for leaving a call to torch's kernel -> number of calls.
-        unkept: why choices could not be cached; None if they were.
+        left: reason why a call used torch's kernel -> number of such calls.
+        unkept: why choices could not be stored; None if they were stored.
         sides: sides of a row on which padding may be removed from a batch, see `isotype.lora.unpadded`.
         padded: why padding is computed on this GPU, as a clause; None if it may be removed.
-        name: registered name of the model's attention; "" for transformers' own.
+        name: registered name of the model's attention; "" for an attention of transformers.
     """
 
     taken: bool
@@ -107,11 +94,11 @@ class AttentionReport:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.taken:
-            _register()  # not yet registered if a fused model is unpickled in another process
+            _register()  # for a fused model that is unpickled in another process
 
     @property
     def by_lengths(self) -> bool:
-        """True if concatenated rows are computed by their lengths, on a GPU."""
+        """True if a GPU's variable-length kernel computes attention of concatenated rows."""
         return self.taken and self.name == LENGTHS
 
     def undo(self) -> None:
@@ -144,21 +131,21 @@ _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKe
 def use_fast_attention(
     model: nn.Module, device: str | None = None, profile: DeviceProfile | None = None
 ) -> AttentionReport:
-    """Let a model on a CPU compute attention by the fastest kernel here, if transformers uses `sdpa`.
+    """Let a model on a CPU compute attention by the fastest kernel of this machine, if transformers uses `sdpa`.
 
-    On other devices transformers' choice stays: there `sdpa` is FlashAttention or cuDNN. If FlashAttention
-    supports the compute dtype, concatenated rows without padding are computed by their lengths. On an NVIDIA
-    GPU without a fused kernel for grouped heads, keys and values are repeated for torch's kernel. The user's
-    choice (`eager`, `flex_attention`) and features that torch's kernel lacks (soft-capping, attention sinks)
-    stay. Results equal torch's kernel's up to rounding for every token, including padding.
+    On other devices `sdpa` stays, which is FlashAttention or cuDNN there. If FlashAttention supports the compute dtype,
+    a variable-length kernel computes concatenated rows without padding. On an NVIDIA GPU without a fused kernel for
+    grouped heads, keys and values are repeated for torch's kernel. Attention that the user has chosen (`eager`,
+    `flex_attention`), and features that torch's kernel lacks (soft caps, attention sinks), stay. The results for every
+    token, and for padding, equal those of torch's kernel up to rounding.
 
     Args:
-        model: a transformers model, or one that contains some (a PEFT model); changed in place.
-        device: device kind for a model without weights.
-        profile: of the model's (simulated) device; None if unknown.
+        model: a transformers model, or a model that contains one (a PEFT model); changed in place.
+        device: device kind of a model without weights.
+        profile: profile of the model's (simulated) device; None if unknown.
 
     Returns:
-        The decision and its reason; later calls add measurements and calls left to torch's kernel.
+        The decision and the reason; later calls add measurements, and the reasons of calls that used torch's kernel.
     """
     from transformers import PreTrainedModel
 
@@ -171,7 +158,7 @@ def use_fast_attention(
         grouped = any(getattr(module, "num_key_value_groups", 1) > 1 for module in owners[0].modules())
         common = AttentionCall(dtype, 2, 1, (64, 64, 64))
         if grouped and attention_kernel(profile, common, cudnn=cudnn_is_on()) == "math":
-            return _with_repeated_heads(owners, profile, dtype, str(reason))
+            return _with_repeated_heads(owners, profile, dtype)
         return _with_lengths(model, owners, profile, dtype, str(reason))
     if not on_cpu:
         return AttentionReport(False, reason)
@@ -190,25 +177,22 @@ def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
     return report
 
 
-def _with_repeated_heads(
-    owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
-) -> AttentionReport:
-    """Repeat keys and values if that enables a fused kernel in `dtype`; else `reason` stays."""
+def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
+    """Repeat keys and values if that enables a fused kernel in `dtype`; otherwise the report says why attention is slow."""
     if not needs_repeated_heads(profile, dtype):
         slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
         return AttentionReport(False, slow, slow=slow)
-    other = _why_not_registered(owners)
-    if other is not None:
-        return AttentionReport(
-            False, other, slow=f"{profile.title} has no fused kernel for grouped heads, and {other}"
-        )
+    reason = _why_not_registered(owners)
+    if reason is not None:
+        slow = f"{profile.title} has no fused kernel for grouped heads, and {reason}"
+        return AttentionReport(False, reason, slow=slow)
     return _put(owners[0], REPEATED, AttentionReport(True, repeated=profile.title))
 
 
 def _with_lengths(
     model: nn.Module, owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
 ) -> AttentionReport:
-    """Use attention by lengths if a trial of the model gives the same results; else `reason` stays."""
+    """Use attention by lengths if a trial of the model gives the same results; otherwise report `reason`."""
     owner = owners[0]
     why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
     if why is None and any(parameter.is_meta for parameter in owner.parameters()):
@@ -228,11 +212,11 @@ def _with_lengths(
 
 
 def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
-    """Return a batch without its padding if the model's attention allows it and it saves time.
+    """Return a batch without its padding if the model's attention allows that and time is saved; else None.
 
     Args:
-        model: processed by `use_fast_attention`.
-        inputs: arguments of its forward.
+        model: a model to which `use_fast_attention` was applied.
+        inputs: arguments of the model's forward.
         read: positions whose results are read, bool `[rows, length]`.
     """
     report = _reports.get(model)
@@ -241,13 +225,13 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
 
 
 def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch if the model's attention uses lengths."""
+    """Return the sequences of a packed batch if the model's attention uses lengths; else None."""
     report = _reports.get(model)
     return packed(inputs) if report is not None and report._undo and report.by_lengths else None
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row without need for padding, with isotype's attention; none for other models."""
+    """Return the sides of a row on which isotype's attention needs no padding; none for a model with other attention."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 
@@ -255,8 +239,8 @@ def sides_of(model: nn.Module) -> frozenset[str]:
 def _why_not(owners: list[Any], device: str | None) -> str | None:
     if not owners:
         return "it is no model of transformers"
-    held = {parameter.device.type for parameter in owners[0].parameters()}
-    devices = ({device} if held == {"meta"} and device is not None else held) - {"cpu", "meta"}
+    devices = {parameter.device.type for parameter in owners[0].parameters()}
+    devices = ({device} if devices == {"meta"} and device is not None else devices) - {"cpu", "meta"}
     if devices:
         return f"it is on {', '.join(sorted(devices))}, where torch's kernel is a fast one"
     return _why_not_registered(owners)
@@ -269,26 +253,22 @@ def _why_not_registered(owners: list[Any]) -> str | None:
     for owner in owners:
         if not takes_attention(owner):
             return f"{type(owner).__name__} has attention of its own, outside of transformers' registry"
-        if _asks_by_name(type(owner)):
+        source = inspect.getsource(sys.modules[type(owner).__module__])
+        if re.search(r"_attn_implementation\s*(==|!=|in|not in)\s[^\n]*[\"']sdpa[\"']", source):
             return f"the code of {type(owner).__name__} does something else where the implementation is not named sdpa"
     return None
 
 
-def _asks_by_name(cls: type) -> bool:
-    source = inspect.getsource(sys.modules[cls.__module__])
-    return re.search(r"_attn_implementation\s*(==|!=|in|not in)\s[^\n]*[\"']sdpa[\"']", source) is not None
-
-
 def _implementations(config: Any) -> Any:
-    """Return the implementations of a config and its sub-configs, as for `set_attn_implementation`."""
-    held = ((key, getattr(config, key, None)) for key in config.sub_configs)
-    inner = {key: _implementations(each) for key, each in held if each is not None}
+    """Return the attention implementations of a config and its sub-configs, as `set_attn_implementation` takes them."""
+    parts = ((key, getattr(config, key, None)) for key in config.sub_configs)
+    inner = {key: _implementations(part) for key, part in parts if part is not None}
     return {"": attention_of(config), **inner} if inner else attention_of(config)
 
 
 def _replaced(implementations: Any, name: str) -> Any:
     if isinstance(implementations, dict):
-        return {key: _replaced(each, name) for key, each in implementations.items()}
+        return {key: _replaced(inner, name) for key, inner in implementations.items()}
     return name if implementations == "sdpa" else implementations
 
 
@@ -298,7 +278,6 @@ def _register() -> None:
 
     for name, forward in ((NAME, attention_forward), (REPEATED, repeated_attention_forward)):
         AttentionInterface.register(name, forward)
-        # The mask is the model's decision.
         AttentionMaskInterface.register(name, sdpa_mask)
     AttentionInterface.register(LENGTHS, lengths_attention_forward)
     AttentionMaskInterface.register(LENGTHS, lengths_mask)
@@ -314,30 +293,30 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention for a model, as transformers' `AttentionInterface`.
+    """Compute the attention of a layer by the fastest kernel, with the signature of transformers' `AttentionInterface`.
 
     Args:
         module: the attention layer.
         query: `[batch, query heads, queries, head]`.
         key, value: `[batch, key heads, keys, head]`.
-        attention_mask: 4-d, bool or added; None for causal or full attention.
-        scaling: of the scores; None: 1 / √head.
-        is_causal: used without a mask; by default the module's attribute.
+        attention_mask: four dimensions, bool or added to the scores; None for causal or full attention.
+        scaling: factor of the scores; None: 1 / √head.
+        is_causal: whether attention without a mask is causal; None: the attribute of the module.
 
     Returns:
         (`[batch, queries, query heads, head]`, None)
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    said = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(said) and attention_mask is None and query.shape[2] > 1
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = causal and attention_mask is None and query.shape[2] > 1
     inputs = q, k, v = _under_autocast(query, key, value)
     kind: Kind = "causal" if causal else "full" if attention_mask is None else "masked"
     reason = _why_not_call(inputs, attention_mask, causal, kwargs)
     if reason is None and not (q.numel() and k.numel()):
         return attention_to_nothing(q, k, v).transpose(1, 2), None
-    # A preflight measures nothing, and thousands of block operators would add no information: both kernels
-    # accept and return the same dtypes, with the same FLOPs or fewer.
+    # A preflight measures nothing and calls torch's kernel, which accepts and returns the same dtypes with at least as many
+    # FLOPs: thousands of operators, one for each block, would add no information.
     if reason is None and q.shape[2] > 1 and not isinstance(q, FakeTensor):
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
@@ -356,7 +335,7 @@ def attention_forward(
     foreseen = reason is None and isinstance(q, FakeTensor)
     dtypes = (torch.bool, torch.float32, q.dtype)
     if foreseen and attention_mask is not None and attention_mask.dtype in dtypes:
-        # isotype's kernels read a mask once and keep none of it; torch's keeps one for every layer.
+        # isotype's kernels do not save the mask for the backward; torch's kernel saves a mask for every layer.
         attention_mask, is_causal = None, False
 
     def of_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -366,8 +345,7 @@ def attention_forward(
         return out
 
     if foreseen and attention_dtype(q) != q.dtype:
-        # On a CPU that emulates the dtype use one of isotype's kernels: they save no results and work on
-        # float32 copies.
+        # A CPU that emulates the dtype will use one of isotype's kernels, which save no results and work on float32 copies.
         return recomputed(of_torch, q, k, v, float32_copies), None
     return of_torch(query, key, value), None
 
@@ -382,11 +360,11 @@ def lengths_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Use transformers' `sdpa`, and torch's attention by lengths if the mask is the sequences of a row.
+    """Compute attention by lengths if the mask has the sequences of a row, else by transformers' `sdpa`.
 
-    Calls that this kernel does not support use the sequences' mask, with the same result. Arguments and results as
-    for `attention_forward`. Raises NotImplementedError if the layer's window differs from the mask's, as in layers with
-    chunked attention.
+    A call that the kernel does not support uses a mask made from the sequences, with the same result. Arguments and
+    results are those of `attention_forward`. Raises NotImplementedError if the window of the layer differs from the
+    window of the mask, as in layers with chunked attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -409,7 +387,7 @@ def lengths_attention_forward(
 
 
 def _under_autocast(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the inputs in autocast's dtype, as torch's kernel does."""
+    """Return the inputs in autocast's dtype, to which torch's kernel casts them, too."""
     low = autocast_dtype(inputs[0].device.type)
     return inputs if low is None else tuple(x.to(low) for x in inputs)
 
@@ -431,7 +409,8 @@ def _why_not_call(
         return "it has dropout"
     if kwargs.get("position_bias") is not None:
         return "it has a position bias"
-    extras = [name for name in _NOT_OURS if kwargs.get(name) is not None and kwargs[name] is not False]
+    names = (*CHANGES, "output_attentions")
+    extras = [name for name in names if kwargs.get(name) is not None and kwargs[name] is not False]
     if extras:
         return f"it has {', '.join(extras)}"
     if len(k) != batch or heads % k.shape[1]:
@@ -461,6 +440,6 @@ def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind, pla
         if report is not None:
             report.choices[shape] = choice
             report.unkept = report.unkept or unkept
-    # Of few keys (packed sequences) torch's kernel, which reads all, is excluded.
+    # With few scores (packed sequences) torch's kernel, which computes all scores, is not considered.
     sparse = q.shape[2] > _SHORT and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
     return choice.own if sparse else choice.kernel

@@ -1,6 +1,6 @@
-"""Attention in strips of query rows by compiled loops (strips.cpp), whose scores stay in a core's caches.
+"""Attention by compiled loops (strips.cpp) in strips of query rows, whose scores stay in the caches of a core.
 
-Products of 16-bit matrices are summed in float32, for which torch has no CPU operator.
+Products of 16-bit matrices are summed in float32; torch has no CPU operator for such products.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ compiled_strips = cache(partial(loops_of, Path(__file__).with_suffix(".cpp"), *_
 """Returns the compiled loops; compiling takes some seconds, once per machine."""
 _MATRICES = ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
 _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
-"""The struct `Call` of the loops: sizes, the scale, the address of the blocks, the matrices, three addresses."""
+"""The struct `Call` of strips.cpp: sizes, the scale, the address of the blocks, the matrices, three more addresses."""
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
 
-    Scores, softmax, their gradients and all sums are float32. Computed operands (probabilities, gradients of
-    scores) are rounded to `spec.work`, as in torch's kernel, or stay float32 if no loops were compiled for it. Up to
-    32 keys and values next to a block's are multiplied by zero: non-finite ones propagate, as masked ones do in
-    torch's kernel.
+    Scores, softmax, the gradients of both and all sums are float32. Computed operands (probabilities, gradients of
+    scores) are rounded to `spec.work`, as in torch's kernel, or stay float32 if there are no loops for that dtype. Up to
+    32 keys and values beside those of a block are multiplied by zero. If such a key or value is not finite, the result
+    is NaN, as with masked keys in torch's kernel.
 
     Raises:
         ValueError: the tensors are float64.
@@ -53,10 +53,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 
 
 def _arguments(spec: Spec) -> tuple[list[torch.Tensor], list[int], float, bool]:
-    """Return (tiles, blocks, scale, whole) of the operators.
+    """Return the arguments (tiles, blocks, scale, whole) of the operators.
 
-    A block is nine numbers, the last one the index of its tile, -1 for none. `whole`: every query is in a block;
-    otherwise the result is zeroed first.
+    A block has nine numbers; the last number is the index of the tile, or -1 without a tile. If `whole` is False, some
+    query is in no block, and the result must be filled with zeros first.
     """
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []
@@ -89,8 +89,8 @@ class _Attention(torch.autograd.Function):
         d_, q_, k_, v_ = (_readable(x, ctx.work) for x in (d_out, q, k, v))
         tiles, blocks, scale, whole = ctx.arguments
         grads = _backward(d_, q_, k_, v_, sums, tiles, blocks, scale, whole, needed)
-        wanted = (grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True))
-        return *wanted, None, None
+        results = (grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True))
+        return *results, None, None
 
 
 def _readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _backward(
 
 
 def _empty(like: torch.Tensor, size: int, whole: bool) -> torch.Tensor:
-    """Return `[batch, heads, tokens, size]` with memory layout `[batch, tokens, heads, size]`."""
+    """Return a new tensor `[batch, heads, tokens, size]` with the memory layout `[batch, tokens, heads, size]`."""
     batch, heads, tokens = like.shape[:3]
     return (like.new_empty if whole else like.new_zeros)((batch, tokens, heads, size)).transpose(1, 2)
 
@@ -147,17 +147,17 @@ def _run(
 ) -> None:
     """Call the compiled loops; the caller keeps all tensors alive."""
     strips, q, k, v = compiled_strips(), matrices["q"], matrices["k"], matrices["v"]
-    each = array("q")
+    structs = array("q")
     for start in range(0, len(blocks), 9):
         *numbers, tile = blocks[start : start + 9]
-        each.extend((*numbers, *((0, 0) if tile < 0 else (tiles[tile].data_ptr(), len(tiles[tile])))))
+        structs.extend((*numbers, *((0, 0) if tile < 0 else (tiles[tile].data_ptr(), len(tiles[tile])))))
     places: list[int] = []
     for name in _MATRICES:
         x = matrices.get(name)
         places += (0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3])
     (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
     sizes = batch, key_heads, heads // max(key_heads, 1), queries, keys, head, v.shape[3], len(blocks) // 9
-    head_of_call = *sizes, torch.get_num_threads(), scale, each.buffer_info()[0], *places, sums.data_ptr()
+    head_of_call = *sizes, torch.get_num_threads(), scale, structs.buffer_info()[0], *places, sums.data_ptr()
     lanes, floats = ctypes.c_int64(), ctypes.c_int64()
     call = _CALL.pack(*head_of_call, 0, 0)
     strips.run("needs", q.dtype, call, what == "backward", ctypes.byref(lanes), ctypes.byref(floats))

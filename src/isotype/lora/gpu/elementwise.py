@@ -1,7 +1,7 @@
-"""torch operators of the Triton kernels: the GPU counterpart of `isotype.lora.loops.elementwise`.
+"""Gated products, RMSNorms and rotations on a GPU: the Triton kernels as torch operators.
 
-As operators they are visible to dispatch modes and work with fake tensors. Tensors are contiguous, except in
-`rotate`.
+Dispatch modes see operators, and operators work with fake tensors. The kernels need contiguous tensors, except for
+`rotate`. `isotype.lora.loops.elementwise` has the same functions for a CPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from isotype.core.operators import operator
 ACTIVATIONS = {
     name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"))
 }
-"""Names of `isotype.lora.gates.GATES` -> numbers in the kernels."""
+"""Name in `isotype.lora.gates.GATES` -> number of the activation in the kernels."""
 
-_KEYS = ("CUDA", "XPU")  # ROCm's is CUDA
+_KEYS = ("CUDA", "XPU")  # ROCm devices have the dispatch key CUDA
 _BLOCK = 1024  # elements per program
 
 
@@ -35,7 +35,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x in its dtype; `inverse` is from `rms_norm`."""
+    """Return the gradient of x in x's dtype; `inverse` is the second result of `rms_norm`."""
     return _rms_norm_backward(grad.contiguous(), x.contiguous(), weight.contiguous(), inverse, offset)
 
 
@@ -54,13 +54,13 @@ def product_backward(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Rotate `[batch, heads, tokens, dim]`, or its gradient with `back`, as `lora.loops.elementwise.rotate`."""
+    """Return what `isotype.lora.loops.elementwise.rotate` returns."""
     return _rotate(x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous(), back)
 
 
 def _on(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device current, on which Triton launches."""
-    # `TRITON_INTERPRET=1` runs kernels on a CPU, which has no index.
+    """Make the tensor's device the current device, because Triton launches kernels there."""
+    # With `TRITON_INTERPRET=1` kernels run on a CPU, which has no index.
     return nullcontext() if x.device.index is None else torch.accelerator.device_index(x.device.index)
 
 
@@ -69,8 +69,8 @@ def _power_of_two(count: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Return the warps of a program for so many elements: 16 per thread, as 128 exceed its registers."""
-    return min(16, max(1, block // 512))  # AMD's warps of 64 threads also give at most 1024 threads
+    """Return the number of warps of a program with `block` elements, for 16 elements per thread, which fit into registers."""
+    return min(16, max(1, block // 512))  # at most 1024 threads, with AMD's warps of 64 threads, too
 
 
 def _rms_norm_shapes(

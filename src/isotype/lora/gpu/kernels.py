@@ -1,13 +1,12 @@
-"""Triton kernels of RMSNorm, gated products and rotary positions: one read, float32 arithmetic, one rounding.
+"""Triton kernels of RMSNorm, gated products and rotary positions, in float32 and rounded once.
 
-Formulas: `isotype.lora.norms`, `isotype.lora.gates`, `isotype.lora.rotary`, which compute the same by torch's
-operators. Offsets are int64: batches can have more than 2³¹ elements. Activations are numbered as in
-`isotype.lora.gpu.elementwise`.
+`isotype.lora.norms`, `isotype.lora.gates` and `isotype.lora.rotary` compute the same with torch's operators. Offsets are
+int64, because batches can have more than 2³¹ elements. `isotype.lora.gpu.elementwise` has the numbers of the activations.
 """
 
 from __future__ import annotations
 
-# Arguments have no annotations: Triton compiles them too, and does not support Python's.
+# Arguments have no annotations, because Triton compiles annotations, and does not support those of Python.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 import triton
 import triton.language as tl
@@ -37,9 +36,7 @@ def rms_norm_backward(
     offset,
     block: tl.constexpr,
 ):
-    """Compute d_x = inverse · (g - x̂ · mean(g x̂)), g = grad · (offset + weight), x̂ = x · inverse, a row
-    per program.
-    """
+    """Compute d_x = inverse · (g - x̂ · mean(g x̂)), g = grad · (offset + weight), x̂ = x · inverse, one row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < n
@@ -54,7 +51,7 @@ def rms_norm_backward(
 
 @triton.jit
 def _activated(x, activation: tl.constexpr):
-    """(act(x), its derivative), float32."""
+    """Return (act(x), derivative of act at x) in float32."""
     if activation == 0:  # silu
         share = tl.sigmoid(x)
         active, slope = x * share, share * (1.0 + x * (1.0 - share))
@@ -78,7 +75,7 @@ def _activated(x, activation: tl.constexpr):
 
 @triton.jit
 def gated(gate_at, up_at, y_at, count, activation: tl.constexpr, block: tl.constexpr):
-    """y = act(gate) · up."""
+    """Compute y = act(gate) · up."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
     gate = tl.load(gate_at + place, mask=inside, other=0.0).to(tl.float32)
@@ -98,7 +95,7 @@ def gated_backward(
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute the gradients of gate and up; the product overwrites its gradient."""
+    """Compute the gradients of gate and up; the product overwrites the product's gradient."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
     gate = tl.load(gate_at + place, mask=inside, other=0.0).to(tl.float32)
@@ -130,7 +127,7 @@ def rotary(
     pairs_block: tl.constexpr,
     back: tl.constexpr,
 ):
-    """Compute (a, b) -> (a cos - b sin, b cos + a sin), with `back` its gradient; one token per program."""
+    """Compute (a, b) -> (a cos - b sin, b cos + a sin), with `back` the gradient of (a, b); one token per program."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // tokens, token % tokens
     pair = tl.arange(0, pairs_block)

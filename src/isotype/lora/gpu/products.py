@@ -1,7 +1,7 @@
-"""torch operators: RMSNorm, and products of 16-bit matrices with float32 results.
+"""RMSNorm, and products of 16-bit matrices with float32 results, by torch's operators on a GPU.
 
-`aten::mm.dtype` and `aten::addmm.dtype` (`torch.mm(…, out_dtype=torch.float32)`; `_mm_dtype_out_cuda` in
-aten/src/ATen/native/cuda/Blas.cpp). cuBLAS has products of bfloat16 from compute capability 8.0 on.
+The products are `aten::mm.dtype` and `aten::addmm.dtype` (`torch.mm(…, out_dtype=torch.float32)`; `_mm_dtype_out_cuda`
+in aten/src/ATen/native/cuda/Blas.cpp). cuBLAS has products of bfloat16 from compute capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Products:
-    """A way to compute the products.
-
-    `scales`: whether `addmm` takes a float32 sum with 16-bit factors; some torch releases require the
-    factors' dtype.
-    """
+    """Products by `addmm`, or by `mm` if `scales` is False: in some torch releases `addmm` does not take a float32 sum."""
 
     scales: bool
 
@@ -44,10 +40,10 @@ ADDMM, MM = Products(scales=True), Products(scales=False)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `isotype.lora.gpu.elementwise.rms_norm`, with a weight in x's dtype and without an offset.
+    """Return what `isotype.lora.gpu.elementwise.rms_norm` returns, for a weight in x's dtype and no offset.
 
-    float32 inside, rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and later). For a
-    weight in another dtype torch warns and uses single operators.
+    The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and
+    later). For a weight in another dtype torch warns and uses single operators.
     """
     y, inverse = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
     return y, inverse
@@ -56,7 +52,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """As `isotype.lora.gpu.elementwise.rms_norm_backward`."""
+    """Return what `isotype.lora.gpu.elementwise.rms_norm_backward` returns."""
     d_x: torch.Tensor
     d_x, _ = torch.ops.aten._fused_rms_norm_backward(
         grad, x, list(weight.shape), inverse, weight, [True, False]

@@ -1,7 +1,6 @@
-"""Gated products, RMSNorms and rotations by compiled loops (elementwise.cpp): one read, float32, one
-rounding.
+"""Gated products, RMSNorms and rotations by compiled loops (elementwise.cpp), in float32 and rounded once.
 
-Each of torch's operators, one per factor, reads and writes all values.
+The loops read and write each value once, while every one of torch's operators reads and writes all values.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _likeness = attrgetter("device", "dtype", "shape")
 
 
 class _Heads(ctypes.Structure):
-    """`[batch, heads, tokens, dim]` with any strides but a last one of 1."""
+    """A tensor `[batch, heads, tokens, dim]`: address, and strides of all dimensions but the last, whose stride is 1."""
 
     _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_int64) for n in ("batch", "head", "token"))]
 
@@ -33,8 +32,8 @@ def compiled() -> bool:
     return _loops().reason is None
 
 
-def known(*tensors: Any) -> bool:
-    """Return whether these are plain CPU tensors of one shape and a dtype of the compiled loops."""
+def supported(*tensors: Any) -> bool:
+    """Return whether these are plain CPU tensors of one shape and dtype that the compiled loops support."""
     if not PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
@@ -48,11 +47,8 @@ def known(*tensors: Any) -> bool:
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Return whether the compiled loops support these tensors.
-
-    The loops have no derivatives: with gradients use torch's operators, or call them in an autograd function.
-    """
-    return known(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    """Return whether the compiled loops support these tensors and no gradient is needed: the loops have no derivatives."""
+    return supported(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -91,10 +87,10 @@ def _factor(weight: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Return rotary positions of x `[batch, heads, tokens, dim]`, dim even, in its memory layout; with `back` its gradient.
+    """Return x `[batch, heads, tokens, dim]` with rotary positions in x's memory layout; with `back` the gradient of x.
 
-    The halves (a, b) of a head become (a cos - b sin, b cos + a sin), each with the cosines and sines of its position,
-    `[batch or 1, tokens, dim]` in x's dtype.
+    The halves (a, b) of a head become (a cos - b sin, b cos + a sin). `cos` and `sin` have the shape
+    `[batch or 1, tokens, dim]` and x's dtype; dim is even. With `back`, x is the gradient of the result.
     """
     return _rotate(x, cos.contiguous(), sin.contiguous(), back)
 
@@ -141,7 +137,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     batch, heads, tokens, dim = x.shape
     apart = 0 if len(cos) == 1 else tokens * dim
-    places = [_Heads(each.data_ptr(), *each.stride()[:3]) for each in (x, out)]
+    places = [_Heads(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in (x, out)]
     sources, results = map(ctypes.byref, places)
     sizes = batch, heads, tokens, dim, apart, int(back), torch.get_num_threads()
     _loops().run("rotate", x.dtype, *sizes, sources, cos, sin, results)

@@ -1,4 +1,4 @@
-"""Loading of this room's compiled sources."""
+"""Loading of the compiled C++ loops."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from isotype.core.compiled import NotCompiledError, load_compiled
 from isotype.precision.devices.cpu import compiler_options
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Suffixes of loops by dtype: `forward_float32`."""
+"""Dtype -> suffix of a loop's name, as in `forward_float32`."""
 
 
 @dataclass(frozen=True)
 class Loops:
-    """The compiled functions of a source for this CPU; `reason` says why there are none, as a clause."""
+    """The compiled functions of a source for this CPU; `reason` is why there is no library, as a clause, or None."""
 
     reason: str | None
     library: ctypes.CDLL | None = None
@@ -28,7 +28,7 @@ class Loops:
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """Call a loop: tensors by address, int as int64, float as float, others as pointers."""
+        """Call the loop `name` for a dtype: an int is passed as int64, a float as float, a tensor by its address."""
         function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
         if function.argtypes is None:
             types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}

@@ -1,7 +1,7 @@
-"""Sums of matrix products on a CPU by compiled loops (products.cpp): summed in float32, rounded once.
+"""Sums of matrix products on a CPU by compiled loops (products.cpp), summed in float32 and rounded once.
 
-A LoRA layer consists of them: X Wᵀ + (X Aᵀ) Bᵀ is one, and so is the gradient of a shared input. Each of
-torch's operators, one per product, reads and writes the whole sum.
+A LoRA layer computes such sums: the output X Wᵀ + (X Aᵀ) Bᵀ, and the gradient of an input that layers share. With
+torch's operators, each product reads and writes the whole sum.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ compiled_products = cache(partial(loops_of, *_FILES))
 """Returns the compiled loops; compiling takes some seconds, once per machine."""
 
 FEWEST = 64
-"""Minimum rows for the compiled loops: they pack a weight for each product, which does not pay for fewer rows."""
+"""Minimum rows for the compiled loops: they pack the weight for each product, which costs too much for fewer rows."""
 
 
 REVISION = 2
-"""Version of the loops: measurements of other versions are ignored."""
+"""Version of the loops; measurements of other versions are ignored."""
 
 MARGIN = 0.95
-"""Minimum speed of the loops relative to torch's operators: they round less, and times are noisy."""
+"""Minimum speed of the loops relative to torch's operators: the loops round less often, and times are noisy."""
 
 _ROWS, _WIDTH, _RANK, _TURNS = 512, 768, 16, 9
 
@@ -46,12 +46,12 @@ class Sum(NamedTuple):
     """`out` = factor · Σ left @ right + bias, for matrices of one dtype and any strides.
 
     Attributes:
-        out: `[rows, columns]` of that dtype or float32.
-        terms: left `[rows, depth]` and right `[depth, columns]` of each product, at least one. torch's
-            operators process them in order, smallest first (see `write_sums`), so an iterator may create them
-            on demand if there is no bias.
-        bias: `[columns]`.
-        factor: of the products.
+        out: `[rows, columns]`, in the dtype of the matrices or float32.
+        terms: left `[rows, depth]` and right `[depth, columns]` of each product, at least one, and the smallest terms
+            first (see `write_sums`). Without a bias an iterator may create terms on demand: torch's operators read them
+            in order.
+        bias: `[columns]`, or None.
+        factor: factor of all products.
     """
 
     out: torch.Tensor
@@ -61,7 +61,7 @@ class Sum(NamedTuple):
 
 
 def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
-    """Return whether the compiled loops are usable and faster here for products of an input in a dtype."""
+    """Return whether the compiled loops support products of `x` in a dtype, and are faster on this machine."""
     return (
         not needs_operators()
         and x.device.type == "cpu"
@@ -76,73 +76,74 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
     """Compute sums of products of matrices of one dtype on one device, without derivatives.
 
     Args:
-        sums: none reads what another writes. torch's operators process them in order, so an iterator may
-            create them on demand.
-        compiled: use the compiled loops (see `is_used`) if they support all sums; else torch's operators,
-            which round after each product, except for float32 results on a GPU with such products
-            (`isotype.lora.kernels`). These add a product to the existing sum before rounding, so small terms
-            come first, and a bias, which may be large, last.
+        sums: independent sums: no sum reads the result of another. An iterator may create them on demand, because
+            torch's operators compute them in order.
+        compiled: whether the compiled loops are used (see `is_used`), if they support all sums. Otherwise torch's
+            operators round the sum after each product, except for float32 results on a GPU with such products
+            (`isotype.lora.kernels`). An operator adds a product to the sum before rounding, so small terms come first,
+            and a bias, which may be large, is added last.
 
     Raises:
         RuntimeError: torch's error for matrices that do not match.
     """
-    # Dispatch modes see torch's operators, as on a machine without a compiler.
+    # Dispatch modes get torch's operators, as on a machine without a compiler.
     if not compiled or dispatch_depth():
-        for each in sums:
-            _by_torch(each, each.terms)
+        for item in sums:
+            _by_torch(item, item.terms)
         return
-    held = [(each, tuple(each.terms)) for each in sums]  # kept alive until they are read
-    if not _by_loops(held):
-        for each, terms in held:
-            _by_torch(each, terms)
+    pairs = [(item, tuple(item.terms)) for item in sums]  # keeps the terms alive until they are read
+    if not _by_loops(pairs):
+        for item, terms in pairs:
+            _by_torch(item, terms)
 
 
 _Terms = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _by_torch(asked: Sum, terms_in: _Terms) -> None:
-    bias = asked.bias
-    held = () if bias is None else tuple(terms_in)
-    terms = iter(held or terms_in)
+def _by_torch(item: Sum, terms: _Terms) -> None:
+    out, bias, factor = item.out, item.bias, item.factor
+    listed = None if bias is None else tuple(terms)
+    alone = listed is not None and len(listed) == 1
+    terms = iter(terms if listed is None else listed)
     left, right = next(terms)
-    plain = asked.out.dtype == left.dtype
+    plain = out.dtype == left.dtype
     kernel = None if plain else kernel_of("float32_product", left, right)
     if kernel is not None:
-        kernel.write(asked.out, left, right, asked.factor)
+        kernel.write(out, left, right, factor)
         for left, right in terms:
-            kernel.add(asked.out, left, right, asked.factor)
+            kernel.add(out, left, right, factor)
         if bias is not None:
-            asked.out.add_(bias)
+            out.add_(bias)
         return
-    product = asked.out if plain else torch.empty_like(asked.out, dtype=left.dtype)
-    if alone := bias is not None and len(held) == 1:
-        torch.addmm(bias, left, right, alpha=asked.factor, out=product)
+    product = out if plain else torch.empty_like(out, dtype=left.dtype)
+    if bias is not None and alone:
+        torch.addmm(bias, left, right, alpha=factor, out=product)
     else:
         torch.mm(left, right, out=product)
     for left, right in terms:
         product.addmm_(left, right)
     if not plain:
-        asked.out.copy_(product)
-    if asked.factor != 1 and not alone:
-        asked.out.mul_(asked.factor)
+        out.copy_(product)
+    if factor != 1 and not alone:
+        out.mul_(factor)
     if bias is not None and not alone:
-        asked.out.add_(bias)
+        out.add_(bias)
 
 
 def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> bool:
-    """Compute sums by the loops; return False without computing if they do not support all of them."""
+    """Compute sums with the compiled loops; if the loops do not support a sum, return False and compute nothing."""
     if not sums:
         return False
     dtype = sums[0][1][0][0].dtype
     if not compiled_products().has("sums_of_products", dtype):
         return False
-    operands = [x for each, terms in sums for x in chain(*terms, () if each.bias is None else (each.bias,))]
-    results = [each.out for each, _ in sums]
+    operands = [x for item, terms in sums for x in chain(*terms, () if item.bias is None else (item.bias,))]
+    results = [item.out for item, _ in sums]
     if not (_readable(operands, _kinds(dtype)) and _readable(results, _kinds(dtype, torch.float32))):
         return False
     numbers, factors, biases = array("q"), array("f"), []
-    for each, terms in sums:
-        out, bias = each.out, each.bias
+    for item, terms in sums:
+        out, bias = item.out, item.bias
         size, at = out.shape, 0
         if bias is not None:
             if bias.shape != size[1:]:
@@ -150,7 +151,7 @@ def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tenso
             biases.append(bias := bias.contiguous())
             at = bias.data_ptr()
         numbers.extend((out.data_ptr(), *out.stride(), *size, out.dtype is torch.float32, at, len(terms)))
-        factors.append(each.factor)
+        factors.append(item.factor)
         for left, right in terms:
             above, below = left.shape, right.shape
             if not (len(above) == len(below) == 2 and above[1] == below[0] and (above[0], below[1]) == size):
@@ -168,7 +169,7 @@ _memory_of = attrgetter("is_cpu", "layout", "dtype")
 
 @cache
 def _kinds(*dtypes: torch.dtype) -> frozenset[tuple[bool, torch.layout, torch.dtype]]:
-    """Return `_memory_of` readable tensors: of one of these dtypes, in plain CPU memory."""
+    """Return the values of `_memory_of` for tensors in plain CPU memory with one of these dtypes."""
     return frozenset((True, torch.strided, dtype) for dtype in dtypes)
 
 
@@ -178,9 +179,9 @@ def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a LoRA layer's products by torch's operators and by the compiled loops.
+    """Milliseconds of two LoRA layers' products with torch's operators and with the compiled loops.
 
-    `ratio`: median over the turns of torch's time over the loops'.
+    `ratio` is the median over the turns of torch's time divided by the loops' time.
     """
 
     torch: float
@@ -189,7 +190,7 @@ class Timing:
 
     @property
     def faster(self) -> bool:
-        """True if the loops are at least about as fast; on some CPUs torch uses instructions they lack (AMX)."""
+        """True if the loops are at least about as fast; on some CPUs torch uses faster instructions (AMX)."""
         return self.ratio > MARGIN
 
 
@@ -197,7 +198,7 @@ _TIMINGS = measured.Kept(Timing)
 
 
 def timing(dtype: torch.dtype) -> Timing:
-    """Return the times of both ways, measured once per machine, dtype and thread count in tenths of a second."""
+    """Return the times of torch's operators and the loops, measured once per machine, dtype and number of threads."""
     return _timing(dtype, torch.get_num_threads())
 
 
@@ -209,8 +210,8 @@ def _timing(dtype: torch.dtype, threads: int) -> Timing:
 
 def measure(dtype: torch.dtype, threads: int) -> Timing:
 
-    def ways() -> dict[bool, Callable[[], None]]:
-        steps = _layer_of(dtype)
+    def prepare() -> dict[bool, Callable[[], None]]:
+        steps = _layers_of(dtype)
 
         def run(compiled: bool) -> None:
             for sums in steps:
@@ -218,13 +219,13 @@ def measure(dtype: torch.dtype, threads: int) -> Timing:
 
         return {compiled: partial(run, compiled) for compiled in (False, True)}
 
-    times = measured.in_turns(ways, _TURNS, threads)
-    ratios = [torchs / own for torchs, own in zip(times[False], times[True], strict=True)]
-    return Timing(*(round(statistics.median(each), 4) for each in (times[False], times[True], ratios)))
+    times = measured.in_turns(prepare, _TURNS, threads)
+    ratios = [by_torch / by_loops for by_torch, by_loops in zip(times[False], times[True], strict=True)]
+    return Timing(*(round(statistics.median(values), 4) for values in (times[False], times[True], ratios)))
 
 
-def _layer_of(dtype: torch.dtype) -> list[list[Sum]]:
-    """Return the products of two LoRA layers with the same input: X Aᵀ, the outputs, and the backward's gradients."""
+def _layers_of(dtype: torch.dtype) -> list[list[Sum]]:
+    """Return the products of two LoRA layers with the same input: X Aᵀ, the outputs, and all gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

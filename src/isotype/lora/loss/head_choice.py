@@ -1,8 +1,7 @@
-"""Choice of isotype's or TRL's language-model head on a GPU, timed once per card, torch version and class of
-shapes.
+"""Choice between isotype's and TRL's language-model head on a GPU, by their times, and the head of a model.
 
-TRL's Triton kernel reduces a tile of logits in one pass, but projects three times,
-`isotype.lora.loss.log_probs` twice: the faster one depends on the card, the vocabulary and the width.
+TRL's Triton kernel reduces a tile of logits in one pass, but projects three times; `isotype.lora.loss.log_probs`
+projects twice. The card, the vocabulary and the width decide which head is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from isotype.compat.torch import PLAIN
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
 from isotype.lora import measured
-from isotype.lora.loss.log_probs import Precision, log_probs
+from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
 from isotype.lora.weights import dense
 from isotype.model.quantized import quantization_state
@@ -30,7 +29,7 @@ from isotype.model.walk import kind_of
 from isotype.precision.devices.simulated import working_dtype
 
 REVISION = 1
-"""Version of both functions: measurements of other versions are ignored."""
+"""Version of both heads; measurements of other versions are ignored."""
 
 _FEWEST, _MOST = 256, 2048
 
@@ -40,12 +39,12 @@ class HeadShape:
     """A class of calls that share one measurement.
 
     Attributes:
-        vocabulary, hidden: of the weight, `[vocabulary, hidden]`.
-        tokens: number with labels, rounded up to a power of two from 256 to 2048, above which both scale
-            linearly.
-        stored, compute: dtype of the weight, and of the products.
-        outputs: results besides the log-probabilities.
-        gradients: results that are differentiated.
+        vocabulary, hidden: shape of the weight, `[vocabulary, hidden]`.
+        tokens: number of tokens with labels, rounded up to a power of two from 256 to 2048; above 2048 the times of both
+            heads grow linearly.
+        stored, compute: dtypes of the weight and of the products.
+        outputs: names of results besides the log-probabilities.
+        gradients: names of results that are differentiated.
         trained: whether the weight gets a gradient.
         capped: whether the logits have a soft cap.
     """
@@ -70,7 +69,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class HeadTimes:
-    """Median milliseconds of forward and backward."""
+    """Median milliseconds of forward and backward with each head."""
 
     isotype: float
     trl: float
@@ -88,35 +87,35 @@ def token_class(tokens: int) -> int:
 
 
 def card_of(device: torch.device) -> str:
-    """Return a GPU's driver name."""
+    """Return the driver's name of a GPU."""
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 TIMES = measured.Kept(HeadTimes)
-"""Measured times of every card, by the shape's text."""
+"""Stored times; the name of an entry is the text of a `HeadShape`."""
 
 
 def times_file(card: str) -> Path:
-    """Return the file with the times of a card with this torch."""
+    """Return the path of the file with the times of a card with this torch."""
     return measured.file_of("heads", REVISION, card=card)
 
 
 Timer = Callable[[Callable[[], object]], float]
-"""Runs a call and returns its milliseconds on the device."""
+"""A function that runs a call and returns the call's milliseconds on the device."""
 
 _TURNS = 5
 
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """A choice: whether isotype's head computes the log-probabilities, with a one-line reason."""
+    """A choice: `own` is True for isotype's head, and `text` is a line with the reason."""
 
     own: bool
     text: str
 
 
 def event_timer(device: torch.device) -> Timer:
-    """Return a timer by events of a GPU's stream: host time counts only if the device waits for it."""
+    """Return a timer that measures with events of a GPU's stream, so host time counts only if the device waits."""
     backend = torch.get_device_module(device)
 
     def timed(call: Callable[[], object]) -> float:
@@ -138,13 +137,14 @@ def choose(
     timer: Timer | None = None,
     card: str | None = None,
 ) -> HeadChoice:
-    """Return the faster head for a class of calls; an unknown class is measured by a dozen calls, once per card.
+    """Return the faster head for a class of calls; a new class is measured with a dozen calls, once per card.
 
     Args:
-        weight: `[V, H]`, on the measured device.
-        bias: `[V]`, or None.
-        timer: times a call; by default by the device's events.
-        card: name for the cache; by default the device's.
+        weight: the head's weight `[V, H]`, on the measured device.
+        bias: the head's bias `[V]`, or None.
+        shape: the class of calls.
+        timer: function that times a call; None: events of the device.
+        card: name of the card in the cache; None: the driver's name.
 
     Returns:
         TRL's head if nothing can be measured (a sharded weight, not enough memory for both), with the reason.
@@ -156,23 +156,23 @@ def choose(
     how = "measured now" if TIMES.get(file, name) is None else "as measured before"
     timer = timer or event_timer(weight.device)
     try:
-        times, unkept = TIMES.of(file, name, lambda: measure(weight, bias, shape, timer))
+        times, not_stored = TIMES.of(file, name, lambda: measure(weight, bias, shape, timer))
     except torch.OutOfMemoryError:
         return HeadChoice(False, "TRL's: no room to measure isotype's beside it")
     except TheirsFailedError as failure:
         return HeadChoice(True, f"isotype's: TRL's cannot run here: {failure}")
-    if unkept is not None:
-        how += f", not kept: {unkept}"
-    taken = "isotype's" if times.own_is_faster else "TRL's"
-    return HeadChoice(times.own_is_faster, f"{taken}: {times} ({shape}; {how} on {card})")
+    if not_stored is not None:
+        how += f", not kept: {not_stored}"
+    faster = "isotype's" if times.own_is_faster else "TRL's"
+    return HeadChoice(times.own_is_faster, f"{faster}: {times} ({shape}; {how} on {card})")
 
 
 class TheirsFailedError(Exception):
-    """TRL's head raised; the message is the first line of its error."""
+    """TRL's head raised an error; the message is the first line of that error."""
 
 
 def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, timer: Timer) -> HeadTimes:
-    """Time forward and backward of both heads in turns.
+    """Return the times of forward and backward with both heads, measured in turns.
 
     Raises:
         torch.OutOfMemoryError: there is not enough memory.
@@ -185,7 +185,7 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
     targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator, device=device)
     weight = weight.detach().requires_grad_(shape.trained)
     bias = None if bias is None else bias.detach().requires_grad_(shape.trained)
-    trained = [each for each in (hidden, weight, bias) if each is not None and each.requires_grad]
+    trained = [tensor for tensor in (hidden, weight, bias) if tensor is not None and tensor.requires_grad]
     grad = torch.ones(shape.tokens, device=device)
     head = Head(weight, bias, softcap=1.0 if shape.capped else None)
 
@@ -195,11 +195,9 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
             torch.autograd.grad(outputs, trained, [grad] * len(outputs), allow_unused=True)
 
     def ours() -> None:
-        precision = Precision(shape.compute, working_dtype(shape.compute, hidden))
-        per_token = log_probs(
-            head, hidden, targets, shape.outputs, gradients=shape.gradients, precision=precision
-        )
-        differentiate(vars(per_token))
+        working = working_dtype(shape.compute, hidden)
+        results = log_probs(head, hidden, targets, shape.outputs, gradients=shape.gradients, working=working)
+        differentiate(vars(results))
 
     def theirs() -> None:
         differentiate(_theirs(head, hidden, targets, shape.outputs))
@@ -208,7 +206,7 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
         timer(ours)  # the first calls build kernels and allocate memory
         _trial(partial(timer, theirs))
         turns = [(timer(ours), timer(theirs)) for _ in range(_TURNS)]
-    return HeadTimes(*(round(statistics.median(each), 4) for each in zip(*turns, strict=True)))
+    return HeadTimes(*(round(statistics.median(times), 4) for times in zip(*turns, strict=True)))
 
 
 def _theirs(
@@ -230,14 +228,13 @@ def _trial(call: Callable[[], object]) -> None:
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:  # compilers, drivers and launches may raise anything
-        first = first_line(failure)
-        raise TheirsFailedError(f"{type(failure).__name__}: {first}") from failure
+        raise TheirsFailedError(f"{type(failure).__name__}: {first_line(failure)}") from failure
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """Return the head of a causal language model: tied, trained beside adapters (`modules_to_save`) or quantized.
+    """Return the head of a causal language model; it may be tied, trained (`modules_to_save`) or quantized.
 
-    A quantized weight is dequantized once per call, a sharded one is gathered.
+    Each call dequantizes a quantized weight, and gathers a sharded weight.
 
     Args:
         model: a transformers model with output embeddings, without PEFT's wrapper.
@@ -259,8 +256,8 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
 
 
 def _scale(config: Any) -> float:
-    """Return the factor of the model's logits, which has a different name in each family."""
-    # Cohere, MPT (may be None); Muse Glimmer; Falcon-H1.
+    """Return the factor of the model's logits; the config's name of the factor depends on the family."""
+    # Names of Cohere and MPT (may be None), of Muse Glimmer, and of Falcon-H1.
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale = getattr(config, name, None)
         if scale is not None:

@@ -1,5 +1,4 @@
-"""Per-token log-probabilities of a language model, from hidden states: head and softmax in chunks over the
-tokens.
+"""Log-probabilities of tokens from the hidden states of a language model, with head and softmax in chunks of tokens.
 
 With y = W h + b, z = cap(scale y) / temperature, p = softmax(z) and t the target, cap(x) = softcap tanh(x /
 softcap):
@@ -7,14 +6,14 @@ softcap):
     log p_t = z_t - logsumexp(z)
     d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
 
-The log-probability of a token depends only on its own hidden state, so its gradient is computed in the
-forward from the logits, and the backward only multiplies each row by the incoming gradient of any loss. There
-is one projection, and logits exist for one chunk at a time. A chunk covers the whole vocabulary: each product
-is summed in float32 and rounded once. If more is differentiated (entropy, a trained head), the backward
-recomputes the logits, chunk by chunk.
+The log-probability of a token depends only on the token's hidden state, so the forward computes the gradient from the
+logits, and the backward only multiplies each row by the incoming gradient of the loss. The hidden states are projected
+once, and the logits of one chunk exist at a time. A chunk covers the whole vocabulary: each product is summed in
+float32 and rounded once. If more is differentiated (entropy, a trained head), the backward recomputes the logits, chunk
+by chunk.
 
-The target's logit is also computed in float32, because its rounding error is an error of the log-probability:
-0.06 for a logit of 20 in bfloat16.
+The target's logit is also computed in float32, because the rounding error of that logit is an error of the
+log-probability: 0.06 for a logit of 20 in bfloat16.
 """
 
 from __future__ import annotations
@@ -31,35 +30,19 @@ from isotype.lora.loss.logits import Call, Head, add_outer, blocks, buffers_for,
 from isotype.lora.loss.softmax import gradient, softmax
 
 OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
-"""Optional results of `log_probs`. All but the last two can be differentiated."""
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes and memory of one call.
-
-    Attributes:
-        compute: dtype of the products; None: autocast's if it is on, else the weight's.
-        working: actual dtype of the products if different: float32 on a device that emulates `compute`.
-        scratch: bytes for the logits of one chunk; None: 64 MiB on a CPU, on a GPU 1 GiB or a 64th of its
-            memory.
-    """
-
-    compute: torch.dtype | None = None
-    working: torch.dtype | None = None
-    scratch: int | None = None
+"""Names of the optional results of `log_probs`. All but the last two can be differentiated."""
 
 
 @dataclass(frozen=True)
 class PerToken:
-    """Results per token, float32 `[N]`; None if not requested.
+    """Results per token, float32 `[N]`, or None if they were not requested.
 
     Attributes:
-        log_probs: log p of the target.
-        entropy: of p.
-        logsumexp: of the logits.
+        log_probs: log-probability of the target.
+        entropy: entropy of p.
+        logsumexp: logsumexp of the logits.
         mean_logits: mean of the logits over the vocabulary.
-        log_sum_sq_probs: log of the sum of p squared; without gradient.
+        log_sum_sq_probs: log of the sum of p², without gradient.
         is_top1: bool, whether the target is the first of the largest logits.
     """
 
@@ -78,31 +61,30 @@ def log_probs(
     outputs: Sequence[str] = (),
     *,
     gradients: Sequence[str] = ("log_probs",),
-    precision: Precision | None = None,
+    working: torch.dtype | None = None,
+    scratch: int | None = None,
 ) -> PerToken:
     """Return the log-probabilities of `targets` after `hidden`, and other requested results.
 
     Args:
-        head: of the logits; weight and bias get gradients if they require them.
-        hidden: `[N, H]` in any float dtype.
+        head: the language-model head; weight and bias get gradients if they require them.
+        hidden: hidden states `[N, H]` in any float dtype.
         targets: int64 `[N]`, each in `[0, V)`.
         outputs: names from `OUTPUTS`.
-        gradients: results with a backward; with others than the log-probabilities it recomputes the
-            logits.
-        precision: dtypes and memory.
+        gradients: names of results with a backward. Others than the log-probabilities need the logits again in the
+            backward.
+        working: dtype of the products; None: autocast's dtype if it is on, else the weight's.
+        scratch: bytes for the logits of one chunk; None: 64 MiB on a CPU, on a GPU 1 GiB or a 64th of the memory.
 
     Raises:
-        RuntimeError: in the backward, for a nonzero gradient of a result not in `gradients`.
+        RuntimeError: in the backward, for a nonzero gradient of a result that is not in `gradients`.
     """
-    precision = precision or Precision()
-    device = hidden.device.type
-    low = autocast_dtype(device)
     call = Call(
         head.scale,
         head.softcap,
         head.temperature,
-        precision.working or precision.compute or low or head.weight.dtype,
-        precision.scratch,
+        working or autocast_dtype(hidden.device.type) or head.weight.dtype,
+        scratch,
         tuple(name for name in OUTPUTS if name in outputs),
         frozenset(gradients),
         torch.is_grad_enabled(),
@@ -112,12 +94,12 @@ def log_probs(
 
 
 def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
-    """Return all results from whole logits `[N, V]`, for a model whose logits are more than a projection."""
+    """Return all results from complete logits `[N, V]`, for a model whose logits are more than a projection."""
     z = logits.float() / temperature
-    logsumexp, own = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]
+    logsumexp, target = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]
     logp = z - logsumexp[:, None]
     return PerToken(
-        own - logsumexp,
+        target - logsumexp,
         -(logp.exp() * logp).sum(-1),
         logsumexp,
         z.mean(-1),
@@ -126,7 +108,7 @@ def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature
     )
 
 
-_KNOWN = ("log_probs", "logsumexp", "entropy")  # results needed in the backward
+_SAVED = ("log_probs", "logsumexp", "entropy")  # results that the backward needs
 
 
 class _LogProbs(torch.autograd.Function):
@@ -149,8 +131,8 @@ class _LogProbs(torch.autograd.Function):
         if rows is not None:
             ctx.save_for_backward(*rows)
         elif again:
-            known = (values[name] for name in _KNOWN if name in values)
-            ctx.save_for_backward(hidden, weight, bias, targets, *known)
+            needed = (values[name] for name in _SAVED if name in values)
+            ctx.save_for_backward(hidden, weight, bias, targets, *needed)
         ctx.again = again
         without = {"log_sum_sq_probs", "is_top1"}.intersection(call.outputs)
         ctx.mark_non_differentiable(*(values[name] for name in without))
@@ -162,7 +144,7 @@ class _LogProbs(torch.autograd.Function):
         call: Call = ctx.call
         named = zip(("log_probs", *call.outputs), grads, strict=True)
         gradients = {name: grad.float() for name, grad in named if grad is not None}
-        # A compiled graph that only reads a result passes a zero gradient.
+        # A compiled graph passes a zero gradient for a result that it only reads.
         others = {name: gradients.pop(name) for name in gradients.keys() - call.gradients}
         if unnamed := sorted(name for name, grad in others.items() if grad.any()):
             called = f"`log_probs` was called with gradients={sorted(call.gradients)}"
@@ -187,7 +169,7 @@ def _forward(
     *,
     ahead: bool,
 ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return results by name, and with `ahead` (rows of gradients in the working dtype, their float32 factors)."""
+    """Return (name -> result, None or, with `ahead`, (rows of gradients in the working dtype, float32 factors of the rows))."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}
@@ -214,9 +196,9 @@ def _backward(
     saved: Sequence[Any],
     gradients: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias from those of the results, recomputing the logits."""
+    """Return the gradients of hidden states, weight and bias from the gradients of the results, with the logits recomputed."""
     hidden, weight, bias, targets = saved[:4]
-    known = dict(zip(_KNOWN, saved[4:], strict=False))
+    results = dict(zip(_SAVED, saved[4:], strict=False))
     tokens = hidden.shape[0]
     d_hidden = torch.empty_like(hidden) if needed[0] else None
     d_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
@@ -228,12 +210,12 @@ def _backward(
         exact = project(call, x, weight, bias, targets[chunk], logits)
         factor = torch.zeros_like(exact)
         for rows, place in blocks(buffers, chunk):
-            own = {name: values[place] for name, values in known.items()}
-            coming = {name: grad[place] for name, grad in gradients.items()}
-            values = gradient(call, buffers, logits[rows], exact[rows], targets[place], own, coming)
+            block = {name: result[place] for name, result in results.items()}
+            grads = {name: grad[place] for name, grad in gradients.items()}
+            values = gradient(call, buffers, logits[rows], exact[rows], targets[place], block, grads)
             if d_bias is not None:
                 d_bias.add_(values.sum(0))
-            # Each row with its largest entry scaled to 1 (in float16 to `_LIFT`), so that none overflows.
+            # Each row is scaled so that the largest entry is 1 (in float16 `_LIFT`), and no product overflows.
             norm = torch.linalg.vector_norm(values, torch.inf, dim=-1).clamp_min(1e-30)
             torch.mul(values, (call.lift / norm)[:, None], out=logits[rows])
             factor[rows] = norm / call.lift

@@ -16,12 +16,12 @@ SCRATCH = 64 << 20
 """Bytes for the logits of one chunk on a CPU, and on a GPU of unknown memory."""
 
 _ROWS = 384  # tokens of a chunk on a CPU: more are no faster
-# On a GPU every chunk reads the whole head and launches its kernels again.
+# On a GPU chunks are larger: every chunk reads the whole head and launches all kernels again.
 _ROWS_OF_A_GPU, _SCRATCH_OF_A_GPU, _SHARE_OF_A_GPU = 2048, 1 << 30, 64
 _PART = 16 << 20  # bytes of the weight cast at a time
-_BLOCK = 3 << 19  # bytes of float32 that one core's softmax processes at a time: they stay in its cache
-# Factor of gradient rows before a product in float16, so that small probabilities are not subnormal. Results
-# are at most twice this times the largest weight.
+_BLOCK = 3 << 19  # bytes of float32 in a block of the softmax, for each core: they stay in the core's cache
+# Factor of gradient rows before a product in float16, so that small probabilities are not subnormal. A result is at most
+# twice this factor times the largest weight.
 _LIFT = 64.0
 
 
@@ -33,8 +33,8 @@ class Head:
         weight: `[V, H]` in any float dtype.
         bias: `[V]`, or None.
         scale: factor of the projection (`logit_scale`).
-        softcap: of `softcap * tanh(logits / softcap)` (Gemma 2's `final_logit_softcapping`); None without
-            it.
+        softcap: the soft cap in `softcap * tanh(logits / softcap)` (Gemma 2's `final_logit_softcapping`); None
+            without a soft cap.
         temperature: final divisor of the logits.
     """
 
@@ -47,15 +47,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Call:
-    """Settings of one call.
+    """Settings of a call of `isotype.lora.loss.log_probs.log_probs`.
 
     Attributes:
         scale, softcap, temperature: as in `Head`.
         working: dtype of the products.
         scratch: bytes for the logits of one chunk; None: by the device, see `buffers_for`.
-        outputs: requested results besides the log-probabilities.
-        gradients: results with a backward.
-        differentiated: whether a backward is possible at all.
+        outputs: names of the requested results besides the log-probabilities.
+        gradients: names of the results with a backward.
+        differentiated: whether gradients are enabled.
     """
 
     scale: float
@@ -82,8 +82,9 @@ class Buffers:
     """Scratch memory of one call, reused by every chunk.
 
     Attributes:
-        logits: `[chunk, V]` in the working dtype, overwritten by rows of gradients.
-        values, other, slope: float32 `[block, V]`; the last two None if they are not needed.
+        logits: `[chunk, V]` in the working dtype, overwritten with rows of gradients.
+        values: float32 `[block, V]`.
+        other, slope: float32 `[block, V]`, or None if they are not needed.
     """
 
     logits: torch.Tensor
@@ -93,14 +94,14 @@ class Buffers:
 
 
 def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
-    """Return the scratch memory for `tokens` tokens; `slope`: with a soft cap.
+    """Return the scratch memory for `tokens` tokens, with the buffers `other` and, if there is a soft cap, `slope`.
 
-    By default 64 MiB and 384 rows on a CPU; on a GPU 1 GiB or a 64th of its memory, and 2048 rows.
+    By default a chunk has at most 384 rows and 64 MiB on a CPU, 2048 rows and 1 GiB or a 64th of the memory on a GPU.
     """
     vocabulary = weight.shape[0]
     slope = slope and call.softcap is not None
     on_cpu = weight.device.type == "cpu"
-    # On other devices a block is a whole chunk: the number of kernels dominates.
+    # On other devices a block is a whole chunk, because more kernels would cost more than larger blocks.
     wide = 0 if on_cpu else 4 * (1 + other + slope)
     scratch = call.scratch
     if scratch is None:
@@ -128,17 +129,17 @@ def chunks(buffers: Buffers, tokens: int) -> Iterator[slice]:
 
 
 def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows within the chunk, the same tokens among all) of each block."""
+    """Yield (rows of a block within the chunk, rows of the block among all tokens)."""
     rows = buffers.values.shape[0]
     for start in range(chunk.start, chunk.stop, rows):
         stop = min(start + rows, chunk.stop)
         yield slice(start - chunk.start, stop - chunk.start), slice(start, stop)
         if isinstance(buffers.values, FakeTensor):
-            return  # a trace needs each operator once: blocks share memory and have no counted FLOPs
+            return  # a trace needs one block: all blocks share memory, and their operators have no counted FLOPs
 
 
 def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the weight in `dtype`: as it is, or cast part by part."""
+    """Yield (rows, these rows of the weight in `dtype`): all rows without a cast, or parts that are cast one by one."""
     if weight.dtype == dtype:
         yield slice(0, weight.shape[0]), weight
         return
@@ -159,11 +160,11 @@ def project(
     targets: torch.Tensor,
     logits: torch.Tensor,
 ) -> torch.Tensor:
-    """Write W x + b into `logits`; return those of the targets, in float32."""
+    """Write W x + b into `logits`; return the logits of the targets, computed in float32."""
     compiled = is_used(call.working, x)
     for part, matrix in _parts(weight, call.working):
-        own = None if bias is None else bias[part].to(call.working)
-        write_sums([Sum(logits[:, part], ((x, matrix.t()),), own)], compiled=compiled)
+        bias_part = None if bias is None else bias[part].to(call.working)
+        write_sums([Sum(logits[:, part], ((x, matrix.t()),), bias_part)], compiled=compiled)
     chosen = weight.index_select(0, targets).to(call.working).float()
     exact: torch.Tensor = torch.linalg.vecdot(x.float(), chosen)
     return exact if bias is None else exact + bias.index_select(0, targets).to(call.working).float()
@@ -175,16 +176,16 @@ def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Ten
     if weight.dtype == call.working:
         write_sums([Sum(out, ((rows, weight),))], compiled=compiled)
         return
-    total, own = (torch.empty_like(out, dtype=torch.float32) for _ in range(2))
+    total, product = (torch.empty_like(out, dtype=torch.float32) for _ in range(2))
     total.zero_()
     for part, matrix in _parts(weight, call.working):
-        write_sums([Sum(own, ((rows[:, part], matrix),))], compiled=compiled)
-        total += own
+        write_sums([Sum(product, ((rows[:, part], matrix),))], compiled=compiled)
+        total += product
     out.copy_(total)
 
 
 def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
-    """Transform y to z in place, both float32; write the soft cap's derivative into `slope`."""
+    """Transform the float32 y to z in place (scale, soft cap, temperature); write the soft cap's derivative into `slope`."""
     if call.scale != 1:
         values.mul_(call.scale)
     if call.softcap is not None:
@@ -203,6 +204,6 @@ def add_outer(rows: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, total: 
     largest = scaled.abs().amax().clamp_min(1e-30)
     scaled = (scaled / largest).to(x.dtype)
     for part in _slices(total, torch.float32):
-        own = torch.empty_like(total[part])
-        write_sums([Sum(own, ((rows[:, part].t(), scaled),))], compiled=False)
-        total[part].add_(own.mul_(largest))
+        product = torch.empty_like(total[part])
+        write_sums([Sum(product, ((rows[:, part].t(), scaled),))], compiled=False)
+        total[part].add_(product.mul_(largest))

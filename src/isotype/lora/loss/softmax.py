@@ -1,4 +1,4 @@
-"""The softmax over a chunk's logits, block by block in float32, and its gradients.
+"""The softmax over a chunk's logits in float32, block by block, and the gradients of results.
 
 On a CPU compiled loops (lora/loops/softmax.cpp) read each row of logits once into a core's cache.
 """
@@ -26,15 +26,15 @@ class _Results(ctypes.Structure):
 
 
 def _is_by_loops(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> bool:
-    """Return whether the compiled loops support a block: plain contiguous CPU tensors of known dtypes."""
+    """Return whether the compiled loops support a block: plain contiguous CPU tensors of supported dtypes."""
     return (
         not needs_operators()
         and logits.device.type == "cpu"
         and logits.dtype in NAMES
         and (exact.dtype, targets.dtype) == (torch.float32, torch.int64)
         and exact.shape == targets.shape == logits.shape[:1]
-        and all(type(each) is torch.Tensor and each.is_contiguous() for each in (logits, exact, targets))
-        and not dispatch_depth()  # dispatch modes see torch's operators
+        and all(type(x) is torch.Tensor and x.is_contiguous() for x in (logits, exact, targets))
+        and not dispatch_depth()  # dispatch modes get torch's operators
         and _loops().reason is None
     )
 
@@ -48,27 +48,33 @@ def softmax(
     outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
-    """Compute the results of a block of tokens into `outputs` (by name, contiguous `[n]`).
+    """Write the results of a block of tokens into `outputs`; with `ahead`, also overwrite the logits with their gradients.
 
-    With `ahead`, write the gradients over the logits `[n, V]`, and return the factor of each row, float32 `[n]`.
-    `exact`: the targets' own logits, float32 `[n]`; `targets`: int64 `[n]`, each in `[0, V)`.
+    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. So it is -1 at the target, and the share of the other
+    probabilities elsewhere, without underflow or cancellation however confident the model is. The returned factors undo
+    the division.
 
-    The gradient -(1[j = t] - p_j) is divided by 1 - p_t, which gives -1 at the target and the shares of the
-    other entries, without underflow or cancellation however confident the model is. The returned factors
-    compensate.
+    Args:
+        logits: `[n, V]`.
+        exact: float32 logits of the targets, `[n]`.
+        targets: int64 `[n]`, each in `[0, V)`.
+        outputs: name -> contiguous result `[n]`.
+
+    Returns:
+        With `ahead` the factor of each row of gradients, float32 `[n]`; else None.
     """
     if call.softcap is None and _is_by_loops(logits, exact, targets):
         factor = torch.empty_like(exact) if ahead else None
         written = {**outputs, **({} if factor is None else {"factor": factor})}
-        results = ctypes.byref(_Results(**{name: each.data_ptr() for name, each in written.items()}))
+        results = ctypes.byref(_Results(**{name: result.data_ptr() for name, result in written.items()}))
         numbers = *logits.shape, torch.get_num_threads(), float(call.slope), float(call.lift)
         _loops().run("softmax", logits.dtype, *numbers, logits, exact, targets, results)
         return factor
     n, at = logits.shape[0], targets[:, None]
     slope = None if buffers.slope is None else buffers.slope[:n]
     z = bend(call, buffers.values[:n].copy_(logits), slope)
-    own_slope = None if slope is None else torch.empty_like(exact)
-    own = bend(call, exact.clone(), own_slope)
+    target_slope = None if slope is None else torch.empty_like(exact)
+    target_z = bend(call, exact.clone(), target_slope)
     top = z.amax(-1, keepdim=True)
     if "is_top1" in outputs:
         outputs["is_top1"].copy_(_first_of_largest(z, top, targets))
@@ -76,19 +82,19 @@ def softmax(
         torch.mean(z, -1, out=outputs["mean_logits"])
     z.sub_(top)
     e = torch.exp(z, out=z if buffers.other is None else buffers.other[:n])
-    # The target separately: its exact logit replaces the rounded one, and log1p is exact near p = 1.
+    # The target is added separately: the exact logit replaces the rounded one, and log1p is exact near p = 1.
     e.scatter_(1, at, 0.0)
-    own_z = own - top[:, 0]
-    own_e = own_z.exp()
+    target_z = target_z - top[:, 0]
+    target_e = target_z.exp()
     others = e.sum(-1)
-    log_total = torch.log1p(others + (own_e - 1))
-    torch.sub(own_z, log_total, out=outputs["log_probs"])
+    log_total = torch.log1p(others + (target_e - 1))
+    torch.sub(target_z, log_total, out=outputs["log_probs"])
     torch.add(top[:, 0], log_total, out=outputs["logsumexp"])
     if "entropy" in outputs:
-        weighted = z.mul_(e).sum(-1) + own_e * own_z  # `other` exists: e is not z
-        torch.sub(log_total, weighted / (others + own_e), out=outputs["entropy"])
+        weighted = z.mul_(e).sum(-1) + target_e * target_z  # the buffer `other` exists, so e is not z
+        torch.sub(log_total, weighted / (others + target_e), out=outputs["entropy"])
     if "log_sum_sq_probs" in outputs:
-        squares = torch.mul(e, e, out=None if e is z else z).sum(-1) + own_e.square()
+        squares = torch.mul(e, e, out=None if e is z else z).sum(-1) + target_e.square()
         torch.sub(squares.log(), log_total, alpha=2, out=outputs["log_sum_sq_probs"])
     if not ahead:
         return None
@@ -96,16 +102,16 @@ def softmax(
     if slope is not None:
         e.mul_(slope)
     torch.mul(e, share[:, None], out=logits)
-    target = torch.full_like(exact, -call.lift) if own_slope is None else own_slope * -call.lift
+    target = torch.full_like(exact, -call.lift) if target_slope is None else target_slope * -call.lift
     logits.scatter_(1, at, target[:, None].to(logits.dtype))
-    return others / (others + own_e) * (-call.slope / call.lift)
+    return others / (others + target_e) * (-call.slope / call.lift)
 
 
 def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return whether each target is at the `argmax`."""
+    """Return whether each target is the `argmax` of the row; `top` `[n, 1]` are the largest values."""
     if z.device.type != "cpu" or isinstance(z, FakeTensor):
         return z.argmax(-1) == targets
-    # argmax is twenty times slower than amax on a CPU.
+    # On a CPU argmax is twenty times slower than amax.
     largest = z.gather(1, targets[:, None]) == top
     for row in largest[:, 0].nonzero()[:, 0].tolist():
         before = z[row, : targets[row]]
@@ -120,36 +126,36 @@ def gradient(
     logits: torch.Tensor,
     exact: torch.Tensor,
     targets: torch.Tensor,
-    known: Mapping[str, torch.Tensor],
+    results: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
 
     d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d logsumexp / dz_j = p_j.
-    `known`: log-probabilities, logsumexp and entropy of the forward.
+    `results` has the log-probabilities, logsumexp and entropy of the forward, `gradients` the gradients of results.
     """
-    own, logsumexp, entropy = known["log_probs"], known["logsumexp"], known.get("entropy")
+    log_p, logsumexp, entropy = results["log_probs"], results["logsumexp"], results.get("entropy")
     assert buffers.other is not None
     n, at, nothing = logits.shape[0], targets[:, None], torch.zeros_like(exact)
     slope = None if buffers.slope is None else buffers.slope[:n]
     z = bend(call, buffers.values[:n].copy_(logits), slope).sub_(logsumexp[:, None])
-    values, own_p = torch.exp(z, out=buffers.other[:n]), own.exp()
+    values, target_p = torch.exp(z, out=buffers.other[:n]), log_p.exp()
     of_log_prob, of_entropy = gradients.get("log_probs", nothing), gradients.get("entropy")
     both = gradients.get("logsumexp", nothing) - of_log_prob
-    # At the target 1 - p_t cancels for p_t near 1; expm1 does not.
-    target = gradients.get("logsumexp", nothing) * own_p - of_log_prob * torch.expm1(own)
+    # For p_t near 1 the difference 1 - p_t loses digits; expm1 does not.
+    target = gradients.get("logsumexp", nothing) * target_p - of_log_prob * torch.expm1(log_p)
     if of_entropy is None or entropy is None:
         values.mul_(both[:, None])
     else:
         values.mul_(z.add_(entropy[:, None]).mul_(-of_entropy[:, None]).add_(both[:, None]))
-        target -= of_entropy * own_p * (own + entropy)
+        target -= of_entropy * target_p * (log_p + entropy)
     if "mean_logits" in gradients:
-        each = gradients["mean_logits"] / logits.shape[1]
-        values.add_(each[:, None])
-        target += each
+        of_logit = gradients["mean_logits"] / logits.shape[1]
+        values.add_(of_logit[:, None])
+        target += of_logit
     values.scatter_(1, at, target[:, None])
     if slope is not None:
-        own_slope = torch.empty_like(exact)
-        bend(call, exact.clone(), own_slope)
-        values.mul_(slope.scatter_(1, at, own_slope[:, None]))
+        target_slope = torch.empty_like(exact)
+        bend(call, exact.clone(), target_slope)
+        values.mul_(slope.scatter_(1, at, target_slope[:, None]))
     return values.mul_(call.slope) if call.slope != 1 else values

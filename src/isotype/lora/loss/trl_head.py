@@ -1,10 +1,10 @@
-"""TRL's fused language-model head, replaced by isotype's loss if that is better.
+"""TRL's fused language-model head, replaced by isotype's loss where isotype's is better.
 
-TRL 1.16 (`add_fused_lm_head`) gives a model a forward that returns log-probabilities instead of logits with
-`fused_lm_head=True`: SFT, DPO, KTO, GRPO and RLOO use it for every batch. It projects every position, in the
-forward and again in the backward, and multiplies gradients in float32, for a single Triton kernel; without
-Triton `isotype.lora.loss.log_probs` takes a fifth of the time (`benchmarks/loss.py`). The replacement wraps
-TRL's forward, returns the same `FusedCausalLMOutput`, and passes all other calls on.
+TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities instead
+of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. It projects every position, in the forward
+and again in the backward, and multiplies gradients in float32, all in one Triton kernel. Without Triton
+`isotype.lora.loss.log_probs` needs a fifth of the time (`benchmarks/loss.py`). The replacement wraps TRL's forward,
+returns the same `FusedCausalLMOutput`, and passes all other calls on to TRL's forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.lengths import why_not_lengths
 from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
 from isotype.lora.loss.head_choice import HeadChoice, HeadShape, choose, head_of, token_class
-from isotype.lora.loss.log_probs import PerToken, Precision, log_probs, log_probs_of_logits
+from isotype.lora.loss.log_probs import PerToken, log_probs, log_probs_of_logits
 from isotype.lora.unpadded import Unpadded, in_one_row, saying
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.profile import DeviceProfile
@@ -37,23 +37,22 @@ from isotype.precision.devices.simulated import has_value, working_dtype
 _SMOOTHER = "_isotype_label_smoother"
 _PACKED = "_isotype_packed_rows"
 _HEAD = "_isotype_head"
-"""Attribute of isotype's forward: its request."""
+"""Attribute of isotype's forward with the `_HeadRequest`."""
 HEAD_CHOICE = "_isotype_head_choice"
-"""Attribute of a trainer with the measured choice of the head, in a line; missing if there was no choice."""
+"""Attribute of a trainer with a line on the measured choice of the head; missing if nothing was measured."""
 
 
 @dataclass(frozen=True)
 class _HeadRequest:
-    """The arguments of `add_fused_lm_head`, and their use by the trainer.
+    """The arguments of `add_fused_lm_head`, and how the trainer uses the results.
 
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: TRL's arguments.
-        gradients: results that the trainer may differentiate.
+        gradients: names of results that the trainer may differentiate.
         smoothing: label smoothing of the log-probabilities.
-        autocast: context for a model whose forward accelerate has already wrapped in autocast.
-        result: class of the result: TRL's for a trainer. A check avoids importing TRL, which takes
-            seconds.
-        faster: whether isotype's function is faster if both are usable, see `own_is_better`.
+        autocast: context in which the head runs; autocast if accelerate has already wrapped the model's forward.
+        result: class of the result. A trainer needs TRL's; a check does not import TRL, which takes seconds.
+        faster: whether isotype's head is faster than TRL's if both can be used, see `own_is_better`.
     """
 
     temperature: float
@@ -67,9 +66,9 @@ class _HeadRequest:
 
 
 def use_own_head(trainer: Any) -> None:
-    """Let the models of a new TRL trainer compute their log-probabilities by isotype's loss.
+    """Let the models of a new TRL trainer compute log-probabilities with isotype's loss.
 
-    A trainer without TRL's head is unchanged.
+    A trainer whose models do not have TRL's head is unchanged.
     """
     from trl.trainer.utils import FusedCausalLMOutput
 
@@ -77,12 +76,11 @@ def use_own_head(trainer: Any) -> None:
     gradients = ("log_probs", "entropy") if _entropy_is_differentiated(trainer.args) else ("log_probs",)
     trained = next(_models(trainer))
     for model in _models(trainer):
-        own = _asked(model.forward)
-        if own is None:
+        head = _trl_head(model.forward)
+        if head is None:
             continue
-        outermost, keywords = own
-        # accelerate wraps the trained model in autocast when training begins, and a reference model before
-        # that, if at all
+        outermost, keywords = head
+        # accelerate wraps the trained model in autocast when the training begins, and a reference model earlier.
         autocast = nullcontext if outermost and model is trained else trainer.accelerator.autocast
         request = _HeadRequest(
             **keywords,
@@ -101,12 +99,12 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Return whether concatenated rows cost attention no more than separate ones: it has no full mask."""
+    """Return whether concatenated rows cost a model's attention no more than separate rows, because it has no full mask."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
 def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
-    """Return whether `isotype.fuse` would probably use attention by lengths for a weightless model on a device."""
+    """Return whether `isotype.fuse` would probably use attention by lengths on a device, for a model without weights."""
     config, policy = model.config, policy_of(model)
     dtype = model.dtype if policy is None else policy.compute
     by_sdpa = attention_of(config.get_text_config()) == "sdpa"
@@ -114,27 +112,27 @@ def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
 
 
 def take_packed_rows(trainer: Any) -> bool:
-    """Let the models of a trainer take rows with several documents, with a padding mask beside the positions.
+    """Let the models of a trainer take rows of several documents, with positions and a padding mask.
 
-    transformers uses positions only without a mask; here the mask is for a router's loss and token counts.
-    Returns False if another forward computes the loss, which would use only the mask, or count padding as
-    tokens.
+    transformers separates documents by positions only if there is no mask; here the mask is used only for a router's
+    loss and for counting tokens. Returns False, and changes nothing, if another forward computes the loss: that forward
+    would not separate documents, or would count padding as tokens.
     """
     models = list(_models(trainer))
     heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
     routed = any(getattr(model.config.get_text_config(), "output_router_logits", False) for model in models)
-    own = all(
+    packed = all(
         head is not None
         and (not routed or own_is_better(model, smoothing=head.smoothing > 0, faster=head.faster))
         for model, head in zip(models, heads, strict=True)
     )
-    for model in models if own else ():
+    for model in models if packed else ():
         model.__dict__[_PACKED] = True
-    return own
+    return packed
 
 
 def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch's inputs for the model's layers under this forward: no mask for packed rows."""
+    """Return the inputs of a batch that isotype's forward passes on to the model's layers: no mask for packed rows."""
     base = without_peft(model)
     packed = base.__dict__.get(_PACKED, False) and inputs.get("position_ids") is not None
     left_out = ("fused_lm_head", "attention_mask") if packed else ("fused_lm_head",)
@@ -142,14 +140,14 @@ def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_head(model: Any) -> None:
-    """Give a causal language model without a trainer the forward of SFT, for a check of the step."""
+    """Give a causal language model the forward of an SFT trainer, for a check of a step without a trainer."""
     base = without_peft(model)
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))
 
 
 def use_trl_head(trainer: Any) -> None:
-    """Undo `use_own_head`, before `train()` or after it."""
+    """Undo `use_own_head`, before or after `train()`."""
     for model in _models(trainer):
         take_forward(model)
     if _SMOOTHER in trainer.__dict__:
@@ -157,11 +155,12 @@ def use_trl_head(trainer: Any) -> None:
 
 
 def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
-    """Return whether isotype's function computes the log-probabilities instead of TRL's.
+    """Return whether isotype's head computes the log-probabilities instead of TRL's.
 
     On CUDA and XPU with Triton, TRL's kernel reduces the logits of a tile in one pass and writes no float32
-    probabilities: `faster` is the measured comparison on the card (`isotype.lora.loss.head_choice`). TRL's
-    has no label smoothing, cannot read a quantized head, and ignores heads that do more than project.
+    probabilities; there `faster` decides, the result of a measurement on the card (`isotype.lora.loss.head_choice`).
+    TRL's head has no label smoothing, cannot read a quantized weight, and gives wrong results for a model whose head
+    does more than project.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available
@@ -176,11 +175,9 @@ def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) 
 
 
 def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | None:
-    """Return the faster head, measured by rank 0 for all; None if only one is usable or known to be better."""
+    """Return the faster head, measured by rank 0 for all ranks; None if `own_is_better` needs no measurement."""
     smoothing = request.smoothing > 0
-    if own_is_better(model, smoothing=smoothing) or not own_is_better(
-        model, smoothing=smoothing, faster=True
-    ):
+    if own_is_better(model, smoothing=smoothing) == own_is_better(model, smoothing=smoothing, faster=True):
         return None
     head, args = model.get_output_embeddings(), trainer.args
     bias = getattr(head, "bias", None)
@@ -207,17 +204,16 @@ def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | Non
     return cast("HeadChoice", broadcast_object_list(choices)[0])
 
 
-# Model types whose forward does more to its logits than the config shows: masks some, divides by a constant,
-# omits the text config's scale, or predicts several tokens ahead.
+# Model types whose forward changes the logits in a way that the config does not show: it masks some logits, divides by a
+# constant, omits the text config's scale, or predicts several tokens ahead.
 _MORE = ("aya_vision", "chameleon", "cohere2_vision", "inkling_mm_model", "inkling_text", "prophetnet")
 
 
 def _projects(model: Any) -> bool:
     """Return whether the logits are a projection of the backbone's output, except for scale and soft cap.
 
-    Then the model consists of a backbone and output embeddings. BERT-like models have heads with more layers,
-    but TRL uses only the last; some models (Llama 4's text model) have no backbone under transformers'
-    name.
+    Such a model consists of a backbone and output embeddings. The heads of BERT-like models have more layers, but TRL
+    uses only the last layer. Some models, such as Llama 4's text model, have no backbone under transformers' name.
     """
     if model.config.model_type in _MORE:
         return False
@@ -232,21 +228,19 @@ def _models(trainer: Any) -> Iterator[Any]:
             yield without_peft(model)
 
 
-def _asked(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (whether TRL's forward is the outermost, its head's arguments); None if there is none.
+def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
+    """Return (whether TRL's forward is not wrapped, arguments of TRL's head); None if `forward` does not wrap TRL's.
 
-    TRL stores them only in the closure of its forward.
+    TRL stores the arguments only in the closure of the forward.
     """
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function
-    if not is_fused_forward(function):
-        return None
-    return outermost, head_arguments(function)
+    return (outermost, head_arguments(function)) if is_fused_forward(function) else None
 
 
 def _smoothing(trainer: Any) -> float:
-    """Return the label smoothing of an SFT trainer with its default loss, which would compute whole logits for it."""
+    """Return the label smoothing of an SFT trainer with the default loss, which needs all logits for it; else 0."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     smoother = getattr(trainer, "label_smoother", None)
@@ -274,7 +268,7 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
         documents = self.__dict__.get(_PACKED, False) and kwargs.get("position_ids") is not None
         present = kwargs.pop("attention_mask", None) if documents else None
         if not fused_lm_head:
-            return former_forward(self)(*args, **_said(named), **kwargs)
+            return former_forward(self)(*args, **_not_none(named), **kwargs)
         if not own_is_better(self, smoothing=request.smoothing > 0, faster=request.faster):
             return _by_trl(self, named, args, kwargs)
         with request.autocast():
@@ -285,9 +279,9 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
 
 
 def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Unpadded | None:
-    """Return the batch of a fused head's call without padding; None if it stays as it is.
+    """Return the batch of a call of a fused head without its padding; None if the padding stays.
 
-    In a trace it stays: fake tensors have no lengths.
+    In a trace the padding stays, because fake tensors have no lengths.
     """
     named = {name: kwargs.get(name) for name in _NAMED}
     if args or not kwargs.get("fused_lm_head") or (named["labels"] is None and named["shift_labels"] is None):
@@ -299,29 +293,29 @@ def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) 
 _NAMED = ("labels", "shift_labels", "num_items_in_batch")
 
 
-def _said(named: dict[str, Any]) -> dict[str, Any]:
+def _not_none(named: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _labels(named: dict[str, Any]) -> torch.Tensor:
-    """Return the label that each token predicts, `[rows, length]`; -100 for none."""
+    """Return the label that each token predicts, `[rows, length]`, or -100 if it predicts no label."""
     shifted: torch.Tensor | None = named["shift_labels"]
     return nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if shifted is None else shifted
 
 
 def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of TRL's forward, called without padding if possible."""
+    """Return the result of TRL's forward for a batch whose padding is removed if possible."""
     theirs = former_forward(model)
     labels = _labels(named)
     bare = None if args or not _projects(model) else without_padding(model, kwargs, labels != -100)
     if bare is None:
         with saying(packed_by_lengths(model, kwargs)):
-            return theirs(*args, fused_lm_head=True, **_said(named), **kwargs)
+            return theirs(*args, fused_lm_head=True, **_not_none(named), **kwargs)
     shifted = labels.flatten().index_select(0, bare.tokens)[None]
-    more = _said({**named, "labels": None, "shift_labels": shifted})
+    more = _not_none({**named, "labels": None, "shift_labels": shifted})
     with in_one_row(model, bare):
         outputs = theirs(fused_lm_head=True, **more, **bare.inputs)
-    # As for the padded batch: zero without a label, and without the last token of the rows, which has none.
+    # The results are those of the padded batch: zero without a label, and without the rows' last token, which predicts none.
     last = labels.shape[1] - (named["shift_labels"] is None)
     mask = labels[:, :last] != -100
     place = bare.place[:, :last].flatten()
@@ -344,7 +338,7 @@ def _fused(
     kwargs: dict[str, Any],
     present: torch.Tensor | None,
 ) -> Any:
-    """Return the result of TRL's forward for a model call with `args` and `kwargs`; `present` is the padding mask."""
+    """Return the output of a fused head in the form of TRL's; `present` is the padding mask of packed rows, or None."""
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -358,12 +352,12 @@ def _fused(
         states = states[:, :-1] if place is None else states
     labels = labels.to(states.device)
     mask = labels != -100
-    # The labelled positions of large fake tensors are unknown: assume all.
-    known = not isinstance(states, FakeTensor) or has_value(mask)
-    chosen = mask if known else torch.ones_like(mask)
-    if bare is not None and place is not None:  # their number is known without synchronization
+    # In a large fake tensor the labelled positions are unknown, so every position counts.
+    has_positions = not isinstance(states, FakeTensor) or has_value(mask)
+    chosen = mask if has_positions else torch.ones_like(mask)
+    if bare is not None and place is not None:  # the number of labels is known without synchronization
         index = torch.nonzero_static(chosen.flatten(), size=bare.reads).squeeze(1)
-    elif known:
+    elif has_positions:
         index = mask.flatten().nonzero().squeeze(1)
     else:
         index = torch.arange(mask.numel(), device=mask.device)
@@ -371,11 +365,11 @@ def _fused(
     rows = flat.index_select(0, index if place is None else place.flatten().index_select(0, index))
     targets = labels.flatten().index_select(0, index).clamp(min=0)
     if projects:
-        each = _projected(model, rows, targets, request)
+        per_token = _projected(model, rows, targets, request)
     else:
-        each = log_probs_of_logits(rows, targets, request.temperature)
-    # `masked_scatter` keeps the graph without labels: the gradient is then zero, not missing.
-    flat_fields = _trl_fields(each, request).items()
+        per_token = log_probs_of_logits(rows, targets, request.temperature)
+    # Without labels the gradient must be zero, not missing: `masked_scatter` keeps the graph.
+    flat_fields = _trl_fields(per_token, request).items()
     fields = {name: x.new_zeros(mask.shape).masked_scatter(chosen, x) for name, x in flat_fields}
     items = named["num_items_in_batch"]
     loss = -fields["log_probs"].sum() / (mask.sum().clamp(min=1) if items is None else items)
@@ -391,9 +385,10 @@ def _fused(
 def _run(
     model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, Unpadded | None]:
-    """Return (the model's output; its states, or its logits if it does not project them; the batch without padding).
+    """Return (the model's output, hidden states or logits, the batch without its padding or None).
 
-    The states are `[1, tokens, hidden]` for a batch without padding.
+    If `projects` is True the backbone runs and the second result are its states, `[1, tokens, hidden]` without padding.
+    Otherwise the whole model runs and the second result are the logits.
     """
     if not projects:
         output = former_forward(model)(*args, **kwargs)
@@ -401,7 +396,7 @@ def _run(
     bare = None if args else without_padding(model, kwargs, labelled)
     with saying(packed_by_lengths(model, kwargs)) if bare is None else in_one_row(model, bare):
         output = model.base_model(*args, **(kwargs if bare is None else bare.inputs))
-    # The backbone may end on another device than the head's.
+    # The last layer of the backbone may be on another device than the head.
     states = output.last_hidden_state.to(model.get_output_embeddings().weight.device)
     return output, states, bare
 
@@ -410,10 +405,10 @@ def _projected(model: Any, rows: torch.Tensor, targets: torch.Tensor, request: _
     head, device = head_of(model, request.temperature), rows.device.type
     low = autocast_dtype(device)
     compute = torch.float32 if request.cast_lm_head_to_fp32 else low or head.weight.dtype
-    precision = Precision(compute, working_dtype(compute, rows))
     more = ("logsumexp", "mean_logits") if request.smoothing else ()
-    gradients = (*request.gradients, *more)
-    return log_probs(head, rows, targets, (*request.outputs, *more), gradients=gradients, precision=precision)
+    outputs, gradients = (*request.outputs, *more), (*request.gradients, *more)
+    working = working_dtype(compute, rows)
+    return log_probs(head, rows, targets, outputs, gradients=gradients, working=working)
 
 
 def _trl_fields(per_token: PerToken, request: _HeadRequest) -> dict[str, torch.Tensor]:
@@ -421,7 +416,7 @@ def _trl_fields(per_token: PerToken, request: _HeadRequest) -> dict[str, torch.T
     if request.smoothing:
         assert per_token.mean_logits is not None
         assert per_token.logsumexp is not None
-        mean = per_token.mean_logits - per_token.logsumexp  # mean of log p over the vocabulary
+        mean = per_token.mean_logits - per_token.logsumexp  # the mean of log p over the vocabulary
         fields["log_probs"] = (1 - request.smoothing) * per_token.log_probs + request.smoothing * mean
     return fields
 
@@ -429,7 +424,7 @@ def _trl_fields(per_token: PerToken, request: _HeadRequest) -> dict[str, torch.T
 def _load_balancing(config: Any, router_logits: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    experts = getattr(config, "num_experts", None) or config.num_local_experts  # Llama 4's name
-    each = config.num_experts_per_tok
-    loss: torch.Tensor = load_balancing_loss_func(router_logits, experts, each, attention_mask)
+    experts = getattr(config, "num_experts", None) or config.num_local_experts  # the name in Llama 4's config
+    top_k = config.num_experts_per_tok
+    loss: torch.Tensor = load_balancing_loss_func(router_logits, experts, top_k, attention_mask)
     return loss
