@@ -1,4 +1,4 @@
-"""adapter_config.json and the tensors beside it: what cannot be is named before weights are read, in no more than seconds."""
+"""Invalid adapter_config.json files and tensors are refused, with the problem's name, within seconds and before weights are read."""
 
 from __future__ import annotations
 

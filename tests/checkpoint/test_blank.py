@@ -1,4 +1,4 @@
-"""Models without values are built without drawing any; real ones are drawn as ever."""
+"""Models on the meta device are built without drawing random values; other models are initialised as usual."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.model.modes import NoDraws
 
 
 class Draws(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what draws random numbers."""
+    """Record the operators that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

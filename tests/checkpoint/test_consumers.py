@@ -1,4 +1,4 @@
-"""What other programs do with an adapter: by their rules, and by PEFT itself."""
+"""What other programs do with an adapter: by the rules of `consumers`, and by PEFT itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = 2
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """A text model, and one of the same sizes that sees, whose language model is under another name."""
+    """Return a text model, and a vision-language model of the same sizes with another name for its language model."""
     root = tmp_path_factory.mktemp("models")
     with quiet():
         ARCHITECTURES["llama"].build(torch.float32).save_pretrained(root / "text")  # type: ignore[operator]
@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def trained(models: Mapping[str, Path], directory: Path, zero: str = "", **settings: Any) -> Path:
-    """An adapter of PEFT's whose values are not zero, but for B of the layers whose names contain `zero`."""
+    """Save a PEFT adapter whose values are not zero, except B of the layers whose names contain `zero`."""
     import transformers
 
     with quiet():
@@ -97,7 +97,7 @@ def test_what_is_refused(
 
 
 def test_names_that_another_class_of_the_model_lacks(models: Mapping[str, Path], tmp_path: Path) -> None:
-    """A text adapter under a model that sees: vLLM and PEFT load it and answer as the base does."""
+    """A text adapter on a vision-language model: vLLM and PEFT load it without an error, and answer like the base."""
     import transformers
 
     adapter = trained(models, tmp_path)

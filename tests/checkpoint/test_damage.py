@@ -32,7 +32,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reference(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """What bitsandbytes makes of a weight."""
+    """Return a weight after a round trip through bitsandbytes."""
     if form == "int8":
         codes, scales, _ = bnb.int8_vectorwise_quant(weight.half())
         return codes.float() * scales[:, None] / 127
@@ -47,7 +47,7 @@ def reference(weight: torch.Tensor, form: str) -> torch.Tensor:
 @pytest.mark.parametrize("form", [form for form in MEASURED if form not in FITTED])
 def test_rounded_weights(form: str) -> None:
     weight = torch.randn(200, 72, generator=torch.Generator().manual_seed(0))
-    # bitsandbytes divides by 127 at another place.
+    # bitsandbytes divides by 127 in another step.
     torch.testing.assert_close(rounded(weight, form), reference(weight, form), rtol=2e-7, atol=0)
 
 
@@ -64,7 +64,7 @@ def logits(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def matrix(layer: Any) -> torch.Tensor:
-    """The weight as `[out, in]`."""
+    """Return a layer's weight as `[out, in]`."""
     weight: torch.Tensor = layer.weight.detach()
     return weight.T.contiguous() if type(layer).__name__ == "Conv1D" else weight
 
@@ -83,7 +83,7 @@ def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> No
     batch = tiny_batch(name)
     damages = isotype.measure_quality(model, batch, exact=(), progress=False)
     assert len(damages.layers) == LAYERS[name]
-    # The same draws, one layer's gradients at a time, in float64.
+    # The same random signs, but the gradient of one layer at a time, and in float64.
     double = copy.deepcopy(model).double()
     seen: dict[str, list[torch.Tensor]] = {}
     for module_name, module in linear(double).items():
@@ -98,7 +98,7 @@ def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> No
     signs = torch.empty(tokens, outputs.shape[-1], dtype=torch.int8).random_(
         2, generator=torch.Generator().manual_seed(0)
     )
-    # The derivative of Σ 2 ε √p is √p ε - p Σ √p ε: another way to the same gradient.
+    # The derivative of Σ 2 ε √p is √p ε - p Σ √p ε: a second way to the same gradient.
     (2 * (2 * signs - 1) * outputs.softmax(-1).sqrt().view(signs.shape)).sum().backward()
     assert damages.tokens == tokens
     for layer in damages.layers:
@@ -109,7 +109,7 @@ def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> No
         assert (layer.rows, layer.columns) == weight.shape
         squares = (gradient.square().sum(1) @ x.square()) / gradient.square().sum(1).sum()
         squares += 8 / tokens * squares.mean()  # the prior
-        # Half octaves: within a quarter of one.
+        # Half octaves: a value is at most a quarter octave off.
         torch.testing.assert_close(
             (read_moments(layer.moments) / (squares / squares.max())).log2(),
             torch.zeros(len(squares)),
@@ -125,14 +125,14 @@ def test_the_estimate_is_the_diagonal_of_the_fisher_information(name: str) -> No
             )
             off = (stored - weight).double()
             wanted = 0.5 * float((gradient.square().T @ x.square() * off.square()).sum()) / tokens
-            # float32 sums of some hundred terms of one sign.
+            # Sums of some hundred float32 terms of one sign.
             assert layer.damage[form] == pytest.approx(wanted, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj"])
 def test_signs_meet_the_exact_fisher_information_closer_than_draws_of_a_token(name: str) -> None:
     model = tiny_model("llama").double().eval()
-    model.get_output_embeddings().weight.data *= 40  # sure of its tokens, as trained models are
+    model.get_output_embeddings().weight.data *= 40  # The model is sure of its tokens, as trained models are.
     outputs: list[torch.Tensor] = []
     model.get_submodule(name).register_forward_hook(lambda _, __, output: outputs.append(output))
     after = logits(model, {"input_ids": tiny_batch("llama", 1)["input_ids"][:, :6]})
@@ -141,11 +141,11 @@ def test_signs_meet_the_exact_fisher_information_closer_than_draws_of_a_token(na
     count = 400
 
     def squares(gradients: torch.Tensor) -> torch.Tensor:
-        """Of the gradients `[…, 1, tokens, vocabulary]` of the logits -> `[…, tokens, out]` of the layer's output."""
+        """Return gradients of the layer's output `[…, tokens, out]` for gradients of the logits `[…, 1, tokens, vocabulary]`."""
         (below,) = torch.autograd.grad(after, outputs, gradients, retain_graph=True, is_grads_batched=True)
         return below[:, 0].square()
 
-    # The columns of diag √p - p √pᵀ, whose outer products sum up to diag p - p pᵀ, of one token after the other.
+    # The columns of diag √p - p √pᵀ for each token: their outer products sum to diag p - p pᵀ.
     columns = torch.zeros(tokens, vocabulary, 1, tokens, vocabulary, dtype=torch.float64)
     for at, row in enumerate(p):
         columns[at, :, 0, at] = torch.diag(row.sqrt()) - row.sqrt().unsqueeze(1) * row
@@ -155,7 +155,7 @@ def test_signs_meet_the_exact_fisher_information_closer_than_draws_of_a_token(na
     everywhere = torch.ones(1, tokens, dtype=torch.bool)
     signs = [_of_signs(p.log().float(), everywhere, after, generator) for _ in range(count)]
     one_hot = nn.functional.one_hot(torch.multinomial(p, count, True, generator=generator).T, vocabulary)
-    by_signs = squares(torch.stack(signs)).sum(2)  # of tokens, as a damage sums up channels
+    by_signs = squares(torch.stack(signs)).sum(2)  # per token: a damage also sums over the channels
     by_draws = squares((one_hot - p).unsqueeze(1)).sum(2)
     for estimates in (by_signs, by_draws):
         # Five standard errors of each token's mean.
@@ -176,8 +176,8 @@ def test_what_is_measured_exactly_is_the_divergence() -> None:
             layer.weight.data = reference(layer.weight.data, form)
         after = torch.log_softmax(logits(changed, batch).detach().double(), -1)
         wanted = float((before.exp() * (before - after)).sum(-1).mean())
-        # The divergence is of second order in the logits' change, √(2 KL), which their own roundings (a sum of 128 products, thirty
-        # one after another) blur: each by u √128 √30 of logits near 1.
+        # The divergence is of second order in the change of the logits, √(2 KL). Rounding of the logits (sums of 128 products,
+        # thirty in a row) changes it by u √128 √30 for logits near 1.
         blur = 2.0**-24 * (128 * 30) ** 0.5
         assert measured[form] == pytest.approx(wanted, rel=1e-5 + 2 * blur / (2 * wanted) ** 0.5)
 

@@ -36,7 +36,7 @@ from isotype.precision.facts import ModelFacts, QuantizationFacts
 from isotype.train.describe import weight_bytes
 from tests.adapters import takes_add_adapter
 
-# PEFT 0.21 asks transformers 5.23 for a property by its old name.
+# PEFT 0.21 reads a property of transformers 5.23 by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 TEXT = {
@@ -115,7 +115,7 @@ def test_pins(config: Any, architecture: str, pinned: tuple[str, ...], strict: t
 
 
 def test_pins_of_submodels() -> None:
-    """Blip-2 itself does not pin T5's `wo`; its language model does."""
+    """Blip-2 does not pin `wo` of T5, but its language model does."""
     config = Blip2Config(
         vision_config={
             "hidden_size": 32,
@@ -338,13 +338,13 @@ def test_int8_bytes_are_the_codes_and_the_row_scales_before_and_after_a_forward(
     for _ in range(2):
         assert dict(weight_bytes(model))["int8"] == size
         assert facts_of(model).parameter_bytes == sum(each for _, each in weight_bytes(model))
-        for layer in layers:  # the first forward moves the scales beside the layer
+        for layer in layers:  # The first forward moves the scales from the weight to the layer.
             if layer.weight.CB is not None:
                 layer.init_8bit_state()
 
 
 def test_mxfp4_headers(tmp_path: Path) -> None:
-    """Blocks and scales as gpt-oss publishes them: two weights in a byte, a scale for 32 of them."""
+    """Blocks and scales in gpt-oss's layout: two weights per byte, one scale for 32 weights."""
     config = GptOssConfig(**TEXT, num_local_experts=2, num_experts_per_tok=1, dtype="bfloat16")
     saved(tmp_path, config=config)
     held = load_file(tmp_path / "model.safetensors")
@@ -526,7 +526,7 @@ def test_a_config_json_that_cannot_be_used(
     found = message(tmp_path)
     near = fix.startswith("did you mean")
     start = f"{headline}\n  - {given.format(path)}\n    expected  {expected}\n    fix       "
-    if near:  # what else is similar depends on the version
+    if near:  # Which other names are similar depends on transformers' version.
         assert found.startswith(f"{start}did you mean llama or ")
     else:
         assert found == start + fix
@@ -615,12 +615,12 @@ def test_a_gguf_file_of_an_unknown_architecture(tmp_path: Path) -> None:
     )
 
 
-# The hub, with its answers given by the test: there is no network here
+# The hub, simulated by the test: there is no network here.
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """owner/name with a config, and nothing in the local cache."""
+    """Simulate owner/name on the hub, with a config, and with nothing in the local cache."""
     directory = saved(tmp_path / "hub")
     config = AutoConfig.from_pretrained(directory)
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: config)

@@ -1,7 +1,6 @@
-"""Damaged checkpoints: truncated at every boundary, random bytes flipped, and every lie that an index can tell.
+"""Damaged checkpoints: files truncated at every boundary, files with changed bytes, and indexes with false entries.
 
-Whatever is wrong, reading says so by a CheckpointError that names the file: nothing else is raised, nothing hangs, and
-memory stays bounded.
+Reading raises a CheckpointError that names the file, and no other error. Time and memory stay bounded.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from isotype.core.errors import CheckpointError
 from tests.checkpoint.test_gguf import write_gguf
 
 FORMATS = ("safetensors", "torch", "gguf", "index")
-FEW, MANY = 120, 3000  # files of each format, every time and in `make test-all`
-_SECONDS = 2.0  # of computing, for one file of a few KiB
-_MIB = 300  # that reading them all may add to the process
+FEW, MANY = 120, 3000  # files of each format, in every run and in `make test-all`
+_SECONDS = 2.0  # seconds of computing for one file of a few KiB
+_MIB = 300  # MiB that reading all files may add to the process
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -40,7 +39,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def whole(form: str, directory: Path) -> Path:
-    """A small checkpoint; the file that is going to be damaged."""
+    """Save a small checkpoint; return the file to damage."""
     held = weights()
     if form == "safetensors":
         save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
@@ -60,14 +59,14 @@ def whole(form: str, directory: Path) -> Path:
 
 
 def head(form: str, content: bytes) -> int:
-    """The bytes before the weights' own; of a torch archive all, since its directory is at its end."""
+    """Return the number of bytes before the weights; for a torch archive all bytes, since its directory is at its end."""
     if form == "safetensors":
         return 8 + int.from_bytes(content[:8], "little")
     return min(len(content), 4096) if form == "gguf" else len(content)
 
 
 def flips(form: str, content: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """Copies with one to eight bytes changed, most of them in the header."""
+    """Yield copies with one to eight changed bytes, most of them in the header."""
     chance = random.Random(seed)
     for _ in range(count):
         changed = bytearray(content)
@@ -78,14 +77,14 @@ def flips(form: str, content: bytes, count: int, seed: int) -> Iterator[bytes]:
 
 
 def cuts(form: str, content: bytes, count: int) -> Iterator[bytes]:
-    """The file cut at the boundaries of its header, of a long one at `count` places."""
+    """Yield the file cut at the boundaries of its header; for a long header, at `count` places."""
     ends = list(range(min(head(form, content) + 2, len(content))))
     for end in ends[:: max(1, len(ends) // count)]:
         yield content[:end]
 
 
 def assert_read_or_refused(path: Path, read: Callable[[Path], object] = inspect_checkpoint) -> bool:
-    """Whether a damaged file is refused, by an error that names it."""
+    """Return True if reading a damaged file raises an error that names the file."""
     begin = time.process_time()
     refused: CheckpointError | None = None
     try:
@@ -98,12 +97,12 @@ def assert_read_or_refused(path: Path, read: Callable[[Path], object] = inspect_
     assert path.name in str(refused)
     assert refused.problems
     assert all(problem.given and problem.expected and problem.fix for problem in refused.problems)
-    str(refused).encode()  # it can be printed
+    str(refused).encode()  # the message can be printed
     return True
 
 
 def grown(before: int) -> float:
-    """MiB that the process has grown by at most."""
+    """Return the largest growth of the process in MiB."""
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
@@ -118,7 +117,8 @@ def test_random_bytes_are_read_or_refused(tmp_path, form, count):
     for changed in flips(form, content, count, seed=count):
         path.write_bytes(changed)
         refused += assert_read_or_refused(path)
-    assert refused > count // 4  # a byte of a tensor's values, or of a text nobody needs, may be anything
+    # A changed byte in a tensor's values, or in a text that is not used, may remain unnoticed.
+    assert refused > count // 4
     assert grown(before) < _MIB
 
 
@@ -149,7 +149,7 @@ def said(path: Path) -> str:
 
 
 def rewritten(path: Path, change: Callable[[dict], object]) -> Path:
-    """A safetensors file with another header, its data as they were."""
+    """Write a safetensors file with another header and the same data."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
@@ -273,7 +273,7 @@ def test_an_index_names_files_of_its_own_directory(tmp_path, shard):
 
 
 def test_links_are_followed_and_dangling_ones_are_missing(tmp_path):
-    """The hub's cache is made of links; which of them lead out of the directory is the owner's decision, not the index's."""
+    """Files in the hub's cache are links. The owner may let a link lead out of the directory; an index may not."""
     index = whole("index", tmp_path)
     (tmp_path / "elsewhere").mkdir()
     target = (tmp_path / "2.safetensors").rename(tmp_path / "elsewhere" / "blob")

@@ -40,7 +40,7 @@ def vocabulary() -> list[str]:
 
 
 def weights() -> dict[str, np.ndarray[Any, Any]]:
-    """A tiny Llama's weights under transformers' names, transposed as nn.Linear has them."""
+    """Return a tiny Llama's weights by transformers' names, `[out, in]` as in nn.Linear."""
     rng = np.random.default_rng(0)
     head = HIDDEN // HEADS
     shapes = {"model.embed_tokens": (len(vocabulary()), HIDDEN), "model.norm": (HIDDEN,)}
@@ -182,7 +182,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, tiny: Path, data: st.DataOb
 @in_tmp_path
 @given(st.data())
 def test_damage_is_read_or_refused_at_once(tmp_path: Path, tiny: Path, data: st.DataObject) -> None:
-    """Absurd lengths, counts, types and names: never another exception, never an endless loop."""
+    """Absurd lengths, counts, types and names raise only CheckpointError, and never lead to an endless loop."""
     content = bytearray(tiny.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, 9000))
@@ -319,8 +319,8 @@ def test_the_tokenizer_is_the_files(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        ("h  12", ["h", "ĠĠ", "1", "2"]),  # transformers itself: h, Ġ, Ġ, 1, 2
-        ("h\n 1", ["h", "ĊĠ", "1"]),  # transformers itself: h, Ċ, Ġ, 1
+        ("h  12", ["h", "ĠĠ", "1", "2"]),  # what transformers returns: h, Ġ, Ġ, 1, 2
+        ("h\n 1", ["h", "ĊĠ", "1"]),  # what transformers returns: h, Ċ, Ġ, 1
         ("h\n  hi", ["h", "ĊĠ", "Ġ", "hi"]),
     ],
 )
@@ -448,7 +448,7 @@ def test_no_progress_bar_is_shown_and_the_setting_is_kept(
     assert "%" not in capfd.readouterr().err
 
 
-# The real thing
+# The embedded model
 
 
 @pytest.fixture(scope="module")
@@ -488,7 +488,7 @@ def test_smollm2_answers(smollm2: Path, smollm2_tokenizer: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_smollm2_splits_as_published(smollm2_tokenizer: Any) -> None:
-    """As the tokenizer published with SmolLM2-135M-Instruct, which isolates digits."""
+    """Isolates digits like the published tokenizer of SmolLM2-135M-Instruct."""
     tokenizer = smollm2_tokenizer
     assert tokenizer.tokenize("a\n 1. foo\n   2. bar") == [
         *("a", "ĊĠ", "1", ".", "Ġfoo", "ĊĠĠĠ", "2", ".", "Ġbar"),

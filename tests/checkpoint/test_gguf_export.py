@@ -1,4 +1,4 @@
-"""Models written to GGUF: read back by transformers with the same values and tokens, and by llama.cpp where it is here."""
+"""Models written to GGUF are read back by transformers with the same values and tokens, and by llama.cpp if it is installed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
     backend.train_from_iterator(TEXT, trainer)
-    # Byte tokens are no special ones: they only stand for what has no token.
+    # Byte tokens are not special tokens: they only stand for bytes that have no other token.
     content = backend.to_str().replace('"special":true', '"special":false')
     backend = Tokenizer.from_str(content)
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
@@ -90,14 +90,14 @@ def tiny(kind: str, **more: Any) -> Any:
     if kind in ("qwen2", "phi3", "starcoder2"):
         sizes.pop("head_dim")
     if kind == "qwen3":
-        sizes["head_dim"] = 128  # transformers reads no other from GGUF
+        sizes["head_dim"] = 128  # transformers reads no other value from GGUF
     if kind == "qwen3_moe":
-        # transformers takes these two for granted, and llama.cpp the last
+        # transformers assumes the first two values, and llama.cpp the last
         more = {"head_dim": 128, "moe_intermediate_size": 768, "norm_topk_prob": True} | more
-        # all of them: a rounded score chooses no other ones
+        # all experts are used: a rounded score cannot choose other experts
         sizes |= {"num_experts": 4, "num_experts_per_tok": 4}
     if kind.startswith("gemma"):
-        # transformers reads no other scale of attention from GGUF.
+        # transformers does not read another attention scale from GGUF.
         sizes |= {"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "head_dim": 256}
     config = transformers.AutoConfig.for_model(kind, **(sizes | more))
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -108,8 +108,8 @@ def tiny(kind: str, **more: Any) -> Any:
 
 
 def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str, name: str) -> list[str]:
-    """`write_tensors` of a model in memory, on a CPU."""
-    parameters = {each: value.data for each, value in model.named_parameters()}  # a shared weight once
+    """Call `write_tensors` for a model in memory."""
+    parameters = {each: value.data for each, value in model.named_parameters()}  # a shared weight only once
     return write_tensors(model.config, parameters, parameters.items(), tokenizer, path, kind, name)
 
 
@@ -120,9 +120,9 @@ def read_back(path: Path) -> Any:
 
 
 def bound(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """The most that a value may be off: half a unit in the last place, or half a step of its block and the scale's rounding."""
+    """Return the largest error of a value: half a unit in the last place, or half a step of its block and the scale's rounding."""
     if values.ndim < 2:
-        return torch.full_like(values, 1e-6)  # 1 + weight and back
+        return torch.full_like(values, 1e-6)  # adding and subtracting 1
     if kind == "bf16":
         return values.abs() * 2**-8 + 1e-30
     if kind == "f16" or values.shape[-1] % 32:
@@ -134,7 +134,7 @@ def bound(values: torch.Tensor, kind: str) -> torch.Tensor:
         rows.abs().amax(-1, keepdim=True),
         rows.amax(-1, keepdim=True) - rows.amin(-1, keepdim=True),
     )
-    # A whole step of the formats without a minimum: the end that is not the largest in magnitude has one code less.
+    # A whole step for formats without a minimum: the end with the smaller magnitude has one code less.
     step = {
         "q8_0": largest / 254, "q5_1": width / 62, "q4_1": width / 30, "q5_0": largest / 16, "q4_0": largest / 8,
     }[kind]  # fmt: skip
@@ -205,7 +205,7 @@ def test_byte_level_tokens_come_back(split: str, tmp_path: Path):
     assert tokens[len(tokenizer) :] == [f"[PAD{n}]" for n in range(len(tokenizer), 384)]
     assert set(kinds[len(tokenizer) :]) == {5}
     again = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    if split != "smollm":  # transformers does not know this split; isotype's own reading does
+    if split != "smollm":  # transformers does not have this pre-tokenizer; isotype's own reader does
         for text in TEXT[:2]:
             assert again(text).input_ids == tokenizer(text).input_ids
 
@@ -239,7 +239,7 @@ def test_llama_3_positions_are_written_as_factors(tmp_path: Path):
     write_gguf(tiny("llama", rope_parameters=rope), byte_level(), path, "f16", "tiny")
     (factors,) = (t.data for t in gguf.GGUFReader(path).tensors if t.name == "rope_freqs.weight")
     assert factors.shape == (8,)
-    assert factors[0] == 1  # the fastest is left alone
+    assert factors[0] == 1  # the fastest frequency is not changed
     assert factors[-1] == pytest.approx(8)
 
 
@@ -311,7 +311,7 @@ def test_llama_cpp_gives_the_same_logits(architecture: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_smollm2_comes_out_as_it_went_in(tmp_path: Path):
-    """Numbers, vocabulary and merges of the embedded model's own GGUF file, which llama.cpp's converter wrote."""
+    """Numbers, vocabulary and merges equal those of the embedded model's GGUF file, which llama.cpp's converter wrote."""
     source = embedded_file("smollm2")
     model = isotype.load(source, isotype.resolve_precision(source, torch.bfloat16, device="cpu"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_copy(read_headers(source)))
@@ -335,6 +335,6 @@ def test_smollm2_comes_out_as_it_went_in(tmp_path: Path):
         new = tensors[1][name]
         assert new.shape.tolist() == old.shape.tolist()
         values, found = (gguf.dequantize(each.data, each.tensor_type) for each in (old, new))
-        # To bfloat16 in the copy, then to blocks of 8 bits.
+        # Rounded to bfloat16 in the copy, then to blocks of 8 bits.
         step = 2**-8 if new.tensor_type.name == "F32" else 2**-8 + 1 / 250
         assert abs(found - values).max() <= step * abs(values).max(), name

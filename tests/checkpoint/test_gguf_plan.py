@@ -1,4 +1,4 @@
-"""What is known of a GGUF file without its vocabulary or weights: its config, its names, and whether it is complete."""
+"""What isotype reads of a GGUF file without its vocabulary or weights: config, names, and completeness."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ARCHITECTURE_NAMES = {
 
 @pytest.mark.parametrize(
     ("name", "architecture"),
-    [  # gguf 0.17 knows nothing of MiniMax-M2
+    [  # gguf 0.17 does not have MiniMax-M2
         pytest.param(*pair, marks=[pytest.mark.newest] if pair[0] == "minimax_m2" else [])
         for pair in ARCHITECTURE_NAMES.items()
     ],
@@ -58,7 +58,7 @@ def test_the_config_does_not_need_the_vocabulary(tmp_path, monkeypatch, sized):
     import gguf
     from transformers import AutoConfig
 
-    if not sized:  # then transformers counts the vocabulary
+    if not sized:  # transformers counts the vocabulary if the key is missing
         monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
     path = write_gguf(tmp_path / "tiny.gguf")
     full = AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf")

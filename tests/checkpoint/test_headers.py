@@ -37,7 +37,7 @@ in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 
 
 def write(path: Path, header: Any, data: bytes = b"") -> Path:
-    """A safetensors file with this header, given as JSON or as bytes."""
+    """Write a safetensors file with this header, JSON or bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
@@ -73,7 +73,7 @@ def test_what_safetensors_writes_is_read(
     tmp_path: Path, tensors: dict[str, tuple[torch.dtype, list[int]]], metadata: dict[str, str]
 ) -> None:
     path = tmp_path / "model.safetensors"
-    # Given neither tensors nor metadata, safetensors 0.8 writes a header that it cannot read itself.
+    # Without tensors and metadata, safetensors 0.8 writes a header that it cannot read itself.
     assume(tensors or metadata)
     save_file(
         {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in tensors.items()}, path, metadata
@@ -118,7 +118,7 @@ likely = st.fixed_dictionaries(
     data=st.binary(max_size=16),
 )
 def test_any_json_header_is_read_or_refused(tmp_path: Path, header: Any, data: bytes) -> None:
-    """And nothing is accepted that the safetensors library refuses."""
+    """isotype accepts no header that the safetensors library refuses."""
     path = write(tmp_path / "x.safetensors", header, data)
     try:
         found = read_headers(path)
@@ -220,7 +220,7 @@ def test_files_of_another_kind(tmp_path: Path, content: bytes, fix: str) -> None
 
 
 def shard(directory: Path, held: dict[str, list[str]], index: dict[str, str]) -> Path:
-    """Shards with these tensors under an index that says `index`."""
+    """Write shards with these tensors, and an index with the content `index`."""
     for name, names in held.items():
         save_file({each: torch.zeros(2, dtype=torch.bfloat16) for each in names}, directory / name)
     path = directory / "model.safetensors.index.json"
@@ -336,7 +336,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_no_weight_is_read(tmp_path: Path) -> None:
-    """A sparse file whose data would take 8 TB is read like any other."""
+    """A sparse file whose data would take 8 TB is read like any other file."""
     path = tmp_path / "model.safetensors"
     size = 2**43
     text = json.dumps({"a": entry("U8", [size], 0, size)}).encode()

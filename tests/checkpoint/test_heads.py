@@ -1,4 +1,4 @@
-"""Weights that no file held when a model was loaded: an adapter brings them, or it is an error."""
+"""Weights that no file had when a model was loaded: an adapter has them, or loading raises an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIZES = {
 }
 _VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
-# Name: (config, class that is saved, class that is loaded, fields, modules that the adapter saves).
+# Name: (config, saved class, loaded class, fields, modules that the adapter saves).
 CASES: dict[str, tuple[Any, str, str, dict[str, Any], list[str] | None]] = {
     "bert-cls": ("Bert", "BertForPreTraining", "BertForSequenceClassification", {"num_labels": 3}, ["classifier", "score"]),
     "bert-tokens": ("Bert", "BertForPreTraining", "BertForTokenClassification", {"num_labels": 5}, ["classifier", "score"]),
@@ -51,7 +51,7 @@ def saved(directory: Path, name: str) -> Path:
 
 
 def adapted(base: Path, name: str, quantization: str | None = None) -> Any:
-    """The model with an adapter whose every trained value has moved."""
+    """Return the model with an adapter, all of its trained values changed."""
     policy = isotype.resolve_precision(base, "float32", quantization, device="cpu")
     cls = getattr(transformers, CASES[name][2])
     model = isotype.load(base, policy, model_class=cls, **CASES[name][3])
@@ -79,7 +79,7 @@ def test_a_head_that_the_checkpoint_lacks_lasts(name: str, tmp_path: Path) -> No
     assert model.peft_config["default"].modules_to_save == CASES[name][4]
     expected = outputs(model)
     model.save_pretrained(tmp_path / "adapter")
-    torch.manual_seed(99)  # what is drawn again is something else
+    torch.manual_seed(99)  # a second draw gives other values
     again, _, _ = load_for_inference(tmp_path / "adapter", device="cpu")
     assert type(again.get_base_model()).__name__ == CASES[name][2]
     assert torch.equal(outputs(again), expected)

@@ -1,4 +1,4 @@
-"""`isotype inspect` on every format: groups, totals, quantization, and what is mismatched."""
+"""`isotype inspect` on every format: groups, totals, quantization and mismatched tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`isotype inspect --plan`: what a load would do, as a table and as JSON."""
+"""`isotype inspect --plan`: the plan of a load as a table and as JSON."""
 
 from __future__ import annotations
 

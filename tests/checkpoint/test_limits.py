@@ -1,4 +1,4 @@
-"""What a damaged or hostile file says is refused before weights are read, in bounded time and memory, by its name."""
+"""Damaged or hostile files are refused by name before weights are read, in bounded time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: pins keep their digits, quantized checkpoints follow the policy, and every kind of checkpoint loads."""
+"""Loading every kind of checkpoint: pinned weights are not rounded, and quantized checkpoints follow the policy."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from tests.train.test_matrix import generate
 Saved = Callable[..., Path]
 LOW = ("bfloat16", "float16")
 
-PINNED = {  # what each model's author pins, as it is called in the checkpoint
+PINNED = {  # pinned parameters of each model, by their names in the checkpoint
     "gpt-oss": ("norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"),
     "t5": ("wo.weight",),
     "deepseek-v3": ("gate.e_score_correction_bias",),
     "ernie4_5-moe": ("gate.weight", "moe_statics.e_score_correction_bias"),
 }
 
-# transformers renames this one as it loads.
+# transformers renames this parameter while it loads.
 _RENAMED = {
     "model.layers.1.mlp.moe_statics.e_score_correction_bias": "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
 }
 
 
 def mixed_checkpoint(name: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A bfloat16 checkpoint in which the author's pinned tensors are float32, as such models are published."""
+    """Save a bfloat16 checkpoint whose pinned tensors are float32, as such models are published."""
     with quiet():
         tiny_model(name, torch.bfloat16).save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
@@ -105,7 +105,7 @@ def test_every_weight_is_the_checkpoint_s_rounded_once(saved: Saved, name: str, 
 def quantized_checkpoint(
     source: Path, directory: Path, storage: str, double_quant: bool = False, packed: str = "uint8"
 ) -> Path:
-    """Saved by plain transformers, computing in bfloat16."""
+    """Save a quantized model with plain transformers, compute dtype bfloat16."""
     if storage == "int8":
         config = transformers.BitsAndBytesConfig(load_in_8bit=True)
     else:
@@ -188,7 +188,7 @@ def test_what_was_loaded_can_be_saved_and_loaded_again(
     with quiet():
         model.save_pretrained(tmp_path)
     again_policy = isotype.resolve_precision(tmp_path, "float16", device="cpu")
-    # What was saved in float16 counts as trained in it.
+    # A model saved in float16 counts as trained in float16.
     assert policy.wide_residual
     assert again_policy == replace(policy, wide_residual=False)
     again = isotype.load(tmp_path, policy)
@@ -197,12 +197,12 @@ def test_what_was_loaded_can_be_saved_and_loaded_again(
         assert torch.equal(again(**tiny_batch("gpt-oss")).logits, model(**tiny_batch("gpt-oss")).logits)
 
 
-# The eight magnitudes of four bits with a sign, two bits of exponent and one of mantissa (OCP MX, version 1.0).
+# The eight magnitudes of a 4-bit float with a sign, two exponent bits and one mantissa bit (OCP MX, version 1.0).
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def mxfp4_checkpoint(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A gpt-oss checkpoint with experts in mxfp4, and what the experts are when dequantized."""
+    """Save a gpt-oss checkpoint with experts in mxfp4; return the dequantized experts."""
     with quiet():
         tiny_model("gpt-oss", torch.bfloat16).save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
@@ -235,7 +235,7 @@ def test_mxfp4_experts_are_dequantized_exactly(tmp_path: Path, dtype: str) -> No
     assert_policy_holds(model, policy)
     assert len(dense) == 4
     for key, value in dense.items():
-        # A 4-bit magnitude times a power of two near one has at most two digits: every dtype holds it exactly.
+        # A 4-bit magnitude times a power of two has at most two mantissa bits: every dtype represents it exactly.
         assert torch.equal(model.get_parameter(key), value.to(policy.plain)), key
     assert getattr(model.config, "quantization_config", None) is None
     model = isotype.add_lora(model, policy, r=4)
@@ -246,7 +246,7 @@ def test_mxfp4_experts_are_dequantized_exactly(tmp_path: Path, dtype: str) -> No
 
 @pytest.mark.parametrize("experts", ["mxfp4", ""])
 def test_mxfp4_beside_nf4(tmp_path: Path, experts: str) -> None:
-    """Experts stay as they are stored; under a policy that does not say so they are quantized again, one after another."""
+    """Experts stay in their stored format; under a policy for another format, they are quantized again one by one."""
     directory, dense = mxfp4_checkpoint(tmp_path)
     policy = isotype.resolve_precision(directory, "bfloat16", "nf4", device="cpu")
     assert (policy.storage, policy.experts) == ("nf4", "mxfp4")
@@ -267,7 +267,7 @@ def test_mxfp4_beside_nf4(tmp_path: Path, experts: str) -> None:
 
 
 def fp8_checkpoint(directory: Path, rows: int, columns: int) -> dict[str, torch.Tensor]:
-    """A DeepSeek checkpoint with linear weights in e4m3 and a scale for each block; returns what they are dequantized to."""
+    """Save a DeepSeek checkpoint with linear weights in e4m3 and a scale per block; return the dequantized weights."""
     with quiet():
         tiny_model("deepseek-v3", torch.bfloat16).save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
@@ -294,7 +294,7 @@ def fp8_checkpoint(directory: Path, rows: int, columns: int) -> dict[str, torch.
     ("dtype", "rows", "columns"), [("bfloat16", 32, 32), ("float16", 20, 48), ("float32", 128, 128)]
 )
 def test_fp8_with_block_scales(tmp_path: Path, dtype: str, rows: int, columns: int) -> None:
-    """Blocks at the edges are smaller; transformers refuses those (5.23)."""
+    """Blocks at the edges are smaller; transformers 5.23 refuses such weights."""
     dense = fp8_checkpoint(tmp_path, rows, columns)
     policy = isotype.resolve_precision(tmp_path, dtype, device="cpu")
     model = isotype.load(tmp_path, policy)
@@ -324,7 +324,7 @@ def test_fp8_becomes_nf4(tmp_path: Path) -> None:
 
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 words of signed codes, as compressed-tensors packs them: offset by half, lowest bits first."""
+    """Pack signed codes into int32 words like compressed-tensors: offset by half of their range, lowest bits first."""
     per = 32 // bits
     rows, columns = codes.shape
     padded = torch.zeros(rows, -(-columns // per) * per, dtype=torch.int64)
@@ -560,7 +560,7 @@ def test_progress_bars_are_as_they_were(saved: Saved) -> None:
 
 
 def test_header_dtypes_of_a_mixed_checkpoint(tmp_path: Path) -> None:
-    """The fixture is what it claims to be: pinned tensors in float32 among bfloat16 ones."""
+    """The fixture has float32 pinned tensors among bfloat16 tensors."""
     directory, pinned = mixed_checkpoint("gpt-oss", tmp_path)
     with safe_open(directory / "model.safetensors", "pt") as file:
         dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118

@@ -42,7 +42,7 @@ def test_an_adapter_is_a_peft_model_on_its_base(base: Path, tmp_path: Path, stor
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     with torch.no_grad():
         logits = model(IDS).logits
-        if storage is None:  # PEFT's own reading of the same files
+        if storage is None:  # PEFT reads the same files
             plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
             expected = peft.PeftModel.from_pretrained(plain, adapter).eval()(IDS).logits
         else:

@@ -1,4 +1,4 @@
-"""The plan of a load against the load itself, and every way in which a checkpoint is not the model's."""
+"""The plan of a load against the load itself, and every difference between a checkpoint and a model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan_of(
 
 
 def held(value: torch.Tensor, module: nn.Module) -> str:
-    """How a loaded tensor lies in memory: a dtype, or a quantization format."""
+    """Return the storage of a loaded tensor: a dtype's name, or a quantization format."""
     if type(value).__name__ == "Params4bit":
         return str(value.quant_type)  # type: ignore[attr-defined]
     stack = held_stack(module)
@@ -68,7 +68,7 @@ def held(value: torch.Tensor, module: nn.Module) -> str:
 
 
 def assert_as_planned(plan: LoadPlan, model: Any) -> None:
-    """Every parameter and buffer of a loaded model is one that the plan names, stored as the plan says."""
+    """Assert that the plan has every parameter and buffer of the loaded model, with its storage."""
     plan.match.require_complete()
     planned = {tensor.name: tensor.storage for tensor in plan.tensors}
     real = {
@@ -128,7 +128,7 @@ Change = Callable[[dict[str, torch.Tensor]], None]
 
 
 def changed(name: str, directory: Path, change: Change) -> Path:
-    """A tiny checkpoint whose tensors have been tampered with."""
+    """Save a tiny checkpoint with changed tensors."""
     save_tiny(name, directory, torch.bfloat16)
     weights = load_file(directory / "model.safetensors")
     change(weights)
@@ -338,7 +338,7 @@ def test_mxfp4_experts_are_dequantized_unless_a_quantization_is_asked_for(tmp_pa
 
 
 def fp8(weights: dict[str, torch.Tensor]) -> None:
-    """Linear layers in FP8 with block scales, as DeepSeek-V3 is published."""
+    """Replace linear weights by FP8 codes with block scales, in DeepSeek-V3's layout."""
     for name in [name for name in weights if name.endswith("proj.weight")]:
         weights[name] = weights[name].to(torch.float8_e4m3fn)
         weights[f"{name}_scale_inv"] = torch.ones(1, 1)
@@ -366,7 +366,7 @@ def packed_checkpoint(model: str, directory: Path, name: str, shape: list[int]) 
 
 
 def packed(name: str, shape: list[int]) -> Change:
-    """A weight as compressed-tensors packs it: eight 4-bit integers in an int32, scales, and the shape it had."""
+    """Pack a weight like compressed-tensors: eight 4-bit integers per int32, scales, and its shape."""
 
     def change(weights: dict[str, torch.Tensor]) -> None:
         rows, columns = weights.pop(name).shape

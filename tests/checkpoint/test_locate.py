@@ -1,4 +1,4 @@
-"""Where a model is: paths, embedded models, hub ids."""
+"""Finding a model by path, embedded name or hub id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that begin from the quantization error, against singular values in float64."""
+"""Adapters initialised from the quantization error, against singular values in float64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_product_is_the_nearest_of_its_rank(saved: Callable[..., Path], name
         delta = (delta.T if layer.fan_in_fan_out and delta.shape != error.shape else delta).double()
         left = ((error - delta) * roots).square().sum()
         least = torch.linalg.svdvals(error * roots)[RANK:].square().sum()
-        # Singular vectors from products with random ones: up to a percent of what is left.
+        # Singular vectors from products with random vectors: the rest is up to one percent larger.
         assert least * (1 - 1e-5) <= left <= least * 1.01
         assert left < (error * roots).square().sum()
     after = model.state_dict()

@@ -100,7 +100,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(base: Path, tmp_path: Path) -> Make:
-    """Saves an adapter on `base` with random trained values, as training would."""
+    """Save an adapter on `base` with random trained values."""
 
     def made(
         storage: str | None = None, dtype: str = "float32", on: Path = base, scale: float = 0.02, **lora: Any
@@ -119,7 +119,7 @@ def make(base: Path, tmp_path: Path) -> Make:
 
 
 def stored(base: Path, name: str, storage: str | None, compute: torch.dtype = torch.float32) -> Any:
-    """The weight that a layer of the given storage computes with, by bitsandbytes' own functions."""
+    """Return the weight that a layer with this storage computes with, by bitsandbytes' functions."""
     from bitsandbytes import functional as bnb
 
     weight = load_file(base / "model.safetensors")[f"{name}.weight"].to(compute)
@@ -132,7 +132,7 @@ def stored(base: Path, name: str, storage: str | None, compute: torch.dtype = to
 
 
 def reference(base: Path, adapter: Path, name: str, storage: str | None, **kwargs: Any) -> Any:
-    """W + scaling * B A in float64; with DoRA m * (W + D) / ||W + D|| by rows (https://arxiv.org/abs/2402.09353)."""
+    """Return W + scaling * B A in float64; for DoRA m * (W + D) / ||W + D|| by rows (https://arxiv.org/abs/2402.09353)."""
     saved = load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
     key = f"base_model.model.{name}.lora_"
@@ -182,7 +182,7 @@ def test_the_sum_is_the_references(
         rtol=0,
     )
     trained, _, _ = load_for_inference(adapter)
-    # LLM.int8 rounds its inputs to 8 bits, too; the others differ by the order of float32 sums only.
+    # LLM.int8 also rounds its inputs to 8 bits; other layers differ only by the order of float32 sums.
     tolerance = 0.3 if storage == "int8" else 2e-4
     torch.testing.assert_close(logits(merged), logits(trained), atol=tolerance, rtol=0)
     assert report.logits is not None
@@ -200,10 +200,10 @@ def test_the_sum_is_rounded_once_and_right_on_average(
     found = load_file(tmp_path / "merged" / "model.safetensors")[f"{Q}.weight"]
     exact = reference(base, adapter, Q, storage, compute=torch.bfloat16)
     assert found.dtype == torch.bfloat16
-    # Each entry is one of its two neighbours in bfloat16, whose spacing is 2^-7 of it at most.
+    # Each entry is one of its two neighbours in bfloat16, at most 2^-7 of its value apart.
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-7 + 2e-7).all()
     delta = exact - stored(base, Q, storage, torch.bfloat16).double()
-    # The step times a draw, of a variance of 1/4 at most: the mean error along the update is within 5 of its standard deviations.
+    # The error is the step times a draw with a variance of at most 1/4: its mean along the update is within 5 standard deviations.
     spread = float((delta * exact * 2**-7).norm()) / 2
     assert abs(float(((found.double() - exact) * delta).sum())) < 5 * spread
     [loss] = [weight for weight in report.weights if weight.name == f"{Q}.weight"]
@@ -713,7 +713,7 @@ def test_kinds_that_cannot_be_merged(base: Path, make: Make, tmp_path: Path) -> 
     ),
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
-@example([(0.0, 9.760183933868783e-41)], torch.bfloat16)  # whose square is no float32
+@example([(0.0, 9.760183933868783e-41)], torch.bfloat16)  # the square underflows in float32
 def test_rounding_loss_counts_as_plain_python_does(
     pairs: list[tuple[float, float]], dtype: torch.dtype
 ) -> None:
@@ -941,7 +941,7 @@ def test_a_gguf_that_cannot_be_written_to_the_end_leaves_nothing(tmp_path: Path)
 
 
 def test_what_can_be_done_with_a_merged_model() -> None:
-    """Nobody talks to a model of scores, and only what can be exported has a command for it."""
+    """A model with scores cannot chat, and only exportable models get a command for the export."""
 
     def said(**changes: object) -> list[str]:
         console = Console(width=200)

@@ -1,4 +1,4 @@
-"""A merge block by block: the numbers of a merge in memory, the dtypes of the base's files, and little held at a time."""
+"""A merge block by block: the values of a merge in memory, the dtypes of the base's files, and bounded memory."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_numbers_are_pefts_own_rounded_once(kind: str, lora: Any, tmp_path: 
     peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(tmp_path / "peft")
     changed = 0
     for name, values in load_file(tmp_path / "peft" / "model.safetensors").items():
-        # Up or down, and on the grid of bfloat16, whose steps are 2^-7 of a power of two, not at all.
+        # Rounded up or down to the grid of bfloat16, whose steps are 2^-7 of a power of two; values on the grid are exact.
         off = found[name].float() - values
         assert (off.abs() < 2.0**-7 * values.abs()).logical_or(off == 0).all(), name
         assert not off[values == values.bfloat16()].any(), name
@@ -111,7 +111,7 @@ def test_the_numbers_are_pefts_own_rounded_once(kind: str, lora: Any, tmp_path: 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """A bfloat16 base, some of whose tensors are in float32 with digits that bfloat16 has not."""
+    """Save a bfloat16 base with some float32 tensors whose values bfloat16 cannot represent."""
     base = save_base(tmp_path / "mixed")
     weights = load_file(base / "model.safetensors")
     for name in weights:
@@ -173,13 +173,13 @@ def test_one_block_is_in_memory_at_a_time(kind: str, storage: str | None, lora: 
         held = [_matrices(layer) for layer in model.model.layers]
         assert held == [7 if number == at + 1 else 0 for at in range(3)]
     assert sorted(names) == sorted(merging.shapes)
-    if kind == "llama":  # experts are split where they are written
+    if kind == "llama":  # experts are split when they are written
         assert sorted(names) == sorted(load_file(base / "model.safetensors"))
     assert len(merging.weights) == 6
 
 
 def _matrices(block: nn.Module) -> int:
-    """The weights of a block's layers that have values; adapters left out."""
+    """Return the number of a block's weights that have values, without adapters."""
     return sum(
         parameter.ndim in (2, 3) and not parameter.is_meta and parameter.numel() > 0
         for name, parameter in block.named_parameters()
@@ -187,7 +187,7 @@ def _matrices(block: nn.Module) -> int:
     )
 
 
-@pytest.mark.parametrize(("kind", "weights"), [("llama", 7), ("qwen3_moe", 6)])  # of which two are stacks
+@pytest.mark.parametrize(("kind", "weights"), [("llama", 7), ("qwen3_moe", 6)])  # two of them are stacks
 def test_a_forward_reads_each_block_and_drops_it(kind: str, weights: int, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", kind, dtype=torch.float32)
     policy = resolve_precision(base, "bfloat16", "nf4", "cpu")
@@ -314,7 +314,7 @@ def test_quantized_experts_are_merged_as_they_are_computed_with(storage: str, tm
             a, b = (trained[f"base_model.model.{path}.lora_{each}.weight"].float() for each in "AB")
             experts, rank = weight.shape[0], 4
             a, b = a.view(experts, rank, -1), b.view(b.shape[0], rank, experts)
-            # PEFT's layouts: A by expert and then rank, B by rank and then expert.
+            # PEFT's layouts: A by expert, then rank; B by rank, then expert.
             weight = weight + torch.einsum("ore,eri->eoi", b, a) * 2
         merged_weight = again.get_parameter(f"{path}.{own}")
         assert torch.allclose(merged_weight, weight, atol=2e-3 * float(weight.abs().max())), own

@@ -1,4 +1,4 @@
-"""Adapters of experts on every storage of their base: in plain PEFT, and merged, in plain transformers and in GGUF."""
+"""Adapters of experts on every storage of the base: in plain PEFT, merged in plain transformers, and in GGUF."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BASES = [
 
 
 def trained(base: Path, storage: str | None, adapter: Path) -> Any:
-    """A base under a policy of float32 with adapters on attention and experts that are moved and saved."""
+    """Save a float32 base with trained adapters on attention and experts."""
     policy = isotype.resolve_precision(base, "float32", storage, device="cpu")
     model = isotype.add_lora(isotype.load(base, policy), policy, r=4)
     assert any("experts" in name for name, value in model.named_parameters() if value.requires_grad)

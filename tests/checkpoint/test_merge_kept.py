@@ -1,4 +1,4 @@
-"""What a merge says that it keeps: measured beside the adapter on its base, in float32, on rows of its training."""
+"""What a merge reports as kept: compared with the adapter on its base, in float32, on training rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Adapted = Callable[..., Path]
 
 @pytest.fixture
 def adapted(tmp_path: Path) -> Adapted:
-    """An adapter with random values, small enough that 4 bits lose it."""
+    """Save an adapter with random values so small that 4-bit rounding loses them."""
 
     def made(storage: str | None = "nf4", dtype: str = "bfloat16", scale: float = 0.002, **lora: Any) -> Path:
         base = save_base(tmp_path / "base", torch.bfloat16)
@@ -44,7 +44,7 @@ def adapted(tmp_path: Path) -> Adapted:
 
 
 def by_hand(adapter: Path, merged: Path, rows: Rows) -> tuple[float, float]:
-    """(kept, part of the fall of the loss) from plain forwards in float32 and float64 sums, a text at a time."""
+    """Return (kept, fraction of the loss's decrease) from plain forwards in float32 and sums in float64, one text at a time."""
     live, _, _ = load_for_inference(adapter, dtype="float32")
     models = [live, transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)]
     nats, losses, count = [0.0, 0.0], [0.0, 0.0, 0.0], 0
@@ -71,7 +71,7 @@ def test_what_is_kept_is_that_of_plain_forwards(adapted: Adapted, tmp_path: Path
     assert report.logits is not None
     assert report.logits.losses is not None
     kept, fall = by_hand(adapter, tmp_path / "merged", rows)
-    # Float32 forwards, of which the divergences are differences of about 1e-6.
+    # The divergences are differences of about 1e-6 between float32 logits.
     assert report.logits.kept == pytest.approx(kept, abs=1e-2)
     assert report.logits.tokens == 56
     base, trained, merged = report.logits.losses
@@ -90,10 +90,8 @@ def test_a_merge_that_loses_nothing_says_so(adapted: Adapted, tmp_path: Path, st
 def test_back_in_the_format_of_the_training_an_update_is_there_on_average(
     adapted: Adapted, tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merged into dequantized weights, which are on the format's grid, 1 % of this update was left in nf4, and 10 % in fp4."""
-    monkeypatch.setattr(
-        merge, "LEAST", -torch.inf
-    )  # random updates this small are less than what 4 bits blur
+    """A merge into dequantized weights, which are on the format's grid, kept 1 % of this update in nf4 and 10 % in fp4."""
+    monkeypatch.setattr(merge, "LEAST", -torch.inf)  # updates below the step of 4-bit formats
     adapter = adapted(storage, scale=0.01)
     report = merge_adapter(adapter, tmp_path / "merged", stored=storage)
     assert any("merged into the weights that the base's files store" in note for note in report.notes)
@@ -106,13 +104,13 @@ def test_back_in_the_format_of_the_training_an_update_is_there_on_average(
             before = held_weight(layer.get_base_layer(), torch.float32)
             part += float(((written.values(f"{name}.weight")[1] - before) * update).sum())
             whole += float((update * update).sum())
-    # 12,288 entries round by up to about 30 times their update: standard deviation 0.05.
+    # 12,288 entries are rounded by up to about 30 times their update: standard deviation 0.05.
     assert part / whole == pytest.approx(1, abs=0.2)
 
 
 @pytest.mark.parametrize("scale", [0.002, 0.0])
 def test_the_base_again_is_refused_and_nothing_is_written(tmp_path: Path, scale: float) -> None:
-    """Of a base whose files are in nf4 there is no original: the codes of its own grid do not change."""
+    """A base stored in nf4 has no dense original: rounding to its own grid again does not change the codes."""
     dense = save_base(tmp_path / "dense", torch.bfloat16)
     policy = resolve_precision(dense, "bfloat16", "nf4", "cpu")
     load(dense, policy).save_pretrained(tmp_path / "base")
@@ -148,7 +146,7 @@ def test_an_update_below_half_a_step_is_kept_on_average() -> None:
     step = 2**-7
     stored = unbiased("w", base + step / 10, torch.bfloat16).float()
     assert set(stored.tolist()) == {1.0, 1.0 + step}
-    # 100,000 draws of 1 in 10: standard deviation 0.001
+    # 100,000 draws with probability 1 in 10: standard deviation 0.001
     assert float((stored - base).mean()) == pytest.approx(step / 10, abs=5e-3 * step)
     assert torch.equal(unbiased("w", base + step, torch.bfloat16), (base + step).bfloat16())
     half = unbiased("w", base + 2**-13, torch.float16).float()

@@ -1,4 +1,4 @@
-"""What a merge stores besides dense safetensors: its error as other readers find it, its file, and the commands that it prints."""
+"""Merges into other formats than dense safetensors: their error by other readers, their files, and the printed commands."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base: Path) -> Path:
-    """Trained on the base in bfloat16: an update of about a hundredth of the weights."""
+    """Save an adapter trained on the bfloat16 base, with updates of about a hundredth of the weights."""
     model, _ = loaded(base, "bfloat16", lora_alpha=8, target_modules=TARGETS)
     return save_trained(model, base.parent / "adapter", seed=1, scale=0.01)
 
@@ -65,7 +65,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def in_file(path: Path, name: str) -> torch.Tensor:
-    """A weight of a GGUF file by gguf's own reader, queries' rows in transformers' order (two halves of a head)."""
+    """Return a weight of a GGUF file by gguf's reader, with query rows in transformers' order (two halves of a head)."""
     (tensor,) = (each for each in gguf.GGUFReader(path).tensors if each.name == IN_GGUF[name])
     values = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
     if name != Q:
@@ -76,7 +76,7 @@ def in_file(path: Path, name: str) -> torch.Tensor:
 
 
 def in_bitsandbytes(directory: Path, name: str) -> torch.Tensor:
-    """A weight as bitsandbytes computes it from what transformers has loaded."""
+    """Return the weight that bitsandbytes computes with, after transformers has loaded the model."""
     from bitsandbytes import functional as bnb
 
     weight = transformers.AutoModelForCausalLM.from_pretrained(directory).get_submodule(name).weight
@@ -97,7 +97,7 @@ def test_the_error_is_that_of_what_was_stored(base: Path, adapter: Path, tmp_pat
         sum_ = reference(base, adapter, name, None, compute=torch.bfloat16)
         update = sum_ - stored(base, name, None, torch.bfloat16).double()
         error = (read(output, name).double() - sum_).norm() / update.norm()
-        # The merge adds in float32, the reference in float64; int8 dequantizes to float16 or float32.
+        # The merge adds in float32, the reference in float64; int8 is dequantized to float16 or float32.
         assert errors[f"{name}.weight"] == pytest.approx(float(error), rel=2e-3)
     shown = terminal(report)
     assert report.vanished is not None
@@ -153,12 +153,12 @@ def test_what_is_printed_runs(
 
 
 def test_another_reader_finds_the_model_of_the_safetensors(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """gguf's own reader: every tensor of the dense merge under llama.cpp's name, and what a tokenizer and positions need."""
+    """gguf's reader finds every tensor of the dense merge under llama.cpp's name, and the keys of tokenizer and positions."""
     path = tmp_path / "model.gguf"
     report = merge_adapter(adapter, path)
     merge_adapter(adapter, tmp_path / "dense")
     dense = load_file(tmp_path / "dense" / "model.safetensors")
-    assert report.stored == "bf16"  # it was trained in it
+    assert report.stored == "bf16"  # the dtype of the training
     reader = gguf.GGUFReader(path)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -242,7 +242,7 @@ def test_what_llama_cpp_alone_writes_is_said_with_what_to_type(
     first, second = (shlex.split(each) for each in problem.fix.partition("that has it: ")[2].split("&&"))
     dense, final = str(tmp_path / "my model-f32.gguf"), str(tmp_path / "my model.gguf")
     assert second == ["llama-quantize", dense, final, "Q4_K_M"]
-    assert main(first[1:]) == 0  # what it says to type runs
+    assert main(first[1:]) == 0  # the printed command runs
     assert Path(dense).is_file()
 
 
@@ -261,7 +261,7 @@ def test_llama_quantize_writes_the_file_where_it_is_installed(
     program(programs, "shutil.copy(sys.argv[1], sys.argv[2]); assert sys.argv[3:] == ['Q4_K_M']")
     report = merge_adapter(adapter, tmp_path / "model.gguf", stored="q4_k_m")
     assert report.notes[0] == "llama-quantize has mixed types for q4_k_m: 12 in f32"
-    assert report.median_error < 1e-4  # that of what the program wrote: float32
+    assert report.median_error < 1e-4  # the program has copied a float32 file
     program(programs, "print('no such type'); sys.exit(3)")
     with pytest.raises(SaveError, match="llama-quantize has failed") as caught:
         merge_adapter(adapter, tmp_path / "again.gguf", stored="q4_k_m")

@@ -1,4 +1,4 @@
-"""A base whose layers are stored in different formats, on every road."""
+"""A base whose layers are stored in different formats: loaded, trained, saved, merged and chatted with."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def mixed(path: Path, name: str = "llama", quantization: str = "nf4") -> Precisi
 
 
 def moments(columns: int) -> str:
-    """Of input channels, a few of them large."""
+    """Return moments of input channels, a few of them large."""
     squares = torch.rand(columns, generator=torch.Generator().manual_seed(0))
     squares[::9] *= 1000
     return write_moments(squares, 64)
@@ -161,7 +161,7 @@ def test_the_choice_is_measured_and_fits(saved: Callable[..., Path]) -> None:
     with pytest.raises(PrecisionError, match="were not measured"):
         isotype.resolve_precision(path, "float32", "mixed", "cpu")
     damages = isotype.measure_quality(path, progress=False)
-    policy = isotype.resolve_precision(path, "float32", "mixed", "cpu")  # as it was kept
+    policy = isotype.resolve_precision(path, "float32", "mixed", "cpu")  # from the cached damages
     assert policy == isotype.resolve_precision(path, "float32", "mixed", "cpu", damages=damages)
     assert policy.storage == "nf4"
     assert policy.double_quant
@@ -224,7 +224,7 @@ def test_fused_it_computes_what_dense_layers_of_the_same_weights_do(
     computed = gradients(model, batch)
     assert computed.keys() == wanted.keys()
     for name, value in wanted.items():
-        # float32 sums in another order, and float16 scales of int8 rows in some products.
+        # Sums of float32 in another order, and float16 scales of int8 rows in some products.
         torch.testing.assert_close(
             computed[name], value, rtol=2e-3, atol=1e-5 * float(value.abs().max()) + 1e-9
         )
@@ -251,7 +251,7 @@ def test_a_merge_adds_to_the_weights_that_were_trained_on(
 ) -> None:
     base = save_base(tmp_path / "base", vocab_size=384, num_hidden_layers=2, attention_bias=False)
     byte_level("smollm").save_pretrained(base)
-    policy = replace(mixed(base), double_quant=double)  # as `--quantization mixed` has it
+    policy = replace(mixed(base), double_quant=double)  # the policy of `--quantization mixed`
     model = add_lora(isotype.load(base, policy), policy, r=4, target_modules="all-linear")
     folder = save_trained(model, tmp_path / "adapter", seed=1, scale=0.01)
     policy.save(folder)
@@ -305,6 +305,6 @@ def test_a_resumed_run_keeps_the_constants_it_was_begun_with(saved: Callable[...
     assert measured_anew != begun
     assert with_constants_of(measured_anew, begun) == begun
     assert with_constants_of(measured_anew, None) == measured_anew
-    # Other formats are refused where the runs are compared: they stay as they are.
+    # A policy with other layers is returned unchanged: the comparison of runs refuses it.
     other = replace(measured_anew, layers=measured_anew.layers[1:])
     assert with_constants_of(other, begun) == other

@@ -1,4 +1,4 @@
-"""Checkpoints into modules that are not of transformers: by name, and through an adapter."""
+"""Checkpoints loaded into modules that are not from transformers: by name, and through a StateDictAdapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    """One matrix for queries, keys and values, and a list of experts in one tensor."""
+    """A module with one matrix for queries, keys and values, and one tensor for all experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 class Adapter:
-    """The checkpoint has queries, keys and values, and each expert, on their own, and experts turned."""
+    """Conversion of separate query, key, value and expert tensors, with transposed experts."""
 
     def from_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = {"head.weight": state["lm_head.weight"], "head.bias": state["lm_head.bias"]}

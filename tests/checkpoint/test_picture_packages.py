@@ -1,4 +1,4 @@
-"""Processors that ask for pillow or torchvision where these are not: the message names what to install."""
+"""Processors that need pillow or torchvision: without the package, the message says how to install it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.zoo.processors import FAMILIES, TURNS, tiny_processor, tiny_tokenizer
 
 @pytest.mark.lacking("needs a machine without torchvision" if find_spec("torchvision") else "")
 def test_torchvision_is_named_where_a_processor_has_no_class_for_pillow(tmp_path):
-    """The videos of Qwen2-VL."""
+    """The video processor of Qwen2-VL."""
     family = FAMILIES["qwen2_vl"]
     tiny_tokenizer(family).save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TURNS.format(image=family.place))

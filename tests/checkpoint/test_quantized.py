@@ -1,4 +1,4 @@
-"""Quantized checkpoints: each value is code x scale as its library has it (float64 here), or the load is refused by its name.
+"""Quantized checkpoints: each value equals the library's code x scale, here in float64, or the load is refused by name.
 
 `benchmarks/quantized_readers.py` compares with compressed-tensors, modelopt and transformers themselves.
 """
@@ -36,7 +36,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Signed codes as int32 words, one long number a row: code i begins at bit i x bits, offset by half."""
+    """Return signed codes as int32 words, from one long number per row: code i begins at bit i x bits, offset by half its range."""
     rows = []
     for row in codes.tolist():
         number = sum((code + (1 << (bits - 1))) << (at * bits) for at, code in enumerate(row))
@@ -47,13 +47,13 @@ def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
-    """A scale for each value, in float64."""
+    """Return a scale for each value, in float64."""
     rows, columns = (torch.arange(size) // side for size, side in zip(shape, block, strict=True))
     return scales.double()[rows][:, columns]
 
 
 def group(**weights: Any) -> dict[str, Any]:
-    """A compressed-tensors config with one group for all linear layers."""
+    """Return a compressed-tensors config with one group for all linear layers."""
     form = weights.pop("format", "pack-quantized")
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
@@ -75,7 +75,7 @@ def read(directory: Path, tensors: Mapping[str, torch.Tensor], config: Any) -> t
 
 
 def agrees(values: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Products of float32 numbers: one rounding for each factor."""
+    """Return products of float32 numbers, with one rounding for each factor."""
     assert values.shape == wanted.shape
     assert ((values.double() - wanted).abs() <= 2.0**-22 * wanted.abs()).all()
 
@@ -97,7 +97,7 @@ def test_packed_integers(tmp_path: Path, shape: tuple[int, int], bits: int, stra
     }
     config = group(num_bits=bits, type="int", strategy=strategy, group_size=size)
     agrees(read(tmp_path, tensors, config), codes * spread(scales, shape, block))
-    # Zero points are packed along the rows; that of a whole tensor is not packed.
+    # Zero points are packed along the rows; the zero point of a whole tensor is not packed.
     held = zeros.to(torch.int8) if strategy == "tensor" else words(zeros.T, bits).T
     config = group(num_bits=bits, type="int", strategy=strategy, group_size=size, symmetric=False)
     wanted = (codes - spread(zeros, shape, block)) * spread(scales, shape, block)
@@ -149,7 +149,9 @@ def test_pairs_of_four_bit_numbers(tmp_path: Path, shape: tuple[int, int]) -> No
     )  # compressed-tensors divides by its global scale
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
     tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(0.25)}
-    agrees(read(tmp_path, tensors, config), values * factors * 0.25)  # modelopt multiplies by its own
+    agrees(
+        read(tmp_path, tensors, config), values * factors * 0.25
+    )  # modelopt multiplies by its second scale
 
 
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
@@ -170,10 +172,10 @@ def test_fp8_by_every_name_that_transformers_reads(tmp_path: Path, name: str, sh
 
 
 def awq(outputs: int, inputs: int, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Random tensors as AutoAWQ's version gemm packs them, and their values: (code - zero point) x scale."""
+    """Return random tensors packed like AutoAWQ's version gemm, and their values: (code - zero point) x scale."""
 
     def packed(codes: torch.Tensor) -> torch.Tensor:
-        order = [0, 2, 4, 6, 1, 3, 5, 7]  # of the columns in a word, from its lowest bits
+        order = [0, 2, 4, 6, 1, 3, 5, 7]  # columns in a word, from the lowest bits
         return words(codes.unflatten(1, (-1, 8))[..., order].flatten(1) - 8, 4)
 
     codes, zeros = torch.randint(0, 16, (inputs, outputs)), torch.randint(0, 16, (inputs // size, outputs))
@@ -191,7 +193,7 @@ def test_awq(tmp_path: Path, outputs: int, inputs: int, size: int) -> None:
     tensors, wanted = awq(outputs, inputs, inputs if size < 0 else size)
     config = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "GEMM", "zero_point": True}
     values = read(tmp_path, tensors, config)
-    # 5 bits x 11 bits: float32 holds every value.
+    # 5 bits x 11 bits: exact in float32.
     assert torch.equal(values.double(), wanted)
     assert values.is_contiguous()
     older = {"quant_method": "awq", "w_bit": 4, "q_group_size": size}
@@ -199,7 +201,7 @@ def test_awq(tmp_path: Path, outputs: int, inputs: int, size: int) -> None:
 
 
 def test_a_word_of_awq(tmp_path: Path) -> None:
-    """Column 1 is in the fifth place from the lowest bits, column 7 in the highest."""
+    """Column 1 is fifth from the lowest bits, column 7 is in the highest."""
     tensors = {
         "qweight": torch.tensor([[0x75316420], [-1]], dtype=torch.int32),
         "qzeros": torch.zeros(1, 1, dtype=torch.int32),
@@ -210,7 +212,7 @@ def test_a_word_of_awq(tmp_path: Path) -> None:
 
 
 def test_what_a_library_writes_beside_config_json(tmp_path: Path) -> None:
-    """modelopt has a file of its own, which transformers does not read."""
+    """modelopt writes a separate file, which transformers does not read."""
     codes = torch.randint(-127, 128, (8, 16)).to(FP8)
     tensors = {"weight": codes, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(2.0)}
     written = {
@@ -262,7 +264,7 @@ MIXED: dict[str, Any] = {
 
 
 def mixed(wanted: dict[str, torch.Tensor]) -> Change:
-    """A model in four groups of another number of bits, size and symmetry each."""
+    """Quantize a model in four groups with different numbers of bits, group sizes and symmetry."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for layer, name in itertools.product(range(2), NAMES):
@@ -324,7 +326,7 @@ def test_its_int8_layers_are_not_those_of_bitsandbytes(tmp_path: Path) -> None:
 
 
 def in_awq(size: int, wanted: dict[str, torch.Tensor], leave: tuple[str, ...] = ()) -> Change:
-    """All linear layers of the language model as AutoAWQ packs them, without the tensors `leave`."""
+    """Pack all linear layers of the language model like AutoAWQ, without the tensors `leave`."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("proj.weight")]:
@@ -391,7 +393,7 @@ def test_experts_in_awq_are_stacked(tmp_path: Path) -> None:
 
 
 def test_rows_of_an_awq_weight_are_columns_of_its_file(tmp_path: Path) -> None:
-    """Also where all of its tensors have as many rows as the weight: a square one in groups of one."""
+    """This also holds if all tensors have as many rows as the weight: a square weight in groups of one."""
     wanted: dict[str, torch.Tensor] = {}
     path = checkpoint(tmp_path, in_awq(1, wanted), AWQ | {"group_size": 1})
     model = blank_model(AutoConfig.from_pretrained(path))
@@ -402,7 +404,7 @@ def test_rows_of_an_awq_weight_are_columns_of_its_file(tmp_path: Path) -> None:
 
 
 def fp8(*scales: tuple[str, Any], dtype: torch.dtype = FP8) -> Change:
-    """All linear layers in one byte with these tensors beside them."""
+    """Store all linear layers in one byte per weight, with these tensors beside them."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("proj.weight")]:
@@ -491,7 +493,7 @@ def test_a_config_alone_is_refused_as_its_weights_are(
 
 
 def test_a_config_alone_is_read_where_one_group_is(tmp_path: Path) -> None:
-    """Only headers show which layers a group has."""
+    """Only the headers show which layers belong to a group."""
     path = checkpoint(tmp_path, lambda tensors: None, MIXED)
     (path / "model.safetensors").unlink()
     groups = MIXED["config_groups"] | {"other": {"targets": ["none"], "format": "marlin-24"}}
@@ -536,7 +538,7 @@ def test_every_command_refuses_it(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_model_that_was_cast_as_a_whole_is_its_codes(tmp_path: Path) -> None:
-    """As transformers reads it: config.json says that its dtype is float8."""
+    """As in transformers, float8 weights are the values if config.json names float8 as dtype."""
     path = checkpoint(
         tmp_path, lambda tensors: tensors.update({name: value.to(FP8) for name, value in tensors.items()})
     )

@@ -1,4 +1,4 @@
-"""resolve_precision: the same policy from a module, its config and its directory; obstacles from the versions."""
+"""resolve_precision: the same policy from a module, its config and its directory; problems of library versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacked experts that are stored quantized: from every source one expert at a time, saved and loaded again, foreseen."""
+"""Stacked experts that are stored quantized: read one expert at a time, saved, loaded again, and planned."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STORAGES = ["nf4", "fp4", "int8"]
 
 
 def stacks(model: Any) -> dict[str, tuple[QuantizedStack, torch.Tensor]]:
-    """Name -> (parametrization, codes) of each stacked weight; all are quantized."""
+    """Return (parametrization, codes) of each stacked weight by name; all are quantized."""
     held = {}
     for path, module, name in stacked_weights(model):
         stack = quantized_stack(module, name)
@@ -99,7 +99,7 @@ def test_saved_and_loaded_again(saved: Saved, tmp_path: Path, name: str, storage
 
 
 def test_a_checkpoint_that_bitsandbytes_wrote(saved: Saved, tmp_path: Path) -> None:
-    """Its hook writes what ours does; here the very tensors are its own."""
+    """A checkpoint from bitsandbytes' state-dict hook, which stores the same tensors as isotype's."""
     policy = isotype.resolve_precision(saved("gpt-oss"), "bfloat16", "nf4", device="cpu")
     model = isotype.load(saved("gpt-oss"), policy)
     theirs = tiny_model("gpt-oss").to(torch.bfloat16)
@@ -122,7 +122,7 @@ def _stacked(model: Any) -> dict[str, torch.Tensor]:
 
 
 def gguf_checkpoint(directory: Path) -> Path:
-    """A Qwen3-MoE in a GGUF file, experts in Q8_0; transformers (5.23) takes 768 for the size of one, whatever the file says."""
+    """Save a Qwen3-MoE with experts in Q8_0 as GGUF; transformers 5.23 always reads an expert size of 768."""
     import gguf
     from gguf import GGMLQuantizationType as Kind
 
@@ -293,7 +293,7 @@ def test_mxfp4_is_saved_and_loaded_again(tmp_path: Path, quantization: str) -> N
                 tmp_path / "saved", dtype=torch.bfloat16
             )
         policy = isotype.resolve_precision(path, "bfloat16", device="cpu")
-        dense = isotype.load(path, replace(policy, routers=False))  # as transformers computes them
+        dense = isotype.load(path, replace(policy, routers=False))  # computed by transformers
         with torch.no_grad():
             batch = tiny_batch("gpt-oss")
             assert torch.equal(plain(**batch).logits, dense(**batch).logits)

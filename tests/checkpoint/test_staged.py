@@ -1,4 +1,4 @@
-"""Two buffers and a thread that reads ahead: the same bits as from mapped files, in bounded memory, and no thread left behind."""
+"""Reading ahead into two buffers by a thread: the bits of mapped files, bounded memory, and no thread left over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.models import tiny_model
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A file of tensors of every size and many dtypes."""
+    """Write a file with tensors of all sizes and many dtypes."""
     tensors = {
         "small": torch.arange(7, dtype=torch.int16),
         "weight": torch.randn(33, 5),
@@ -90,7 +90,7 @@ def test_the_thread_reads_ahead_and_waits_for_a_buffer(
 
     def watched(*args: Any) -> Any:
         if next(fills) == 3:
-            ahead.set()  # the third group is begun while the first is being used: two are filled
+            ahead.set()  # reading of the third group starts while the first is used: both buffers are full
         return fill(*args)
 
     monkeypatch.setattr(staging, "_fill", watched)
@@ -182,7 +182,7 @@ def test_a_model_has_the_same_bits_as_from_mapped_files(
         if isinstance(value, torch.Tensor):
             assert value.dtype == mapped[name].dtype
             assert torch.equal(value, mapped[name]), name
-    # None lies in a buffer, which the next tensors are read into.
+    # No tensor is in a buffer, which the next tensors will overwrite.
     assert all(each.untyped_storage().nbytes() == each.nbytes for each in read.parameters())
     assert not readers()
 

@@ -1,4 +1,4 @@
-"""Tensors that a model has no place for: an error, unless they are known to mean nothing to it."""
+"""Tensors that a model does not have: an error, unless they are known to be unnecessary."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_unknown_tensor_is_refused(tmp_path: Path, name: str) -> None:
         ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),  # saved by older versions, computed now
         ("llama", "model.rotary_emb.inv_freq"),
         ("llama", "score.weight"),  # the head of another class of the same model
-        ("llama", "mtp.layers.0.eh_proj.weight"),  # no class of transformers predicts several tokens
+        ("llama", "mtp.layers.0.eh_proj.weight"),  # transformers has no class for multi-token prediction
         ("gpt2", "transformer.h.0.attn.bias"),
         ("gpt2", "h.1.attn.masked_bias"),
     ],
@@ -88,7 +88,7 @@ def test_what_is_known_to_mean_nothing_is_left_out(tmp_path: Path, model: str, n
 
 
 def test_what_bert_was_published_with_is_left_out(tmp_path: Path) -> None:
-    """bert-base-uncased names BertForMaskedLM and has the parts of BertForPreTraining."""
+    """bert-base-uncased names BertForMaskedLM, and also has the parts of BertForPreTraining."""
     config = transformers.BertConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
     )

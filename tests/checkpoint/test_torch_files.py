@@ -1,4 +1,4 @@
-"""Files that torch.save wrote: read as tensors alone, loaded with the same values, refused where they hold more."""
+"""Files written by torch.save: only tensors are read, loaded values are equal, and other objects are refused."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from isotype.core.errors import CheckpointError
 from tests.models import quiet, save_tiny
 
 SPARSE = "'a': a torch.sparse_coo tensor" if torch.__version__ < "2.14" else "a sparse tensor"
-OLDER = (
-    torch.__version__ < "2.13"
-)  # which may not say where in a file a tensor is: it is read by torch.load then
+# Older versions may not return a tensor's offset in its file: torch.load reads the tensor then.
+OLDER = torch.__version__ < "2.13"
 
 
 def as_torch(directory: Path, shards: int = 1) -> Path:
-    """A checkpoint of safetensors saved again as pytorch_model.bin, or as shards of it with an index."""
+    """Save a safetensors checkpoint again as pytorch_model.bin, or as shards with an index."""
     weights = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     if shards == 1:
@@ -70,7 +69,7 @@ def test_headers_are_those_of_safetensors(saved, tmp_path, shards):
 def test_it_is_streamed_with_the_same_values(saved, tmp_path, monkeypatch, shards, quantization):
     monkeypatch.delattr(
         transformers.modeling_utils, "load_state_dict"
-    )  # what transformers would read it with
+    )  # the function with which transformers would read the file
     other = saved("llama", torch.bfloat16)
     path = as_torch(save_tiny("llama", tmp_path, torch.bfloat16), shards)
     with quiet():
@@ -119,7 +118,7 @@ def test_inspect_and_check_read_it(tmp_path, capsys):
 
 
 class Evil:
-    """What a pickle can do when it is read."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)

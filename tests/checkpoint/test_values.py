@@ -45,7 +45,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def state_of(model: nn.Module, name: str) -> dict[str, Any]:
-    """What a quantized weight is dequantized with."""
+    """Return the dequantized values of a quantized weight."""
     layer: Any = model.get_submodule(name.rpartition(".")[0])
     weight = layer.weight
     if getattr(weight, "quant_state", None) is not None:
@@ -64,8 +64,11 @@ def quantized_stacks(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def assert_same_values(path: Path, dtype: str, quantization: str | None) -> int:
-    """Equal to transformers' load, with two differences in dtype: what the policy keeps in float32 has the checkpoint's
-    digits, and what a class makes in float32 without pinning it (`A_log` of a Mamba layer) is stored as the policy says."""
+    """Assert equality with transformers' load, and return the number of tensors; two groups differ in dtype.
+
+    Pinned float32 tensors are not rounded. Tensors that a class creates in float32 without pinning them (`A_log` of a
+    Mamba layer) are stored as the policy says.
+    """
     policy = isotype.resolve_precision(path, dtype, quantization, device="cpu")
     model = isotype.load(path, policy)
     cls = original_class(model)
@@ -92,7 +95,7 @@ def assert_same_values(path: Path, dtype: str, quantization: str | None) -> int:
             and wanted.dtype == torch.float32
             and not is_pinned(name, policy.pinned)
         ):
-            wanted = wanted.to(value.dtype)  # made in float32 by its class, which does not pin it
+            wanted = wanted.to(value.dtype)  # created in float32 by its class, which does not pin it
         assert same(value, wanted), (name, value.dtype, other[name].dtype)
         if quantized is not None and type(value).__name__ in ("Params4bit", "Int8Params"):
             state, wanted_state = state_of(model, name), state_of(quantized, name)

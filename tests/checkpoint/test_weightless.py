@@ -1,4 +1,4 @@
-"""The weightless model against the loaded one: every name, class, shape, dtype and state is the same."""
+"""The model without weights against the loaded model: equal names, classes, shapes, dtypes and states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.model.adapters import add_lora
 from tests.models import CONFIGS
 from tests.pairwise import pairwise
 
-# What transformers notes about its own progress through a load.
+# Attributes that transformers sets while it loads.
 _BOOKKEEPING = {"_is_hf_initialized", "_use_kernels"}
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 STORAGES = [
@@ -53,7 +53,7 @@ def state_of(state: Any) -> Any:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """All that a trace could see of a model, except for values and devices."""
+    """Return everything of a model that a trace reads, except values and devices."""
     found: dict[str, Any] = {}
     tied = defaultdict(list)
     for name, tensor in model.named_parameters(remove_duplicate=False):
