@@ -144,14 +144,11 @@ def test_pairs_of_four_bit_numbers(tmp_path: Path, shape: tuple[int, int]) -> No
         format="nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
     )
     tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": torch.tensor([700.0])}
-    agrees(
-        read(tmp_path, tensors, config), values * factors / 700
-    )  # compressed-tensors divides by its global scale
+    # compressed-tensors divides by its global scale, modelopt multiplies by its second scale.
+    agrees(read(tmp_path, tensors, config), values * factors / 700)
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
     tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(0.25)}
-    agrees(
-        read(tmp_path, tensors, config), values * factors * 0.25
-    )  # modelopt multiplies by its second scale
+    agrees(read(tmp_path, tensors, config), values * factors * 0.25)
 
 
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])

@@ -67,9 +67,7 @@ def test_headers_are_those_of_safetensors(saved, tmp_path, shards):
 
 @pytest.mark.parametrize(("shards", "quantization"), [(1, None), (3, "nf4")])
 def test_it_is_streamed_with_the_same_values(saved, tmp_path, monkeypatch, shards, quantization):
-    monkeypatch.delattr(
-        transformers.modeling_utils, "load_state_dict"
-    )  # the function with which transformers would read the file
+    monkeypatch.delattr(transformers.modeling_utils, "load_state_dict")  # transformers would call it
     other = saved("llama", torch.bfloat16)
     path = as_torch(save_tiny("llama", tmp_path, torch.bfloat16), shards)
     with quiet():

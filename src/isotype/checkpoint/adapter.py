@@ -383,10 +383,8 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
             for name in _EXPRESSIONS
             if isinstance(value := content.get(name), str) or (name == "layers_pattern" and value)
         }
-        patterns = {name: value for name, value in content.items() if name.endswith("_pattern")}
-        expressions |= {
-            f"{path}: {name}": value for name, value in patterns.items() if isinstance(value, dict)
-        }
+        dicts = {name: value for name, value in content.items() if isinstance(value, dict)}
+        expressions |= {f"{path}: {name}": dicts[name] for name in dicts if name.endswith("_pattern")}
         problems = [*pattern_problems(expressions, names), *_tensor_problems(content, tensors, path)]
     if problems:
         raise CheckpointError(f"the adapter {directory} cannot be read", problems)

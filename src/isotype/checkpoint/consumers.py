@@ -125,9 +125,7 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
     source = adapter.base if model is None else model
     if source is None:
         expected, fix = "the model that the program loads", f"--for {consumer} MODEL"
-        raise UsageError.of(
-            "no base model", f"the adapter {directory}, whose config names no base model", expected, fix
-        )
+        raise UsageError.of("no base model", f"the adapter {directory}, which names no base", expected, fix)
     checkpoint = open_checkpoint(source, adapter.revision if model is None else None)
     base = skeleton(config_of(checkpoint), torch.float32)
     judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _zeros(adapter))

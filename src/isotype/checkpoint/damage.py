@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,15 +153,6 @@ class Layers:
                 sums.error[form] += float(off.sum())
                 sums.damage[form] += 0.5 * float(torch.dot(off.view(-1), fisher.view(-1)))
 
-    @contextmanager
-    def rounding(self, form: str) -> Iterator[None]:
-        """Round the weights of all layers to this format inside the context."""
-        self.form = form
-        try:
-            yield
-        finally:
-            self.form = None
-
 
 def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
     wants = isinstance(output, torch.Tensor) and output.is_floating_point() and not output.requires_grad
@@ -181,10 +172,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        with (
-            torch.no_grad(),
-            without_dispatch(),
-        ):  # the dispatch mode would slow down each operator of the rounding
+        with torch.no_grad(), without_dispatch():  # the mode would slow down every operator of the rounding
             ctx.layers.add(ctx.name, x, weight, gradient)
             return gradient @ weight, None, None, None
 
@@ -334,8 +322,11 @@ class Session:
 
     def divergence(self, form: str) -> float:
         """Return the divergence from `reference`, in nats per token, of the model with all layers in this format."""
-        with self.layers.rounding(form):
+        self.layers.form = form
+        try:
             pairs = list(zip(self.reference, self.distributions(), strict=True))
+        finally:
+            self.layers.form = None
         return sum(_divergence(p, q) for p, q in pairs) / max(1, sum(p.shape[0] for p, _ in pairs))
 
     def distributions(self) -> Iterator[torch.Tensor]:

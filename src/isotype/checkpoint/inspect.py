@@ -18,10 +18,9 @@ from isotype.checkpoint.opened import config_of, facts_of, local_path, open_chec
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError
-from isotype.core.names import grouped
+from isotype.core.names import grouped, starred
 from isotype.precision.policy import PrecisionPolicy
 
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Prefixes of the fields of a quantization_config that are printed.
 _SHOWN = ("bnb_4bit_", "load_in_", "bits", "group_size", "desc_act")
 _SHOWN_8BIT = ("load_in_", "llm_int8_threshold")
@@ -117,7 +116,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     config = {} if source is None else _config(source)
     stored = stored_tensors(headers.tensors)
     main = main_form(tensor for tensor in stored if tensor.plain)
-    together = grouped(stored, lambda tensor: folded_name(tensor.weight.name))
+    together = grouped(stored, lambda tensor: starred(tensor.weight.name))
     groups = tuple(_group(name, together[name], main) for name in sorted(together))
     by_form = grouped(stored, lambda tensor: tensor.form).items()
     totals = [
@@ -178,11 +177,6 @@ def _quantization(config: Mapping[str, Any], stored: Sequence[StoredTensor]) -> 
         return " ".join([method, *details])
     formats = Counter(tensor.form for tensor in stored if not tensor.plain)
     return ", ".join(name for name, _ in formats.most_common())
-
-
-def folded_name(name: str) -> str:
-    """Return `model.layers.*.mlp.up_proj.weight` for `model.layers.3.mlp.up_proj.weight`."""
-    return _LAYER_NUMBER.sub("*", name)
 
 
 def _group(name: str, tensors: Sequence[StoredTensor], main: str | None) -> Group:
@@ -289,7 +283,7 @@ def inspect_plan(
 
 
 def _groups(tensors: Sequence[PlannedTensor]) -> tuple[PlanGroup, ...]:
-    together = grouped(tensors, lambda t: (folded_name(t.name), t.stored, t.storage, t.how, t.pinned))
+    together = grouped(tensors, lambda t: (starred(t.name), t.stored, t.storage, t.how, t.pinned))
     return tuple(
         PlanGroup(
             name,

@@ -125,9 +125,7 @@ def load(
         model.name_or_path = checkpoint.name  # PEFT saves this name as the adapter's base
         rename(model.config, checkpoint.name)
     if isinstance(source, str):
-        model.loaded_commit = commit_of(
-            source, checkpoint.revision
-        )  # `add_lora` sets it as the adapter's revision
+        model.loaded_commit = commit_of(source, checkpoint.revision)  # for the adapter's `revision`
     enforce_model(model, policy)
     return model
 
@@ -166,9 +164,7 @@ def _class(
             raise _not_streamed(source, policy)
         loaded = theirs()
         lacking.update(loaded[0].missing_keys)
-        broken.update(
-            not_finite(model.named_parameters())
-        )  # buffers are not checked: masks may contain infinity
+        broken.update(not_finite(model.named_parameters()))  # not buffers: masks may contain infinity
         return loaded
 
     return class_for_load(cls, partial(float32_by_ranges, policy=policy), read)

@@ -119,7 +119,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
         return Checkpoint(str(name), source, None, config, None, facts)
     headers = read_headers(source)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > len(headers.tensors):  # building so many layers may take hours
+    if isinstance(layers, int) and layers > len(headers.tensors):  # before the layers are built
         what = f"{source / 'config.json'}: num_hidden_layers {layers}"
         expected = f"at most one layer for each of the {len(headers.tensors)} tensors beside it"
         fix = "take config.json and the weights from the same save of the model"

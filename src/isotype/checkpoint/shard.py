@@ -167,18 +167,16 @@ class _Rows:
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
         """Return the codes of this process's experts, and set the constants of all experts in `holder`."""
-        experts, device = blank.shape[0], self.device
+        experts, device, storage = blank.shape[0], self.device, blank.storage
         # Experts whose values exceed the compute dtype's range are quantized from the dtype that they compute in.
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
         start, stop = self._bounds(experts)
-        if blank.storage == MXFP4:
+        if storage == MXFP4:
             codes, part = (values.to(device) for values in self.stored.read_packed(name, start, stop))
         else:
             parts = (self._read(name, expert, expert + 1, dtype) for expert in range(start, stop))
             shape, turned = torch.Size((stop - start, *blank.shape[1:])), blank.transposed
-            codes, stack = quantize_parts(
-                parts, shape, blank.storage, dtype, transposed=turned, device=device
-            )
+            codes, stack = quantize_parts(parts, shape, storage, dtype, transposed=turned, device=device)
             (part,) = stack.factors()
         constants = torch.zeros(experts, *part.shape[1:], dtype=part.dtype, device=device)
         constants[start:stop] = part
@@ -207,9 +205,7 @@ class _Rows:
 def _fill(model: nn.Module, rows: _Rows) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
-    owners: dict[
-        Any, list[tuple[str, Place, str]]
-    ] = {}  # parameter -> (name in the model, place, name in the module)
+    owners: dict[Any, list[tuple[str, Place, str]]] = {}  # name in the model, place, name in the module
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -218,9 +214,7 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
     shapes = rows.stored.shapes
     sources = {p: next(owner for owner in sharing if owner[0] in shapes) for p, sharing in owners.items()}
     copies = Counter(name for name, _, _ in sources.values())
-    read: dict[
-        str, torch.Tensor
-    ] = {}  # rows of parameters that have a trained copy: the copy takes the same rows
+    read: dict[str, torch.Tensor] = {}  # rows of parameters that have a trained copy with the same values
     for parameter, (name, place, leaf) in sources.items():
         layer: Any = place.module
         stack = held_stack(layer)

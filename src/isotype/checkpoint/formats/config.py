@@ -234,10 +234,8 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        problem, expected = f"{what} is {value!r}", "a torch dtype such as 'bfloat16'"
-        raise CheckpointError.of(
-            "unknown dtype in the config", problem, expected, "correct it in config.json"
-        )
+        expected, fix = "a torch dtype such as 'bfloat16'", "correct it in config.json"
+        raise CheckpointError.of("unknown dtype in the config", f"{what} is {value!r}", expected, fix)
     return dtype
 
 

@@ -224,10 +224,8 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
             problems += [replace(problem, given=f"{shard}: {problem.given}") for problem in error.problems]
             continue
         tensors += in_shard
-        present, fix = (
-            {header.name for header in in_shard},
-            "take index and shards from the same save of the model",
-        )
+        present = {header.name for header in in_shard}
+        fix = "take index and shards from the same save of the model"
         for some, what in ((names - present, "lacks"), (present - names, "holds, against the index,")):
             if some:
                 difference = f"{shard} {what} {listed(sorted(some))}"

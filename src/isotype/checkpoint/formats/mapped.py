@@ -127,7 +127,8 @@ def staged(
     Tensors are valid until the next piece is requested. The reading thread ends with the generator, also after an interrupt.
 
     Args:
-        work: pieces of work and their headers; None is yielded if a header has no offset, or all have more than `size` bytes.
+        work: pieces of work and their headers. None is yielded for a piece with a header without offset, or that needs
+            more than `size` bytes.
         pinned: allocate memory that a GPU can read directly; a warning is logged if there is none.
     """
     groups = list(_groups(work, size))

@@ -38,9 +38,7 @@ class TensorHeader:
     @property
     def dtype(self) -> torch.dtype | None:
         """The torch dtype; None for a block-quantized GGUF type or a dtype that torch lacks."""
-        from isotype.core.dtypes import (
-            from_safetensors_name,
-        )  # here, so that headers are read without importing torch
+        from isotype.core.dtypes import from_safetensors_name  # headers are read without importing torch
 
         return from_safetensors_name(self.dtype_name)
 

@@ -38,9 +38,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.ranges.measure import LENGTH, Rows, made_batches, positions, token_rows
 
 TOKENS, _LENGTH = 512, 256  # approximate number of compared tokens, and maximum number in a row
-_STORED = (
-    1 << 28
-)  # maximum bytes of stored logits: for a large vocabulary, only every n-th token's logits are stored
+_STORED = 1 << 28  # maximum bytes of stored logits; more logits are stored for every n-th token only
 _AT_ONCE = 1 << 29  # bytes of logits of one forward
 _CHUNK = 64  # tokens whose divergence is computed at a time
 _IGNORED = -100  # `ignore_index` of `cross_entropy`

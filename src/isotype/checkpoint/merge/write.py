@@ -48,10 +48,8 @@ def check_output(output: Path) -> None:
     """Raise UsageError if something would be overwritten, or the directory cannot be created."""
     file = is_file(output)
     if why := why_unusable(output.parent):
-        what, fix = f"--output {output}: {why}", "give another one"
-        raise UsageError.of(
-            "cannot write to the output directory", what, "a directory that can be created", fix
-        )
+        what, expected = f"--output {output}: {why}", "a directory that can be created"
+        raise UsageError.of("cannot write to the output directory", what, expected, "give another one")
     if output.is_dir() and not file and not any(output.iterdir()):
         return
     if output.exists():
