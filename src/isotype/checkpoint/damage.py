@@ -390,8 +390,8 @@ def _of_signs(
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """Return Σ p (ln p - ln q) over all rows, for ln p and ln q.
 
-    It is computed as Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is equal because p and q sum to one. This form is
-    of second order in d; the plain form has the error of rounding both sums in float32.
+    It is computed as Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is equal because p and q sum to one. Each term of
+    this sum is of second order in d; Σ p d would have the error of rounding Σ p and Σ q in float32.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

@@ -237,7 +237,7 @@ def dequantize(
         dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
             int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
         later: (quantized layer, dense layer) -> True if the caller fills the dense weight later.
-        stack_later: the same for stacked experts.
+        stack_later: stacked experts -> True if the caller fills their dense weight later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:

@@ -4,8 +4,8 @@ With p the next-token distributions of the trained model (the adapter on the bas
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-This is 1 if the merged model computes the same as the trained model, and 0 if it is as far from the trained model as the
-base. On training rows, the loss is compared as well: (base's loss - merged model's loss) / (base's loss - trained model's).
+The value is 1 if the merged model computes the same as the trained model, and 0 if it is as far from the trained model as
+the base. On training rows, losses are compared as well: (base loss - merged loss) / (base loss - trained loss).
 """
 
 from __future__ import annotations

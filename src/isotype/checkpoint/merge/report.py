@@ -67,7 +67,7 @@ class LogitsDifference:
 
     @property
     def fall(self) -> float | None:
-        """Fraction of the training's decrease of the loss that the merged model keeps; None if it did not decrease."""
+        """Fraction of the loss's decrease in training that the merged model keeps; None if the loss did not decrease."""
         if self.losses is None or self.losses[0] <= self.losses[1]:
             return None
         base, trained, merged = self.losses
