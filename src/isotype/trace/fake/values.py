@@ -254,7 +254,7 @@ class Values:
         return kind(number)
 
     def notes(self) -> Iterator[str]:
-        """Return a note on every loop of which only the first rounds were traced."""
+        """Return a note on every loop whose later rounds were not traced."""
         for file, line in self.loops:
             place = short(f"{file}:{line}")
             yield f"the loop at {place} ends by its values: two or three rounds of it are traced and counted"
